@@ -1,0 +1,61 @@
+"""The ideal full-logits path of a dtype: what an implementation may be at most 1.35 times as wrong as.
+
+Logits and softmax in float32, the logits' gradient rounded to the dtype, products accumulated in float32, results
+rounded to the dtype. For "float64" nothing is rounded, which makes it a second route to the truth: full logits, a
+row maximum, explicit dlogits, none of the anchored algorithm's steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from logitless.problems import Case
+from logitless.rounding import round_to
+
+
+def ideal_gradients(case: Case) -> dict[str, Any]:
+    """loss, dhidden, dweight and dbias of ``case`` by full logits in its dtype, as float64 NumPy arrays."""
+    dtype = case.problem.dtype
+    real = np.float64 if dtype == "float64" else np.float32
+    o, target = case.problem.options, case.target.reshape(-1)
+    x = case.hidden.reshape(-1, case.problem.hidden).astype(real)
+    w = case.weight.astype(real)
+    vocab, tokens = w.shape[0], target.size
+    valid = target != o.ignore_index
+    y = np.where(valid, target, 0)
+    b = np.zeros(vocab, real) if case.bias is None else case.bias.astype(real)
+    k = np.ones(vocab, real) if case.class_weight is None else case.class_weight.astype(real)
+    t = np.ones(tokens, real) if case.token_weight is None else case.token_weight.reshape(-1).astype(real)
+    t = np.where(valid, t, 0)
+    index = np.arange(tokens)
+
+    z = (x @ w.T + b) * real(o.logit_scale)
+    slope: Any = real(1)
+    if o.softcap is not None:
+        z = real(o.softcap) * np.tanh(z / real(o.softcap))
+        slope = 1 - (z / real(o.softcap)) ** 2
+    highest = z.max(axis=1, keepdims=True)
+    p = np.exp(z - highest)
+    total = p.sum(axis=1, keepdims=True)
+    lse = (highest + np.log(total))[:, 0]
+    p = p / total
+    smooth = real(o.label_smoothing / vocab)
+    loss = (1 - real(o.label_smoothing)) * k[y] * (lse - z[index, y]) + real(o.z_loss) * lse**2
+    if o.label_smoothing:
+        loss = loss + smooth * np.sum(k * (lse[:, None] - z), axis=1)
+    loss = np.where(valid, t * loss, 0)
+
+    beta = (1 - real(o.label_smoothing)) * k[y]
+    dz = p * (beta + smooth * k.sum() + 2 * real(o.z_loss) * lse)[:, None] - smooth * k
+    dz[index, y] -= beta
+    dz = round_to(np.where(valid[:, None], dz * slope, 0), dtype).astype(real)
+    rows = (case.upstream_rows() * t * o.logit_scale).astype(real)
+    x = np.where(valid[:, None], x, 0)
+    return {
+        "loss": case.reduce(loss.astype(np.float64)),
+        "dhidden": round_to((dz @ w) * rows[:, None], dtype).astype(np.float64).reshape(case.hidden.shape),
+        "dweight": round_to(dz.T @ (x * rows[:, None]), dtype).astype(np.float64),
+        "dbias": round_to(dz.T @ rows, dtype).astype(np.float64),
+    }

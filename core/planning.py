@@ -1,0 +1,267 @@
+"""The chunk plan: how many tokens, or how much of the vocabulary, are worked on at a time, and what that costs.
+
+Pure integers in, a frozen dataclass out; no array library, no device. Both frameworks carry out the same plan.
+
+Two orders (docs/design.md):
+
+``tokens``  chunks of C tokens, the whole vocabulary each. In one pass the C × V exponentials are held, 6·N·D·V flops;
+            a dW accumulator [V, D] is needed only when there is more than one chunk and dW's own buffer is not precise
+            enough to add in.
+``vocab``   first the statistics of all tokens (2·N·D·V), then slices of the vocabulary, 6 more. Holds N × slice; dX is
+            accumulated, each slice of dW is finished at once, so nothing of size V × D exists beside the gradient.
+
+The cost of a plan, relative to 6·N·D·V flops, counts the extra flops of a second pass and the traffic of the
+accumulators that are read and written again with every further chunk:
+
+    tokens:  passes + (chunks − 1) · T / N          passes = 1, or 4/3 when lse must come first
+    vocab:   4/3    + (chunks − 1) · T / V          T = tokens whose products take as long as one such read and write
+
+T follows from the machine's balance of arithmetic and bandwidth. The plan chosen is the one with the smallest scratch
+among those within 3 % of the cheapest that fits the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+from logitless.spec import FLOAT_DTYPES, ITEMSIZE
+
+Order = Literal["tokens", "vocab"]
+Device = Literal["cpu", "gpu"]
+ORDERS = ("tokens", "vocab")
+
+# Chunks and blocks are multiples of these (but for the last): the tile of the GPU kernels, whole vectors on a CPU.
+TOKEN_TILE = 128
+VOCAB_TILE = 128
+
+# Rows of a held matrix start on such a boundary, so that an odd vocabulary runs at full speed.
+ROW_ALIGNMENT_BYTES = 128
+
+# T of the cost formula. gpu: from one H200, bf16, 16384 × 4096 × 128256 at C = 1024 to 8192 (150 to 163).
+# cpu: from a 2-core AVX-512 machine, fp32, 2048 × 512 × 32768 at C = 128 to 1024.
+ACCUMULATOR_TOKENS = {"gpu": 150, "cpu": 12}
+
+# A default plan may cost this much more than the fastest one, if it holds less.
+COST_SLACK = 1.03
+
+# In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
+TOKENS_ORDER_BLOCK = 2048
+
+# Vectors of length N (8 bytes each) that live through a call: ids, anchors, sums, losses, factors, statistics.
+ROW_VECTORS = 24
+# Vectors of length V: class weights and bias in the accumulation dtype, the bias gradient, a block's column numbers.
+VOCAB_VECTORS = 4
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkPlan:
+    """How a call is cut. Made by :func:`plan`, carried out by ``linear_cross_entropy(plan=...)`` of both frameworks."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+    order: Order
+    one_pass: bool
+    """True: exponentials of a whole chunk are held and both gradients follow at once. False: lse is known first."""
+    token_chunk: int
+    """Tokens worked on at a time (all of them in the vocab order)."""
+    vocab_chunk: int
+    """Vocabulary entries worked on at a time (in the tokens order: the block of elementwise work)."""
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks along the order's own axis."""
+        return len(self.token_slices) if self.order == "tokens" else len(self.vocab_slices)
+
+    @property
+    def token_slices(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every token chunk."""
+        return _slices(self.tokens, self.token_chunk)
+
+    @property
+    def vocab_slices(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every vocabulary block."""
+        return _slices(self.vocab, self.vocab_chunk)
+
+    @property
+    def accumulation_itemsize(self) -> int:
+        """Bytes of an element of logits, sums and accumulators: 8 for float64, else 4 (float32)."""
+        return max(4, ITEMSIZE[self.dtype])
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one row of the held exponentials to the next: their width, rounded up to 128 bytes."""
+        width = self.vocab if self.order == "tokens" and self.one_pass else self.vocab_chunk
+        return round_up(width, ROW_ALIGNMENT_BYTES // self.accumulation_itemsize)
+
+    @property
+    def weight_accumulator(self) -> bool:
+        """Whether dW needs an accumulator of its own: several token chunks, and a gradient dtype too coarse to add in.
+
+        float16 always has one: its range is too small for a gradient before the loss scale has been applied.
+        """
+        if ITEMSIZE[self.dtype] >= 4:
+            return False
+        return len(self.token_slices) > 1 or self.dtype == "float16"
+
+    @property
+    def flops(self) -> int:
+        """Flops of the matrix products, forward and all gradients: 6·N·D·V in one pass, 8·N·D·V otherwise."""
+        return (6 if self.one_pass else 8) * self.tokens * self.hidden * self.vocab
+
+    @property
+    def scratch_bytes(self) -> int:
+        """A promise: bytes beyond inputs and gradients that are live at any time, forward and backward, any option."""
+        item = self.accumulation_itemsize
+        low = ITEMSIZE[self.dtype] < item
+        held = self.token_chunk * self.row_stride * item if self.one_pass else 0
+        block = 2 * self.token_chunk * self.vocab_chunk * item  # a block's logits and one elementwise temporary
+        weight_block = 2 * self.vocab_chunk * self.hidden * item  # the weight's block upcast, its gradient's product
+        token_rows = (4 if low else 3) * self.token_chunk * self.hidden * item  # x, the scaled x, w[y], dX in float32
+        vectors = 8 * (ROW_VECTORS * self.tokens + VOCAB_VECTORS * self.vocab + 4 * self.hidden)
+        accumulator = self.vocab * self.hidden * item if self.weight_accumulator else 0
+        return held + block + weight_block + token_rows + vectors + accumulator
+
+    @property
+    def full_logits_bytes(self) -> int:
+        """For comparison: logits and their gradient held whole in the accumulation dtype."""
+        return 2 * self.tokens * self.vocab * self.accumulation_itemsize
+
+    def relative_cost(self, device: Device) -> float:
+        """Modelled time relative to 6·N·D·V flops (the formula is in the module's docstring)."""
+        passes = 1.0 if self.one_pass else 4.0 / 3.0
+        length = self.tokens if self.order == "tokens" else self.vocab
+        return passes + max(0, self.chunks - 1) * ACCUMULATOR_TOKENS[device] / max(1, length)
+
+
+def plan(
+    *,
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: str,
+    memory_budget: int | None = None,
+    order: Order | None = None,
+    chunk: int | None = None,
+    one_pass: bool = True,
+    device: Device = "gpu",
+) -> ChunkPlan:
+    """Choose how to cut a linear cross-entropy call.
+
+    Arguments:
+        tokens, hidden, vocab: N, D and V.
+        dtype: of hidden and weight: "bfloat16", "float16", "float32" or "float64".
+        memory_budget: bytes of scratch that ``scratch_bytes`` must not exceed; None: the smallest scratch that stays
+            within 3 % of the fastest plan, by the cost formula of this module.
+        order: "tokens", "vocab", or None for whichever costs less within the budget.
+        chunk: tokens (or, in the vocab order, vocabulary entries) in a chunk, taken as it is; needs ``order``.
+        one_pass: False when the upstream gradient arrives per token, after the forward (reduction="none", log-probs).
+        device: "gpu" or "cpu": whose balance of arithmetic and bandwidth the cost formula assumes.
+
+    Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
+    is a ValueError that names the smallest scratch there is.
+    """
+    _check_sizes(tokens, hidden, vocab, memory_budget, chunk)
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype: got {dtype!r}, allowed are {', '.join(FLOAT_DTYPES)}")
+    if order is not None and order not in ORDERS:
+        raise ValueError(f"order: got {order!r}, allowed are None, 'tokens', 'vocab'")
+    if device not in ACCUMULATOR_TOKENS:
+        raise ValueError(f"device: got {device!r}, allowed are 'gpu', 'cpu'")
+    if chunk is not None and order is None:
+        raise ValueError(f"order: got None beside chunk={chunk}, allowed are 'tokens', 'vocab': chunk counts along it")
+    return _plan(int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, bool(one_pass), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: str,
+    memory_budget: int | None,
+    order: Order | None,
+    chunk: int | None,
+    one_pass: bool,
+    device: Device,
+) -> ChunkPlan:
+    candidates: list[ChunkPlan] = []
+    if order in (None, "tokens"):
+        sizes = [chunk] if chunk else _balanced_sizes(tokens, TOKEN_TILE)
+        block = min(vocab, TOKENS_ORDER_BLOCK)
+        candidates += [
+            ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block)
+            for size in sizes
+        ]
+    if order in (None, "vocab"):
+        sizes = [chunk] if chunk else _balanced_sizes(vocab, VOCAB_TILE)
+        candidates += [
+            ChunkPlan(tokens, hidden, vocab, dtype, "vocab", False, max(1, tokens), min(size, vocab)) for size in sizes
+        ]
+    if memory_budget is not None:
+        smallest = min(candidate.scratch_bytes for candidate in candidates)
+        candidates = [candidate for candidate in candidates if candidate.scratch_bytes <= memory_budget]
+        if not candidates:
+            raise ValueError(
+                f"memory_budget: got {memory_budget} bytes, allowed for tokens={tokens}, hidden={hidden}, "
+                f"vocab={vocab}, dtype={dtype} is at least {smallest}"
+            )
+        return min(candidates, key=lambda candidate: (candidate.relative_cost(device), candidate.scratch_bytes))
+    limit = COST_SLACK * min(candidate.relative_cost(device) for candidate in candidates)
+    return min(
+        (candidate for candidate in candidates if candidate.relative_cost(device) <= limit),
+        key=lambda candidate: candidate.scratch_bytes,
+    )
+
+
+def check_plan(given: ChunkPlan, tokens: int, hidden: int, vocab: int, dtype: str) -> None:
+    """Raise ValueError or TypeError unless ``given`` was made for these sizes."""
+    if not isinstance(given, ChunkPlan):
+        raise TypeError(f"plan: got {type(given).__name__}, allowed is a ChunkPlan from logitless.plan(...) or None")
+    made = (given.tokens, given.hidden, given.vocab, given.dtype)
+    if made != (tokens, hidden, vocab, dtype):
+        raise ValueError(
+            f"plan: got one for (tokens, hidden, vocab, dtype) = {made}, "
+            f"allowed is one for this call's {(tokens, hidden, vocab, dtype)}"
+        )
+
+
+def _check_sizes(tokens: int, hidden: int, vocab: int, memory_budget: int | None, chunk: int | None) -> None:
+    lowest = {"tokens": (tokens, 0), "hidden": (hidden, 1), "vocab": (vocab, 1)}
+    if memory_budget is not None:
+        lowest["memory_budget"] = (memory_budget, 1)
+    if chunk is not None:
+        lowest["chunk"] = (chunk, 1)
+    for name, (value, low) in lowest.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is an integer")
+        if value < low:
+            raise ValueError(f"{name}: got {value}, allowed is at least {low}")
+
+
+def _slices(length: int, size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _balanced_sizes(length: int, tile: int) -> list[int]:
+    """Every chunk size that cuts ``length`` into equal chunks rounded up to ``tile``: no runt but by that rounding."""
+    if length <= tile:
+        return [max(1, length)]
+    tiles = math.ceil(length / tile)
+    counts = range(1, tiles + 1) if tiles <= 4096 else _spread_counts(tiles)
+    return sorted({min(length, round_up(math.ceil(length / count), tile)) for count in counts})
+
+
+def _spread_counts(tiles: int) -> list[int]:
+    # Above 4096 tiles the sizes lie so close that a geometric ladder (1 % steps) loses nothing.
+    steps = math.ceil(math.log(tiles) / math.log(1.01))
+    return sorted({min(tiles, round(1.01**step)) for step in range(steps + 1)} | {tiles})

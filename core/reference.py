@@ -1,0 +1,300 @@
+"""The target-anchored chunk in NumPy float64: every option, every gradient. Slow, and the truth the others are held to.
+
+It follows docs/design.md line by line: exponentials anchored at the target's logit, rows whose exponent would overflow
+anchored at their maximum, row factors that never touch the matrix, rank-one corrections for label smoothing. Inputs of
+any dtype (bfloat16 through ml_dtypes) are converted to float64 first. Nothing here is chunked in vocabulary order: the
+order changes no value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from logitless.spec import ALPHA_FLOOR, RESCUE_NATS, LossOptions, TokenStats
+
+Array = NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossResult:
+    """Loss (scalar, or [...] for "none"), gradients of Σ loss · upstream, and statistics."""
+
+    loss: Array
+    hidden_grad: Array
+    weight_grad: Array
+    bias_grad: Array
+    stats: TokenStats
+
+
+@dataclasses.dataclass(frozen=True)
+class LogProbResult:
+    """log p(target) and entropy, [...] each, and the gradients of their sums weighted by the upstream gradients."""
+
+    log_prob: Array
+    entropy: Array
+    hidden_grad: Array
+    weight_grad: Array
+    bias_grad: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    x: Array  # [N, D]
+    w: Array  # [V, D]
+    b: Array  # [V]
+    y: NDArray[np.int64]  # [N], an ignored token's id replaced by 0
+    valid: NDArray[np.bool_]  # [N]
+    t: Array  # [N], 0 for an ignored token
+    k: Array  # [V]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk's anchored exponentials, [C, V] with 0 at the target, and their sums."""
+
+    z: Array
+    e: Array
+    anchor: Array
+    e_target: Array
+    s: Array
+    target_logit: Array
+    nll: Array
+    lse: Array
+
+
+def linear_cross_entropy(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    target: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    token_weight: ArrayLike | None = None,
+    class_weight: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    normalizer: ArrayLike | None = None,
+    upstream: ArrayLike = 1.0,
+    chunk: int = 128,
+) -> LossResult:
+    """Loss, its gradients times ``upstream`` (a scalar, or [...] for "none"), and statistics; all float64.
+
+    The formula is in :mod:`logitless.spec`. ``chunk``: tokens worked on at a time; it changes no value beyond rounding.
+    """
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)  # type: ignore[arg-type]
+    inputs = _inputs(hidden, weight, target, bias, token_weight, class_weight, ignore_index)
+    tokens = inputs.y.size
+    g = np.broadcast_to(np.asarray(upstream, np.float64), np.shape(target) if reduction == "none" else ())
+    norm = _norm(inputs, options, normalizer)
+    g_rows = g.reshape(-1) if reduction == "none" else np.full(tokens, float(g) * norm)
+
+    loss = np.zeros(tokens)
+    dx, dw, db = np.zeros_like(inputs.x), np.zeros_like(inputs.w), np.zeros_like(inputs.b)
+    stats = [np.zeros(tokens) for _ in range(8)]
+    for start in range(0, tokens, chunk):
+        rows = slice(start, min(start + chunk, tokens))
+        part = _exponentials(inputs, rows, options)
+        loss[rows] = _loss_rows(inputs, rows, options, part)
+        for total, values in zip(stats, _stats_rows(inputs, rows, part), strict=True):
+            total[rows] = values
+        dz = _matrix_gradient(inputs, rows, options, part, g_rows[rows])
+        dx[rows] = dz.dx
+        dw += dz.dw
+        db += dz.db
+    total_loss = loss if reduction == "none" else np.sum(loss) * norm
+    shape = np.shape(target)
+    return LossResult(
+        total_loss.reshape(shape) if reduction == "none" else np.asarray(total_loss),
+        dx.reshape(np.shape(hidden)),
+        dw,
+        db,
+        _shaped_stats(stats, shape),
+    )
+
+
+def linear_log_probs(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    target: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    log_prob_upstream: ArrayLike = 1.0,
+    entropy_upstream: ArrayLike = 0.0,
+    chunk: int = 128,
+) -> LogProbResult:
+    """log p(target), the entropy, and gradients of Σ log_prob · log_prob_upstream + entropy · entropy_upstream.
+
+    ∂ log p_y / ∂z_j = δ_jy − p_j and ∂H / ∂z_j = −p_j (log p_j + H); ignored tokens give 0 and no gradient.
+    """
+    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+    inputs = _inputs(hidden, weight, target, bias, None, None, ignore_index)
+    tokens, shape = inputs.y.size, np.shape(target)
+    g1 = np.broadcast_to(np.asarray(log_prob_upstream, np.float64), shape).reshape(-1)
+    g2 = np.broadcast_to(np.asarray(entropy_upstream, np.float64), shape).reshape(-1)
+    log_prob, entropy = np.zeros(tokens), np.zeros(tokens)
+    dx, dw, db = np.zeros_like(inputs.x), np.zeros_like(inputs.w), np.zeros_like(inputs.b)
+    for start in range(0, tokens, chunk):
+        rows = slice(start, min(start + chunk, tokens))
+        part = _exponentials(inputs, rows, options)
+        valid = inputs.valid[rows]
+        log_p = part.z - part.lse[:, None]
+        p = np.exp(log_p)
+        h = -np.sum(p * np.where(p > 0, log_p, 0.0), axis=1)
+        log_prob[rows], entropy[rows] = np.where(valid, -part.nll, 0.0), np.where(valid, h, 0.0)
+        dz = -p * (g1[rows, None] + g2[rows, None] * (np.where(p > 0, log_p, 0.0) + h[:, None]))
+        dz[np.arange(valid.size), inputs.y[rows]] += g1[rows]
+        dz = np.where(valid[:, None], dz * _slope(part.z, options) * options.logit_scale, 0.0)
+        dx[rows] = dz @ inputs.w
+        dw += dz.T @ np.where(valid[:, None], inputs.x[rows], 0.0)
+        db += dz.sum(0)
+    return LogProbResult(log_prob.reshape(shape), entropy.reshape(shape), dx.reshape(np.shape(hidden)), dw, db)
+
+
+def _float64(values: ArrayLike) -> Array:
+    return np.asarray(values).astype(np.float64)
+
+
+def _inputs(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    target: ArrayLike,
+    bias: ArrayLike | None,
+    token_weight: ArrayLike | None,
+    class_weight: ArrayLike | None,
+    ignore_index: int,
+) -> _Inputs:
+    w = _float64(weight)
+    vocab, size = w.shape
+    y = np.asarray(target).reshape(-1).astype(np.int64)
+    valid = y != ignore_index
+    t = np.ones(y.size) if token_weight is None else _float64(token_weight).reshape(-1)
+    return _Inputs(
+        x=_float64(hidden).reshape(-1, size),
+        w=w,
+        b=np.zeros(vocab) if bias is None else _float64(bias),
+        y=np.where(valid, y, 0),
+        valid=valid,
+        t=np.where(valid, t, 0.0),
+        k=np.ones(vocab) if class_weight is None else _float64(class_weight),
+    )
+
+
+def _norm(inputs: _Inputs, options: LossOptions, normalizer: ArrayLike | None) -> float:
+    """What the sum of the token losses is multiplied by; 0 when no token counts."""
+    if options.reduction != "mean":
+        return 1.0
+    if normalizer is not None:
+        return 1.0 / float(_float64(normalizer))
+    counts = inputs.t * inputs.k[inputs.y]
+    return 1.0 / float(counts.sum()) if np.any(counts != 0) else 0.0
+
+
+def _slope(z: Array, options: LossOptions) -> Any:
+    """∂z/∂(scale · r): 1, or 1 − (z / cap)² with a softcap."""
+    return 1.0 if options.softcap is None else 1.0 - (z / options.softcap) ** 2
+
+
+def _exponentials(inputs: _Inputs, rows: slice, options: LossOptions) -> _Chunk:
+    y = inputs.y[rows]
+    index = np.arange(y.size)
+    z = options.logit_scale * (inputs.x[rows] @ inputs.w.T + inputs.b)
+    if options.softcap is not None:
+        z = options.softcap * np.tanh(z / options.softcap)
+    a = z[index, y]
+    with np.errstate(invalid="ignore", over="ignore"):  # a row of NaN or −inf makes NaN, its own and no other's
+        highest = z.max(axis=1)
+        anchor = np.where(highest - a > RESCUE_NATS, highest, a)
+        e = np.exp(z - anchor[:, None])
+        e[index, y] = 0.0
+        e_target = np.exp(a - anchor)
+        s = e.sum(axis=1)
+        # log1p keeps full relative accuracy where p is near 1; a re-anchored row is far from there.
+        nll = np.where(anchor == a, np.log1p(s), (anchor - a) + np.log(s + e_target))
+        lse = np.where(anchor == a, a + np.log1p(s), anchor + np.log(s + e_target))
+    return _Chunk(z, e, anchor, e_target, s, a, nll, lse)
+
+
+def _loss_rows(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk) -> Array:
+    y, t, k = inputs.y[rows], inputs.t[rows], inputs.k
+    loss = (1.0 - options.label_smoothing) * k[y] * part.nll
+    if options.label_smoothing:
+        gaps = np.where(k == 0, 0.0, k * (part.lse[:, None] - part.z))
+        loss = loss + options.label_smoothing / k.size * gaps.sum(axis=1)
+    if options.z_loss:
+        loss = loss + options.z_loss * part.lse**2
+    return np.where(inputs.valid[rows], t * loss, 0.0)
+
+
+def _stats_rows(inputs: _Inputs, rows: slice, part: _Chunk) -> tuple[Any, ...]:
+    valid, z = inputs.valid[rows], part.z
+    log_p = z - part.lse[:, None]
+    p = np.exp(log_p)
+    entropy = -np.sum(p * np.where(p > 0, log_p, 0.0), axis=1)
+    best = np.argmax(z, axis=1)
+    values = (
+        part.nll,
+        part.lse,
+        part.target_logit,
+        entropy,
+        best,
+        best == inputs.y[rows],
+        z.max(axis=1),
+        z.min(axis=1),
+    )
+    return tuple(np.where(valid, value, -1 if i == 4 else 0) for i, value in enumerate(values))
+
+
+def _shaped_stats(stats: list[Array], shape: tuple[int, ...]) -> TokenStats:
+    kinds = {4: np.int32, 5: np.bool_}
+    return TokenStats(*(values.reshape(shape).astype(kinds.get(i, np.float64)) for i, values in enumerate(stats)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    dx: Array
+    dw: Array
+    db: Array
+
+
+def _matrix_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> _Gradients:
+    """The three products. Separable: the row factor u stays out of E. Softcap with smoothing is not: dz is formed."""
+    y, t, k, valid = inputs.y[rows], inputs.t[rows], inputs.k, inputs.valid[rows]
+    x = np.where(valid[:, None], inputs.x[rows], 0.0)
+    index = np.arange(y.size)
+    smooth = options.label_smoothing / k.size
+    beta = (1.0 - options.label_smoothing) * k[y]
+    alpha = beta + smooth * k.sum() + 2.0 * options.z_loss * part.lse
+    g = g * t * options.logit_scale
+    total = part.s + part.e_target
+    if not options.separable:
+        p = part.e / total[:, None]
+        p[index, y] = part.e_target / total
+        dz = alpha[:, None] * p - smooth * k
+        dz[index, y] -= beta
+        dz = np.where(valid[:, None], dz * _slope(part.z, options) * g[:, None], 0.0)
+        return _Gradients(dz @ inputs.w, dz.T @ x, dz.sum(axis=0))
+    floor = ALPHA_FLOOR * np.abs(beta)
+    alpha = np.where(np.abs(alpha) < floor, np.copysign(floor, alpha), alpha)
+    divisor = np.where(alpha == 0.0, 1.0, alpha)
+    u = np.where(valid, g * alpha / total, 0.0)
+    e = part.e.copy()
+    e[index, y] = ((alpha - beta) * part.e_target - beta * part.s) / divisor
+    e = np.where(valid[:, None], e * _slope(part.z, options), 0.0)
+    dx = u[:, None] * (e @ inputs.w)
+    dw = e.T @ (u[:, None] * x)
+    db = e.T @ u
+    if smooth:  # rank one: the same −(ε/V) t g k_j in every column
+        dx = dx - smooth * g[:, None] * (k @ inputs.w)
+        dw = dw - smooth * np.outer(k, g @ x)
+        db = db - smooth * k * g.sum()
+    return _Gradients(dx, dw, db)

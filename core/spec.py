@@ -1,0 +1,219 @@
+"""What the problem means: the dimension letters, the options, and every check of an argument.
+
+Dimension letters, used everywhere in this project:
+
+    N  tokens (all leading axes of ``hidden`` flattened)
+    D  hidden size
+    V  vocabulary size
+    C  tokens in a chunk
+    B  vocabulary entries in a block
+
+The loss of token i, with raw logits r = x wᵀ + b, z = scale · r and then, with a softcap, z = cap · tanh(z / cap):
+
+    ℓ_i = t_i · [ (1−ε) k_{y_i} (lse_i − z_{i,y_i}) + (ε/V) Σ_j k_j (lse_i − z_ij) + λ lse_i² ]
+    mean = Σ_i ℓ_i / Σ_i t_i k_{y_i}
+
+t token weight (0 for an ignored token), k class weight, ε label smoothing, λ z-loss factor.
+
+Nothing here imports an array library: the frameworks describe their arrays by :class:`ArrayInfo`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any, Literal, NamedTuple, get_args
+
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+TARGET_DTYPES = ("int32", "int64")
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+# A row whose largest logit exceeds its target's by more than this (in nats) is anchored at its maximum instead:
+# exp(40) and its inverse times any upstream gradient are far from the limits of float32 and bfloat16.
+RESCUE_NATS = 40.0
+
+# α_i is kept at least this far from zero, relative to β_i, where it divides (signed class weights, z-loss at lse < 0).
+ALPHA_FLOOR = 2.0**-20
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInfo:
+    """Shape and dtype name of an array of any framework."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LossOptions:
+    """The options that change the loss, checked. See :mod:`logitless.spec` for the formula."""
+
+    reduction: Reduction = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction: got {self.reduction!r}, allowed are {', '.join(map(repr, REDUCTIONS))}")
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, numbers.Integral):
+            raise TypeError(f"ignore_index: got {self.ignore_index!r}, allowed is an integer")
+        _check_number("label_smoothing", self.label_smoothing, low=0.0, high=1.0)
+        _check_number("z_loss", self.z_loss, low=0.0)
+        _check_number("logit_scale", self.logit_scale, low=0.0, open_low=True)
+        if self.softcap is not None:
+            _check_number("softcap", self.softcap, low=0.0, open_low=True, also="None")
+
+    @property
+    def separable(self) -> bool:
+        """Whether a token's gradient is one row factor times exponentials, so that one pass is enough.
+
+        A softcap's slope multiplies the smoothing term as well, element by element: the two together are not separable.
+        """
+        return self.softcap is None or self.label_smoothing == 0.0
+
+
+class TokenStats(NamedTuple):
+    """Token statistics, no gradient, shaped like ``target``; an ignored token has 0, argmax −1, correct False."""
+
+    nll: Any
+    """lse − target_logit: the plain negative log-likelihood, without weights, smoothing or z-loss [nats]."""
+    lse: Any
+    """log Σ_j exp(z_ij) [nats]."""
+    target_logit: Any
+    """z_{i,y_i}, after logit_scale and softcap."""
+    entropy: Any
+    """−Σ_j p_ij log p_ij [nats]."""
+    argmax: Any
+    """First index of the largest logit, int32."""
+    correct: Any
+    """argmax == target, bool."""
+    max_logit: Any
+    min_logit: Any
+
+
+def _check_number(
+    name: str,
+    value: object,
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+    also: str = "",
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        or_also = f" or {also}" if also else ""
+        raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is a Python number{or_also}")
+    number = float(value)
+    inside = low < number if open_low else low <= number
+    if not (math.isfinite(number) and inside and number <= high):
+        left = f"{'(' if open_low else '['}{low:g}" if math.isfinite(low) else "(-inf"
+        right = f"{high:g}]" if math.isfinite(high) else "inf)"
+        raise ValueError(f"{name}: got {value!r}, allowed is a finite number in {left}, {right}")
+
+
+def check_arrays(
+    hidden: ArrayInfo,
+    weight: ArrayInfo,
+    target: ArrayInfo,
+    bias: ArrayInfo | None = None,
+    token_weight: ArrayInfo | None = None,
+    class_weight: ArrayInfo | None = None,
+    *,
+    mixed_dtypes: bool = False,
+) -> None:
+    """Check ranks, sizes and dtypes of a call's arrays against each other.
+
+    hidden [..., D] and weight [V, D] floating, of one dtype unless ``mixed_dtypes`` (autocast); target [...] int32 or
+    int64; bias [V] of weight's dtype; token_weight [...] and class_weight [V] floating. Raises TypeError for a dtype,
+    ValueError for a rank or size.
+    """
+    for name, info in (("hidden", hidden), ("weight", weight)):
+        if info.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name}: got dtype {info.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
+    if hidden.dtype != weight.dtype and not mixed_dtypes:
+        raise TypeError(
+            f"weight: got dtype {weight.dtype} beside hidden's {hidden.dtype}, allowed is the same dtype: "
+            f"cast one of them (or use autocast where the framework has it)"
+        )
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(f"target: got dtype {target.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    if len(hidden.shape) < 1:
+        raise ValueError(f"hidden: got shape {hidden.shape}, allowed is [..., D]")
+    if len(weight.shape) != 2:
+        raise ValueError(f"weight: got shape {weight.shape}, allowed is [V, D]")
+    vocab, size = weight.shape
+    if hidden.shape[-1] != size:
+        raise ValueError(f"hidden: got last axis {hidden.shape[-1]}, allowed is weight's D = {size}")
+    if vocab < 1 or size < 1:
+        raise ValueError(f"weight: got shape {weight.shape}, allowed is [V, D] with V and D at least 1")
+    if target.shape != hidden.shape[:-1]:
+        raise ValueError(f"target: got shape {target.shape}, allowed is hidden's leading axes {hidden.shape[:-1]}")
+    if bias is not None:
+        if bias.shape != (vocab,):
+            raise ValueError(f"bias: got shape {bias.shape}, allowed is [V] = ({vocab},)")
+        if bias.dtype != weight.dtype and not (mixed_dtypes and bias.dtype in FLOAT_DTYPES):
+            raise TypeError(f"bias: got dtype {bias.dtype}, allowed is weight's {weight.dtype}")
+    _check_weights("token_weight", token_weight, target.shape, "target's shape")
+    _check_weights("class_weight", class_weight, (vocab,), "[V] =")
+
+
+def _check_weights(name: str, info: ArrayInfo | None, shape: tuple[int, ...], words: str) -> None:
+    if info is None:
+        return
+    if info.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name}: got dtype {info.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
+    if info.shape != shape:
+        raise ValueError(f"{name}: got shape {info.shape}, allowed is {words} {shape}")
+
+
+def check_normalizer(value: object, info: ArrayInfo | None, reduction: str) -> None:
+    """Check ``normalizer``: None, a finite number other than 0, or an array (``info``) without axes; "mean" only."""
+    if value is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f"normalizer: got a value beside reduction={reduction!r}, allowed is only reduction='mean'")
+    if info is not None:
+        if info.shape != ():
+            raise ValueError(f"normalizer: got shape {info.shape}, allowed is a number or an array without axes")
+        return
+    _check_number("normalizer", value, also="an array without axes")
+    if float(value) == 0.0:  # type: ignore[arg-type]
+        raise ValueError("normalizer: got 0, allowed is a finite number other than 0")
+
+
+def check_backend(name: str | None, known: tuple[str, ...], unavailable: dict[str, str], usable: str) -> str:
+    """Return the backend to use; ``unavailable`` maps a known name to the reason why it cannot run here.
+
+    Raises ValueError for a name that does not exist, NotImplementedError (naming ``usable``) for one that cannot run.
+    """
+    if name is None:
+        return usable
+    if name not in known:
+        raise ValueError(f"backend: got {name!r}, allowed are None, {', '.join(map(repr, known))}")
+    if name in unavailable:
+        raise NotImplementedError(f"backend: {name!r} cannot run here: {unavailable[name]}; backend={usable!r} can")
+    return name
+
+
+def check_filter_eps(value: object, backend: str) -> None:
+    """Refuse ``filter_eps`` where gradient filtering is not offered: an approximation is never applied unasked."""
+    if value is None:
+        return
+    _check_number("filter_eps", value, low=0.0, also="None")
+    raise NotImplementedError(
+        f"filter_eps: got {value!r}, backend {backend!r} computes exact gradients only; filter_eps=None can run"
+    )
+
+
+def out_of_range_error(position: tuple[int, ...], target: int, vocab: int, ignore_index: int) -> ValueError:
+    """The error for a target outside the vocabulary, found where looking costs no synchronisation."""
+    where = ", ".join(map(str, position))
+    return ValueError(
+        f"target: got id {target} at index ({where}), allowed are 0 to {vocab - 1} and ignore_index = {ignore_index}"
+    )

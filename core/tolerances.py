@@ -1,0 +1,43 @@
+"""The one tolerance table. No test, check or benchmark has another, and nothing outside this file loosens it.
+
+With T the float64 truth on the same inputs and B the ideal full-logits path of the dtype (:mod:`logitless.ideal`), an
+implementation K passes when for each of loss, dhidden, dweight and dbias
+
+    error(K, T) <= RATIO · error(B, T) + TINY[dtype]
+
+error(A, T) = ‖A − T‖ / ‖T‖ over the whole array (the plain norm of A where T is zero).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+RATIO = 1.35
+
+# What rounding of a different but equally good order of summation may add, where B happens to be exact.
+TINY = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5}
+
+# Largest relative error of the target's logit gradient at any confidence, and of the loss of a confident token.
+TARGET_GRADIENT = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}
+
+# Between two implementations that both pass: the sum of their allowances is what they may differ by.
+OUTPUTS = ("loss", "dhidden", "dweight", "dbias")
+
+
+def error(value: Any, truth: Any) -> float:
+    """‖value − truth‖ / ‖truth‖ in float64; places where both are the same infinity count as equal, NaN never does."""
+    a, b = np.asarray(value, np.float64), np.asarray(truth, np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"value: got shape {a.shape}, allowed is the truth's {b.shape}")
+    same = (a == b) & np.isinf(b)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0.0, a - b)
+    scale = float(np.linalg.norm(np.where(same, 0.0, b)))
+    return float(np.linalg.norm(difference)) / (scale if scale > 0 else 1.0)
+
+
+def allowance(ideal_error: float, dtype: str) -> float:
+    """The largest error that passes where the ideal path has ``ideal_error``."""
+    return RATIO * ideal_error + TINY[dtype]
