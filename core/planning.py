@@ -107,11 +107,11 @@ class ChunkPlan:
     def weight_accumulator(self) -> bool:
         """Whether dW needs an accumulator of its own: several token chunks, and a gradient dtype too coarse to add in.
 
-        float16 always has one: its range is too small for a gradient before the loss scale has been applied.
+        float16 in one pass always has one: its range is too small for a gradient before the loss scale is applied.
         """
         if ITEMSIZE[self.dtype] >= 4:
             return False
-        return len(self.token_slices) > 1 or self.dtype == "float16"
+        return len(self.token_slices) > 1 or (self.one_pass and self.dtype == "float16")
 
     @property
     def flops(self) -> int:
@@ -124,9 +124,9 @@ class ChunkPlan:
         item = self.accumulation_itemsize
         low = ITEMSIZE[self.dtype] < item
         held = self.token_chunk * self.row_stride * item if self.one_pass else 0
-        block = 2 * self.token_chunk * self.vocab_chunk * item  # a block's logits and one elementwise temporary
+        block = 3 * self.token_chunk * self.vocab_chunk * item  # a block's logits and two elementwise temporaries
         weight_block = 2 * self.vocab_chunk * self.hidden * item  # the weight's block upcast, its gradient's product
-        token_rows = (4 if low else 3) * self.token_chunk * self.hidden * item  # x, the scaled x, w[y], dX in float32
+        token_rows = (5 if low else 4) * self.token_chunk * self.hidden * item  # x, scaled x, w[y] twice, dX if low
         vectors = 8 * (ROW_VECTORS * self.tokens + VOCAB_VECTORS * self.vocab + 4 * self.hidden)
         accumulator = self.vocab * self.hidden * item if self.weight_accumulator else 0
         return held + block + weight_block + token_rows + vectors + accumulator

@@ -36,6 +36,12 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 # exp(40) and its inverse times any upstream gradient are far from the limits of float32 and bfloat16.
 RESCUE_NATS = 40.0
 
+# Where the target's logit is −inf the anchor starts here: finite, and below any logit that counts.
+LOWEST_ANCHOR = -1e30
+
+# z − anchor is cut off here where it is multiplied by exp(z − anchor), which is 0 there: 0 · −inf would be NaN.
+LOWEST_GAP = -1e4
+
 # α_i is kept at least this far from zero, relative to β_i, where it divides (signed class weights, z-loss at lse < 0).
 ALPHA_FLOOR = 2.0**-20
 

@@ -1,0 +1,179 @@
+"""What runs on this machine: every backend is tried on a small problem, and the ones that do not run say why.
+
+Nothing here imports a framework before it is asked to try one, and no missing or broken one makes it fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+from logitless.problems import BY_NAME, Case
+
+Status = Literal["runs", "wrong", "not here", "fails"]
+
+BACKENDS = (("torch", "eager"), ("torch", "triton"), ("jax", "xla"), ("jax", "pallas"))
+PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy")
+INSTALL = {"torch": "pip install 'logitless[torch]'", "jax": "pip install 'logitless[jax]'"}
+PROBE = "odd"
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendReport:
+    """One backend's result. ``reason``: what was checked, or why it does not run and what would make it run."""
+
+    framework: str
+    backend: str
+    status: Status
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Everything ``python -m logitless doctor`` prints."""
+
+    python: str
+    system: str
+    packages: dict[str, str]
+    """Package → version, or the words "not installed"."""
+    devices: dict[str, str]
+    backends: tuple[BackendReport, ...]
+
+
+@functools.cache
+def cuda_device_count() -> int:
+    """CUDA devices that the NVIDIA driver reports; 0 without a driver. Asks the driver itself, so needs no framework."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        driver = ctypes.CDLL(name)
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def examine() -> Report:
+    """Try every backend and collect versions and devices. Never raises for a framework that is missing or broken."""
+    # JAX would otherwise take most of a GPU's memory, and torch could not run beside it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return Report(
+        python=f"{platform.python_version()} ({platform.python_implementation()})",
+        system=f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} CPUs",
+        packages={name: _version(name) for name in PACKAGES},
+        devices={
+            "NVIDIA driver": f"{cuda_device_count()} CUDA device(s)",
+            "torch": _described(_torch_devices, "torch"),
+            "jax": _described(_jax_devices, "jax"),
+        },
+        backends=tuple(try_backend(framework, backend) for framework, backend in BACKENDS),
+    )
+
+
+def try_backend(framework: str, backend: str) -> BackendReport:
+    """Run loss and gradients of a small problem on one backend and hold them against the float64 reference."""
+    report = functools.partial(BackendReport, framework, backend)
+    if importlib.util.find_spec(framework) is None:
+        return report("not here", f"{framework} is not installed: {INSTALL[framework]}")
+    try:
+        results, device = _RUNNERS[framework](BY_NAME[PROBE].case(), backend)
+    except NotImplementedError as refusal:
+        return report("not here", str(refusal))
+    except Exception as failure:  # a broken installation fails in any way it likes, and saying how is the purpose here
+        return report("fails", f"{type(failure).__name__}: {failure}")
+    wrong = _differences(results)
+    if wrong:
+        return report("wrong", f"on {device}, against the float64 reference: {wrong}")
+    return report("runs", f"on {device}; loss and gradients agree with the float64 reference")
+
+
+def _run_torch(case: Case, backend: str) -> tuple[dict[str, Any], str]:
+    import torch
+
+    implementation = importlib.import_module("logitless.torch_impl")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden, weight = (torch.tensor(array, device=device, requires_grad=True) for array in (case.hidden, case.weight))
+    target = torch.tensor(case.target, device=device)
+    loss = implementation.linear_cross_entropy(hidden, weight, target, backend=backend)
+    loss.backward()
+    arrays = {"loss": loss.detach(), "dhidden": hidden.grad, "dweight": weight.grad}
+    return {name: array.cpu().numpy() for name, array in arrays.items()}, device
+
+
+def _run_jax(case: Case, backend: str) -> tuple[dict[str, Any], str]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    implementation = importlib.import_module("logitless.jax_impl")
+    target = jnp.asarray(case.target, jnp.int32)
+
+    def loss_of(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        loss: jax.Array = implementation.linear_cross_entropy(hidden, weight, target, backend=backend)
+        return loss
+
+    arguments = jnp.asarray(case.hidden), jnp.asarray(case.weight)
+    loss, (dhidden, dweight) = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))(*arguments)
+    results = {"loss": loss, "dhidden": dhidden, "dweight": dweight}
+    return {name: np.asarray(array) for name, array in results.items()}, jax.default_backend()
+
+
+_RUNNERS: dict[str, Callable[[Case, str], tuple[dict[str, Any], str]]] = {"torch": _run_torch, "jax": _run_jax}
+
+
+def _differences(results: dict[str, Any]) -> str:
+    """Which results lie outside the tolerance table, in words; empty when none does."""
+    from logitless import reference
+    from logitless.ideal import ideal_gradients
+    from logitless.tolerances import allowance, error
+
+    case = BY_NAME[PROBE].case()
+    exact = reference.linear_cross_entropy(case.hidden, case.weight, case.target)
+    truth = {"loss": exact.loss, "dhidden": exact.hidden_grad, "dweight": exact.weight_grad}
+    ideal = ideal_gradients(case)
+    parts = []
+    for name, value in results.items():
+        found = error(value, truth[name])
+        allowed = allowance(error(ideal[name], truth[name]), case.problem.dtype)
+        if not found <= allowed:  # also when it is NaN
+            parts.append(f"{name} is off by {found:.1e}, allowed is {allowed:.1e}")
+    return "; ".join(parts)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _described(devices: Callable[[], str], framework: str) -> str:
+    if importlib.util.find_spec(framework) is None:
+        return "not installed"
+    try:
+        return devices()
+    except Exception as failure:  # as in try_backend
+        return f"{type(failure).__name__}: {failure}"
+
+
+def _torch_devices() -> str:
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join([f"cpu ({torch.get_num_threads()} threads)", *names])
+
+
+def _jax_devices() -> str:
+    import jax
+
+    return ", ".join(f"{device.platform}: {device.device_kind}" for device in jax.devices())

@@ -1,0 +1,216 @@
+"""The public functions for PyTorch: checks once, chooses a plan and a backend, and calls the autograd functions.
+
+Mirror of jax_impl/api.py; the names, arguments, defaults and meanings are the same in both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from logitless import spec
+from logitless.planning import ChunkPlan, check_plan
+from logitless.planning import plan as make_plan
+from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
+from logitless.torch_impl.autograd import Call, LinearCrossEntropyFunction, LinearLogProbsFunction
+
+BACKENDS = ("triton", "eager")
+UNAVAILABLE = {"triton": "this version has no Triton kernels"}
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    normalizer: Tensor | float | None = None,
+    filter_eps: float | None = None,
+    plan: ChunkPlan | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, TokenStats]:
+    """Cross-entropy of ``softmax(f(hidden @ weight.T + bias))`` against ``target``, without holding the logits.
+
+    With z = logit_scale · (hidden weightᵀ + bias), then z = softcap · tanh(z / softcap) if a softcap is given:
+
+        ℓ_i = t_i [ (1−ε) k_{y_i} (lse_i − z_{i,y_i}) + (ε/V) Σ_j k_j (lse_i − z_ij) + z_loss · lse_i² ]
+
+    mean = Σ ℓ_i / Σ t_i k_{y_i} over tokens that are not ignored (or Σ ℓ_i / normalizer); 0, with zero gradients, when
+    no token counts. Differentiable once in hidden, weight and bias.
+
+    Arguments:
+        hidden: [..., D] bfloat16, float16, float32 or float64.
+        weight: [V, D], hidden's dtype (under autocast any), as torch.nn.Linear stores it.
+        target: [...] int32 or int64 ids in [0, V), or ignore_index. On a CPU an id outside raises ValueError; on a GPU
+            and inside torch.compile that token's loss is NaN.
+        bias: [V], weight's dtype.
+        reduction: "mean", "sum" or "none" ([...] losses).
+        ignore_index: marks tokens without a loss: loss 0, gradient exactly 0. May be an id inside the vocabulary.
+        token_weight: t, [...] floating, constant (no gradient).
+        class_weight: k, [V] floating, constant, as in torch.nn.CrossEntropyLoss(weight=).
+        label_smoothing: ε in [0, 1].
+        z_loss: factor of lse², at least 0.
+        logit_scale: 1 / temperature, greater than 0.
+        softcap: greater than 0, or None.
+        normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or a tensor without
+            axes, constant.
+        filter_eps: None: exact gradients, the only choice of this backend.
+        plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
+        memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
+        backend: "eager" or None. "triton" does not exist in this version.
+        return_stats: also return :class:`logitless.TokenStats`, without gradient.
+
+    Returns the loss in float32 (float64 for float64 input), or (loss, TokenStats). Gradients have each argument's dtype
+    and shape. Nothing is written to an argument; on a GPU nothing synchronises with the host.
+
+    Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
+    that cannot run.
+    """
+    spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="eager")
+    spec.check_filter_eps(filter_eps, "eager")
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    arrays = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    constants = {"token_weight": token_weight, "class_weight": class_weight}
+    dtype = _check_tensors(arrays, constants)
+    _check_normalizer(normalizer, reduction, hidden.device)
+    _check_targets(target, weight.shape[0], ignore_index)
+    chosen = _plan(hidden, weight, dtype, plan, memory_budget, one_pass=reduction != "none" and options.separable)
+    call = Call(options, chosen, dtype, statistics=return_stats, differentiate=torch.is_grad_enabled())
+    loss, *stats = LinearCrossEntropyFunction.apply(
+        hidden, weight, bias, target, token_weight, class_weight, normalizer, call
+    )
+    return (loss, TokenStats(*stats)) if return_stats else loss
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    with_entropy: bool = False,
+    plan: ChunkPlan | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(target) and, if asked for, the entropy of every token, without holding the logits.
+
+        log_prob_i = z_{i,y_i} − lse_i        entropy_i = −Σ_j p_ij log p_ij
+
+    Both [...] in float32 (float64 for float64 input), differentiable once in hidden, weight and bias for any upstream
+    gradients; both 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6.
+
+    Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
+    """
+    spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="eager")
+    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+    dtype = _check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
+    _check_targets(target, weight.shape[0], ignore_index)
+    chosen = _plan(hidden, weight, dtype, plan, memory_budget, one_pass=False)
+    call = Call(options, chosen, dtype, statistics=with_entropy, differentiate=torch.is_grad_enabled())
+    log_prob, entropy = LinearLogProbsFunction.apply(hidden, weight, bias, target, call)
+    return log_prob, entropy
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _info(tensor: Tensor) -> ArrayInfo:
+    return ArrayInfo(tuple(tensor.shape), _dtype_name(tensor.dtype))
+
+
+def _check_tensors(arrays: dict[str, Tensor | None], constants: dict[str, Tensor | None]) -> torch.dtype:
+    """Types, devices, sizes and dtypes; returns the dtype of the computation (autocast's where it applies)."""
+    for name, tensor in (arrays | constants).items():
+        if tensor is None and name in ("bias", "token_weight", "class_weight"):
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, allowed is a torch.Tensor")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name}: got layout {tensor.layout}, allowed is torch.strided")
+    hidden, weight, target = arrays["hidden"], arrays["weight"], arrays["target"]
+    assert hidden is not None
+    assert weight is not None
+    assert target is not None
+    for name, tensor in (arrays | constants).items():
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name}: got device {tensor.device}, allowed is hidden's {hidden.device}")
+    for name, tensor in constants.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: got a tensor that requires grad, allowed is a constant: detach it, or weight the losses of "
+                f"reduction='none' yourself"
+            )
+    kind = hidden.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    infos = [None if tensor is None else _info(tensor) for tensor in (*arrays.values(), *constants.values())]
+    given_hidden, given_weight, given_target = infos[:3]
+    assert given_hidden is not None
+    assert given_weight is not None
+    assert given_target is not None
+    spec.check_arrays(given_hidden, given_weight, given_target, *infos[3:], mixed_dtypes=autocast)
+    if autocast and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+def _check_normalizer(normalizer: Tensor | float | None, reduction: str, device: torch.device) -> None:
+    is_tensor = isinstance(normalizer, Tensor)
+    spec.check_normalizer(normalizer, _info(normalizer) if is_tensor else None, reduction)
+    if not isinstance(normalizer, Tensor):
+        return
+    if normalizer.requires_grad:
+        raise ValueError("normalizer: got a tensor that requires grad, allowed is a constant: detach it")
+    if normalizer.device != device and normalizer.device.type != "cpu":
+        raise ValueError(f"normalizer: got device {normalizer.device}, allowed is hidden's {device} or the CPU")
+
+
+def _check_targets(target: Tensor, vocab: int, ignore_index: int) -> None:
+    """Look at the ids where looking costs no synchronisation; elsewhere an id outside makes that token's loss NaN."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    outside = ((target < 0) | (target >= vocab)) & (target != ignore_index)
+    if bool(outside.any()):
+        position = tuple(int(axis[0]) for axis in torch.nonzero(outside, as_tuple=True))
+        raise spec.out_of_range_error(position, int(target[position]), vocab, ignore_index)
+
+
+def _plan(
+    hidden: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    given: ChunkPlan | None,
+    memory_budget: int | None,
+    one_pass: bool,
+) -> ChunkPlan:
+    tokens, (vocab, size) = hidden.shape.numel() // hidden.shape[-1], weight.shape
+    name = _dtype_name(dtype)
+    if given is None:
+        device = "cpu" if hidden.device.type == "cpu" else "gpu"
+        return make_plan(
+            tokens=tokens,
+            hidden=size,
+            vocab=vocab,
+            dtype=name,
+            memory_budget=memory_budget,
+            one_pass=one_pass,
+            device=device,
+        )
+    if memory_budget is not None:
+        raise ValueError("memory_budget: got a value beside a plan, allowed is one of the two: the plan has its budget")
+    check_plan(given, tokens, size, vocab, name)
+    return given

@@ -1,0 +1,581 @@
+"""The target-anchored chunk in plain PyTorch operations: CPU and any CUDA device. Mirror of jax_impl/xla.py.
+
+Two verbs (docs/design.md): :func:`token_sums` reads the logits block by block and keeps sums per token only;
+:func:`loss_gradients` and :func:`known_gradients` give dX, dW and db as well. All work on flat arrays ([N, D], [V, D])
+in the accumulation dtype (float64 for float64 input, else float32), make no host synchronisation, and never write to
+an input.
+
+Rounding: logits, exponentials and sums are float32. The operands of the products are float32 on a CPU; on a GPU the
+exponentials and the scaled hidden states are rounded to the input dtype, and products accumulate in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from logitless.planning import ChunkPlan
+from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A call's arrays, flattened and checked."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D], hidden's dtype
+    bias: Tensor | None  # [V]
+    target: Tensor  # [N] int64, 0 where ignored or outside the vocabulary
+    valid: Tensor  # [N] bool, False where ignored
+    inside: Tensor  # [N] bool, False for an id outside the vocabulary: that token's loss becomes NaN
+    token_weight: Tensor  # [N] accumulation dtype, 0 where ignored
+    class_weight: Tensor | None  # [V] accumulation dtype
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """What products read: a CPU has no product from low precision into float32, so it reads float32."""
+        return self.hidden.dtype if self.hidden.is_cuda else self.accumulation_dtype
+
+    def target_class_weight(self) -> Tensor | float:
+        return 1.0 if self.class_weight is None else self.class_weight[self.target]
+
+    def class_weight_sum(self) -> Tensor | float:
+        return float(self.weight.shape[0]) if self.class_weight is None else self.class_weight.sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Which gradients are wanted; a product that serves none of them is not run."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What was wanted, else None. dweight and dbias may be in the accumulation dtype: the last cast is the caller's."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSums:
+    """Per token, [N] each: what the forward knows. The last four are None unless statistics were asked for.
+
+    lse = anchor + log_total is kept in two parts: where logits are large, their sum would lose what the gradient needs.
+    """
+
+    target_logit: Tensor
+    anchor: Tensor  # the target's logit; a rescued row's maximum
+    log_total: Tensor  # log Σ_j exp(z_ij − anchor_i)
+    weighted_logits: Tensor | None  # Σ_j k_j z_ij, for label smoothing
+    entropy: Tensor | None
+    argmax: Tensor | None
+    max_logit: Tensor | None
+    min_logit: Tensor | None
+
+    @property
+    def lse(self) -> Tensor:
+        return self.anchor + self.log_total
+
+    @property
+    def nll(self) -> Tensor:
+        return (self.anchor - self.target_logit) + self.log_total
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownRows:
+    """dz_ij = factor_i · slope_ij · [p_ij (alpha_i + gamma_i log p_ij) − sigma_i k_j], with ``target`` at j = y_i.
+
+    log p_ij = (z_ij − anchor_i) − log_total_i. alpha None means 1 (it is in the factor), gamma and sigma None mean 0.
+    """
+
+    anchor: Tensor
+    log_total: Tensor
+    factor: Tensor
+    target: Tensor
+    alpha: Tensor | None = None
+    gamma: Tensor | None = None
+    sigma: Tensor | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One block of logits
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """out = a b, or out += a b, accumulated in out's dtype."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=1 if add else 0, out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _capped(z: Tensor, options: LossOptions) -> Tensor:
+    """f(r) in place: logit_scale, then softcap."""
+    if options.softcap is None:
+        return z if options.logit_scale == 1.0 else z.mul_(options.logit_scale)
+    return z.mul_(options.logit_scale / options.softcap).tanh_().mul_(options.softcap)
+
+
+def _slope(z: Tensor, options: LossOptions) -> Tensor:
+    """1 − (z / cap)²: the softcap's derivative, from the capped logits."""
+    assert options.softcap is not None
+    return (z / options.softcap).square_().neg_().add_(1.0)
+
+
+def _logits_block(x: Tensor, inputs: Inputs, start: int, stop: int, options: LossOptions, out: Tensor) -> Tensor:
+    """z[:, start:stop] of the rows x, written to ``out`` [C, stop − start] in the accumulation dtype."""
+    weight = inputs.weight[start:stop].to(inputs.operand_dtype)
+    _product(x, weight.t(), out, add=False)
+    if inputs.bias is not None:
+        out.add_(inputs.bias[start:stop].to(out.dtype))
+    return _capped(out, options)
+
+
+def _target_logits(x: Tensor, inputs: Inputs, rows: slice, options: LossOptions) -> Tensor:
+    """The anchors a_i = z_{i, y_i}: one dot product per token; NaN for an id outside the vocabulary."""
+    dtype = inputs.accumulation_dtype
+    target = inputs.target[rows]
+    dots = inputs.weight[target].to(dtype).mul_(x).sum(dim=1)
+    if inputs.bias is not None:
+        dots = dots + inputs.bias[target].to(dtype)
+    return _capped(dots, options).masked_fill_(~inputs.inside[rows], torch.nan)
+
+
+def _set_target(block: Tensor, target: Tensor, start: int, values: Tensor | float) -> None:
+    """block[i, y_i − start] = values_i in place, for the rows whose target lies in the block."""
+    local = target - start
+    present = (local >= 0) & (local < block.shape[1])
+    index = local.clamp(0, block.shape[1] - 1).unsqueeze(1)
+    old = block.gather(1, index).squeeze(1)
+    block.scatter_(1, index, torch.where(present, values, old).unsqueeze(1))
+
+
+def _rows_of(inputs: Inputs, rows: slice) -> Tensor:
+    """The chunk's hidden states, zero for an ignored token whatever it holds, in the products' dtype."""
+    x = inputs.hidden[rows]
+    return x.masked_fill(~inputs.valid[rows].unsqueeze(1), 0.0).to(inputs.operand_dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums per token
+
+
+class _RunningSums:
+    """s_i = Σ_{j ≠ y_i} exp(z_ij − anchor_i) over the blocks seen so far, and what else was asked for."""
+
+    def __init__(self, target_logit: Tensor, target: Tensor, statistics: bool) -> None:
+        self.target_logit = target_logit
+        self.target = target
+        self.anchor = target_logit.clamp(min=LOWEST_ANCHOR)
+        self.s = torch.zeros_like(target_logit)
+        self.highest = torch.full_like(target_logit, -torch.inf)
+        self.statistics = statistics
+        if statistics:
+            self.gap_sum = torch.zeros_like(target_logit)  # Σ exp(z − anchor) (z − anchor), without the target
+            self.lowest = torch.full_like(target_logit, torch.inf)
+            self.argmax = torch.zeros_like(target)
+
+    def observe(self, z: Tensor, start: int) -> None:
+        """Maximum (and minimum and first index of the maximum) of a block of logits."""
+        block_highest = z.amax(dim=1)
+        if self.statistics:
+            self.argmax = torch.where(block_highest > self.highest, z.argmax(dim=1) + start, self.argmax)
+            self.lowest = torch.minimum(self.lowest, z.amin(dim=1))
+        self.highest = torch.maximum(self.highest, block_highest)
+
+    def rescue(self) -> None:
+        """Move the anchor of a row to its maximum where exponents would grow too large; rescale what was summed."""
+        moved = torch.where(self.highest - self.anchor > RESCUE_NATS, self.highest, self.anchor)
+        step = self.anchor - moved
+        factor = torch.exp(step)
+        if self.statistics:
+            self.gap_sum = factor * (self.gap_sum + self.s * step)
+        self.s = self.s * factor
+        self.anchor = moved
+
+    def exponentiate(self, z: Tensor, start: int) -> Tensor:
+        """exp(z − anchor) in place of z, 0 at the target, added to the sums."""
+        _set_target(z, self.target, start, -torch.inf)
+        gaps = z.sub_(self.anchor.unsqueeze(1))
+        if not self.statistics:
+            e = gaps.exp_()
+        else:
+            gaps.clamp_(min=LOWEST_GAP)
+            e = gaps.exp()
+            self.gap_sum += gaps.mul_(e).sum(dim=1)
+            e = gaps.copy_(e)
+        self.s += e.sum(dim=1)
+        return e
+
+    def e_target(self) -> Tensor:
+        """exp(a − anchor): 1 but for a rescued row."""
+        return torch.exp(self.target_logit - self.anchor)
+
+    def finish(self, weighted_logits: Tensor | None) -> TokenSums:
+        """log1p(s) keeps full relative accuracy for a confident token; a rescued row is far from being one."""
+        gap = self.anchor - self.target_logit
+        total = self.s + self.e_target()
+        log_total = torch.where(gap == 0, torch.log1p(self.s), torch.log(total))
+        entropy = None
+        if self.statistics:
+            target_gap = (-gap).clamp(min=LOWEST_GAP)
+            entropy = log_total - (self.gap_sum + self.e_target() * target_gap) / total
+        return TokenSums(
+            target_logit=self.target_logit,
+            anchor=self.anchor,
+            log_total=log_total,
+            weighted_logits=weighted_logits,
+            entropy=entropy,
+            argmax=self.argmax if self.statistics else None,
+            max_logit=self.highest if self.statistics else None,
+            min_logit=self.lowest if self.statistics else None,
+        )
+
+
+def _concatenate(parts: list[TokenSums], empty: Tensor) -> TokenSums:
+    if not parts:
+        return TokenSums(*(empty for _ in dataclasses.fields(TokenSums)))
+    columns = ([getattr(part, field.name) for part in parts] for field in dataclasses.fields(TokenSums))
+    return TokenSums(*(None if column[0] is None else torch.cat(column) for column in columns))
+
+
+def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
+    """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
+    dtype, device = inputs.accumulation_dtype, inputs.hidden.device
+    block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
+    smoothing = _Smoothing.prepare(inputs, options, plan)
+    parts = []
+    for first, last in plan.token_slices:
+        rows = slice(first, last)
+        x = _rows_of(inputs, rows)
+        sums = _RunningSums(_target_logits(x, inputs, rows, options), inputs.target[rows], statistics)
+        weighted = smoothing.weighted_logits(x, options) if smoothing else None
+        for start, stop in plan.vocab_slices:
+            z = _logits_block(x, inputs, start, stop, options, block[: last - first, : stop - start])
+            if options.label_smoothing and not options.separable:
+                k = None if inputs.class_weight is None else inputs.class_weight[start:stop]
+                part = z.sum(dim=1) if k is None else z @ k
+                weighted = part if weighted is None else weighted + part
+            sums.observe(z, start)
+            sums.rescue()
+            sums.exponentiate(z, start)
+        parts.append(sums.finish(weighted))
+    return _concatenate(parts, torch.empty(0, dtype=dtype, device=device))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From sums to losses and row factors
+
+
+def normalizer(inputs: Inputs, options: LossOptions, given: Tensor | float | None) -> Tensor:
+    """What the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 0 where no token counts."""
+    one = torch.ones((), dtype=inputs.accumulation_dtype, device=inputs.hidden.device)
+    if options.reduction != "mean":
+        return one
+    if given is not None:
+        return one / given
+    counts = inputs.token_weight * inputs.target_class_weight()
+    return torch.where((counts != 0).any(), one / counts.sum(), 0.0)
+
+
+def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Tensor:
+    """ℓ_i of every token, [N]; exactly 0 where ignored."""
+    loss = (1.0 - options.label_smoothing) * inputs.target_class_weight() * sums.nll
+    if options.label_smoothing:
+        assert sums.weighted_logits is not None
+        gap = inputs.class_weight_sum() * sums.lse - sums.weighted_logits
+        loss = loss + options.label_smoothing / inputs.weight.shape[0] * gap
+    if options.z_loss:
+        loss = loss + options.z_loss * sums.lse.square()
+    return (loss * inputs.token_weight).masked_fill_(~inputs.valid, 0.0)
+
+
+def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
+    """Public statistics, [N] each, with the values of an ignored token filled in."""
+    ignored = ~inputs.valid
+    assert sums.argmax is not None
+    assert sums.entropy is not None
+    assert sums.max_logit is not None
+    assert sums.min_logit is not None
+    return TokenStats(
+        nll=sums.nll.masked_fill(ignored, 0.0),
+        lse=sums.lse.masked_fill(ignored, 0.0),
+        target_logit=sums.target_logit.masked_fill(ignored, 0.0),
+        entropy=sums.entropy.masked_fill(ignored, 0.0),
+        argmax=sums.argmax.to(torch.int32).masked_fill(ignored, -1),
+        correct=(sums.argmax == inputs.target) & inputs.valid & inputs.inside,
+        max_logit=sums.max_logit.masked_fill(ignored, 0.0),
+        min_logit=sums.min_logit.masked_fill(ignored, 0.0),
+    )
+
+
+def _alpha_beta(inputs: Inputs, rows: slice, options: LossOptions, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """α_i and β_i without t_i: dz_ij = g t (α p_ij − β δ_{j y}), smoothing's constant apart."""
+    k = 1.0 if inputs.class_weight is None else inputs.class_weight[inputs.target[rows]]
+    beta = (1.0 - options.label_smoothing) * k * torch.ones_like(lse)
+    smooth = options.label_smoothing / inputs.weight.shape[0]
+    alpha = beta + smooth * inputs.class_weight_sum() + 2.0 * options.z_loss * lse
+    floor = ALPHA_FLOOR * beta.abs()
+    return torch.where(alpha.abs() < floor, torch.copysign(floor, alpha), alpha), beta
+
+
+def _target_over_alpha(alpha: Tensor, beta: Tensor, e_target: Tensor, s: Tensor) -> Tensor:
+    """T_i = ((α − β) e_y − β s) / α, without the cancellation of p − 1; 0 where α = β = 0."""
+    divisor = torch.where(alpha == 0, 1.0, alpha)
+    return ((alpha - beta) * e_target - beta * s) / divisor
+
+
+def _sloped(target: Tensor, target_logit: Tensor, options: LossOptions) -> Tensor:
+    """The target's element times its softcap slope: the slope multiplies what is stored."""
+    return target if options.softcap is None else target * _slope(target_logit, options)
+
+
+def known_loss_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Tensor) -> KnownRows:
+    """The rows of the loss's gradient when lse is known: the anchor is lse, so the exponentials are probabilities."""
+    alpha, beta = _alpha_beta(inputs, slice(None), options, sums.lse)
+    p, q = torch.exp(-sums.nll), -torch.expm1(-sums.nll)
+    if options.separable:
+        target = _target_over_alpha(alpha, beta, p, q)
+        return KnownRows(sums.anchor, sums.log_total, g * alpha, _sloped(target, sums.target_logit, options))
+    smooth = options.label_smoothing / inputs.weight.shape[0]
+    sigma = torch.full_like(g, smooth)
+    target = (alpha - beta) * p - beta * q - smooth * inputs.target_class_weight()
+    return KnownRows(
+        sums.anchor, sums.log_total, g, _sloped(target, sums.target_logit, options), alpha=alpha, sigma=sigma
+    )
+
+
+def known_log_prob_rows(
+    options: LossOptions, sums: TokenSums, g_log_prob: Tensor, g_entropy: Tensor | None
+) -> KnownRows:
+    """The rows of g₁ log p_y + g₂ H: dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H)."""
+    p, q = torch.exp(-sums.nll), -torch.expm1(-sums.nll)
+    if g_entropy is None:
+        return KnownRows(sums.anchor, sums.log_total, -g_log_prob, _sloped(-q, sums.target_logit, options))
+    assert sums.entropy is not None
+    # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
+    scale = g_log_prob.abs() + g_entropy.abs()
+    safe = torch.where(scale == 0, 1.0, scale)
+    g1, g2 = g_log_prob / safe, g_entropy / safe
+    target = -g2 * p * (sums.entropy - sums.nll) + g1 * q
+    target = _sloped(target, sums.target_logit, options)
+    return KnownRows(sums.anchor, sums.log_total, scale, target, alpha=-g1 - g2 * sums.entropy, gamma=-g2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class _Smoothing:
+    """Label smoothing's rank-one part: every dz_ij has −(ε/V) t g k_j, so nothing of it needs the C × V matrix."""
+
+    factor: float  # ε / V
+    weighted_rows: Tensor  # Σ_j k_j w_j, [D]
+    weighted_bias: Tensor  # Σ_j k_j b_j
+
+    @staticmethod
+    def prepare(inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> _Smoothing | None:
+        """None where there is no smoothing, or where a softcap makes it part of the matrix."""
+        if not options.label_smoothing or not options.separable:
+            return None
+        dtype = inputs.accumulation_dtype
+        rows = torch.zeros(inputs.hidden.shape[1], dtype=dtype, device=inputs.hidden.device)
+        for start, stop in plan.vocab_slices:
+            block = inputs.weight[start:stop].to(dtype)
+            rows += block.sum(dim=0) if inputs.class_weight is None else inputs.class_weight[start:stop] @ block
+        bias = torch.zeros((), dtype=dtype, device=inputs.hidden.device)
+        if inputs.bias is not None:
+            b = inputs.bias.to(dtype)
+            bias = b.sum() if inputs.class_weight is None else b @ inputs.class_weight
+        return _Smoothing(options.label_smoothing / inputs.weight.shape[0], rows, bias)
+
+    def weighted_logits(self, x: Tensor, options: LossOptions) -> Tensor:
+        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
+        return (x.to(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+
+
+class _Accumulators:
+    """Where dX, dW and db are gathered, block by block; one object a call."""
+
+    def __init__(self, inputs: Inputs, plan: ChunkPlan, needs: Needs, smoothing: _Smoothing | None, g: Tensor) -> None:
+        tokens, size = inputs.hidden.shape
+        vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
+        self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
+        weight_dtype = dtype if plan.weight_accumulator else inputs.weight.dtype
+        make = torch.empty if tokens else torch.zeros
+        self.hidden = torch.empty_like(inputs.hidden) if needs.hidden else None
+        self.weight = make((vocab, size), dtype=weight_dtype, device=device) if needs.weight else None
+        self.bias = torch.zeros(vocab, dtype=dtype, device=device) if needs.bias else None
+        self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
+        # float16 cannot hold x · factor for any upstream gradient (loss scaling): its largest is taken out.
+        self.unit = None
+        if inputs.operand_dtype == torch.float16 and tokens:
+            largest = g.abs().amax()
+            self.unit = torch.where(largest > 0, largest, 1.0)
+
+    def start_chunk(self, rows: slice, x: Tensor, factor: Tensor) -> None:
+        """Begin the tokens ``rows``; factor [C] is what their rows of the matrix still lack."""
+        self.rows, self.factor = rows, factor
+        self.scaled_x = None
+        if self.needs.weight:
+            scale = factor if self.unit is None else factor / self.unit
+            self.scaled_x = x.to(factor.dtype).mul(scale.unsqueeze(1)).to(x.dtype)
+        self.hidden_part = None
+        if self.hidden is not None:
+            own = self.hidden[rows]
+            accumulates = own.dtype == factor.dtype
+            self.hidden_part = own if accumulates else torch.empty_like(own, dtype=factor.dtype)
+        if self.smoothing is not None:
+            self.smooth_x += self.g[rows] @ x.to(factor.dtype)
+
+    def add_block(self, e: Tensor, start: int, stop: int) -> None:
+        """The two products of a block of the matrix, and the bias's sums."""
+        if self.bias is not None:
+            self.bias[start:stop] += e.t() @ self.factor
+        operand = e.to(self.inputs.operand_dtype)
+        if self.hidden_part is not None:
+            weight = self.inputs.weight[start:stop].to(operand.dtype)
+            _product(operand, weight, self.hidden_part, add=start > 0)
+        if self.weight is not None:
+            self._add_weight(operand, start, stop)
+
+    def _add_weight(self, operand: Tensor, start: int, stop: int) -> None:
+        assert self.weight is not None
+        assert self.scaled_x is not None
+        own = self.weight[start:stop]
+        direct = own.dtype == self.factor.dtype
+        part = own if direct else torch.empty_like(own, dtype=self.factor.dtype)
+        _product(operand.t(), self.scaled_x, part, add=direct and self.rows.start > 0)
+        last = self.rows.stop == self.inputs.hidden.shape[0]
+        if last and self.unit is not None:
+            part.mul_(self.unit)
+        if last and self.smoothing is not None:
+            k = self.inputs.class_weight
+            ones = torch.ones(stop - start, dtype=part.dtype, device=part.device)
+            part.addr_(ones if k is None else k[start:stop], self.smooth_x, alpha=-self.smoothing.factor)
+        if not direct:
+            own.copy_(part)
+
+    def finish_chunk(self) -> None:
+        """Row factors on dX, and smoothing's share of it."""
+        if self.hidden is None or self.hidden_part is None:
+            return
+        self.hidden_part.mul_(self.factor.unsqueeze(1))
+        if self.smoothing is not None:
+            self.hidden_part.addr_(self.g[self.rows], self.smoothing.weighted_rows, alpha=-self.smoothing.factor)
+        if self.hidden_part.dtype != self.hidden.dtype:
+            self.hidden[self.rows].copy_(self.hidden_part)
+
+    def finish(self) -> Gradients:
+        if self.bias is not None and self.smoothing is not None:
+            share = self.smoothing.factor * self.g.sum()
+            self.bias -= share if self.inputs.class_weight is None else share * self.inputs.class_weight
+        return Gradients(self.hidden, self.weight, self.bias)
+
+
+def loss_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Tensor, needs: Needs, statistics: bool
+) -> tuple[TokenSums, Gradients]:
+    """Sums and gradients in one pass, 6·N·D·V flops: the exponentials of a chunk are held, anchored at the target.
+
+    g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored. For a plan in one pass and
+    separable options. (float16: g without the normalizer, so that small gradients survive until the last cast.)
+    """
+    dtype, device = inputs.accumulation_dtype, inputs.hidden.device
+    vocab = inputs.weight.shape[0]
+    held = torch.empty((plan.token_chunk, plan.row_stride), dtype=dtype, device=device)
+    smoothing = _Smoothing.prepare(inputs, options, plan)
+    gradients = _Accumulators(inputs, plan, needs, smoothing, g)
+    parts = []
+    for first, last in plan.token_slices:
+        rows = slice(first, last)
+        x = _rows_of(inputs, rows)
+        e = held[: last - first, :vocab]
+        sums = _RunningSums(_target_logits(x, inputs, rows, options), inputs.target[rows], statistics)
+        for start, stop in plan.vocab_slices:
+            sums.observe(_logits_block(x, inputs, start, stop, options, e[:, start:stop]), start)
+        sums.rescue()
+        for start, stop in plan.vocab_slices:
+            z = e[:, start:stop]
+            slope = _slope(z, options) if options.softcap is not None else None
+            sums.exponentiate(z, start)
+            if slope is not None:
+                z.mul_(slope)
+        part = sums.finish(smoothing.weighted_logits(x, options) if smoothing else None)
+        parts.append(part)
+
+        alpha, beta = _alpha_beta(inputs, rows, options, part.lse)
+        total = sums.s + sums.e_target()
+        target = _target_over_alpha(alpha, beta, sums.e_target(), sums.s)
+        _set_target(e, inputs.target[rows], 0, _sloped(target, part.target_logit, options))
+        factor = g[rows] * alpha / total
+        if inputs.operand_dtype == torch.float16:  # float16 holds probabilities, not exponentials
+            e.div_(total.unsqueeze(1))
+            factor = g[rows] * alpha
+        gradients.start_chunk(rows, x, factor)
+        for start, stop in plan.vocab_slices:
+            gradients.add_block(e[:, start:stop], start, stop)
+        gradients.finish_chunk()
+    return _concatenate(parts, torch.empty(0, dtype=dtype, device=device)), gradients.finish()
+
+
+def _known_block(z: Tensor, known: KnownRows, rows: slice, k: Tensor | None, options: LossOptions) -> Tensor:
+    """The matrix of :class:`KnownRows` in place of a block of logits, but for the target's element."""
+    slope = _slope(z, options) if options.softcap is not None else None
+    z.sub_(known.anchor[rows].unsqueeze(1)).sub_(known.log_total[rows].unsqueeze(1))
+    if known.gamma is not None:
+        assert known.alpha is not None
+        z.clamp_(min=LOWEST_GAP)
+        coefficient = (z * known.gamma[rows].unsqueeze(1)).add_(known.alpha[rows].unsqueeze(1))
+        z.exp_().mul_(coefficient)
+    else:
+        z.exp_()
+        if known.alpha is not None:
+            z.mul_(known.alpha[rows].unsqueeze(1))
+    if known.sigma is not None:
+        ones = torch.ones(z.shape[1], dtype=z.dtype, device=z.device)
+        z.addr_(known.sigma[rows], ones if k is None else k, alpha=-1)
+    return z if slope is None else z.mul_(slope)
+
+
+def known_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor, needs: Needs
+) -> Gradients:
+    """Gradients when lse is known, 6·N·D·V flops, either order of the plan: one block [C, B] at a time.
+
+    g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part reads it.
+    """
+    dtype, device = inputs.accumulation_dtype, inputs.hidden.device
+    block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
+    smoothing = _Smoothing.prepare(inputs, options, plan)
+    gradients = _Accumulators(inputs, plan, needs, smoothing, g)
+    for first, last in plan.token_slices:
+        rows = slice(first, last)
+        x = _rows_of(inputs, rows)
+        gradients.start_chunk(rows, x, known.factor[rows])
+        for start, stop in plan.vocab_slices:
+            z = _logits_block(x, inputs, start, stop, options, block[: last - first, : stop - start])
+            k = None if inputs.class_weight is None else inputs.class_weight[start:stop]
+            _known_block(z, known, rows, k, options)
+            _set_target(z, inputs.target[rows], start, known.target[rows])
+            gradients.add_block(z, start, stop)
+        gradients.finish_chunk()
+    return gradients.finish()

@@ -1,0 +1,83 @@
+"""How much memory one call takes at its peak, measured where PyTorch allocates it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+_SENTINEL_BYTES = 4096
+_MEMORY_EVENT = "[memory]"
+
+
+def peak_scratch_bytes(function: Callable[[], object]) -> int:
+    """Peak of the bytes allocated during one call of `function`, beyond what was live before it.
+
+        peak = max over time of (bytes allocated since the call began − bytes freed since the call began)
+
+    Counted: every tensor storage that PyTorch allocates, internal temporaries included, on the CPU and on every CUDA
+    device; the peaks of several devices are added. What the call returns is live at the end, so it counts too: the
+    scratch beyond the results is this number minus the bytes of the results. A view allocates nothing and counts
+    nothing. A CUDA allocation is counted in the allocator's blocks of 512 bytes.
+
+    Not counted: memory that never passes through PyTorch's allocators (packing buffers inside a BLAS, NumPy arrays), and
+    CPU memory allocated by a thread that the call starts itself.
+
+    The CPU is metered with the memory events of torch.profiler, CUDA with torch.cuda.max_memory_allocated; the call
+    resets CUDA's peak statistics.
+
+    Arguments:
+        function: called exactly once, without arguments. Call it once before if it builds caches on its first use.
+
+    Returns: bytes, ≥ 0.
+
+    Raises:
+        RuntimeError: another profiler is active, or this build of PyTorch reports no memory events. A silent meter is an
+            error, never a zero.
+    """
+    # Garbage freed in the middle of the call would hide as many bytes of new memory.
+    gc.collect()
+    live_before = _start_cuda_meters()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        sentinel = torch.empty(_SENTINEL_BYTES, dtype=torch.uint8)
+        del sentinel
+        result = function()
+    del result
+    cuda_peak = sum(torch.cuda.max_memory_allocated(device) - before for device, before in live_before.items())
+    return _host_peak_bytes(profiler) + cuda_peak
+
+
+def _start_cuda_meters() -> dict[int, int]:
+    """Reset every CUDA device's peak, and return the bytes that are live on it now."""
+    if not torch.cuda.is_available():
+        return {}
+    torch.cuda.init()
+    live_before: dict[int, int] = {}
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(device)
+        live_before[device] = torch.cuda.memory_allocated(device)
+    return live_before
+
+
+def _host_peak_bytes(profiler: profile) -> int:
+    """Highest running sum of the profiler's CPU allocations (positive) and frees (negative), after the sentinel."""
+    kineto = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    events = [] if kineto is None else [event for event in kineto.events() if event.name() == _MEMORY_EVENT]
+    changes = [
+        event.nbytes()
+        for event in sorted(events, key=lambda event: event.start_ns())
+        if event.device_type() == DeviceType.CPU
+    ]
+    if changes[:2] != [_SENTINEL_BYTES, -_SENTINEL_BYTES]:
+        raise RuntimeError(
+            f"torch.profiler of torch {torch.__version__} did not report a known allocation of {_SENTINEL_BYTES} bytes "
+            f"(first CPU memory events: {changes[:2]}); peak_scratch_bytes cannot measure with this build"
+        )
+    live = peak = 0
+    for change in changes:
+        live += change
+        peak = max(peak, live)
+    return peak

@@ -1,0 +1,92 @@
+"""The LM head as a module whose forward is the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitless.planning import ChunkPlan
+from logitless.spec import LossOptions, Reduction, TokenStats
+from logitless.torch_impl.api import linear_cross_entropy
+
+
+class LinearCrossEntropy(nn.Linear):
+    """An LM head: ``forward(hidden, target)`` is :func:`linear_cross_entropy` with the module's weight and bias.
+
+    A subclass of torch.nn.Linear, so its parameters are made, named, initialised, tied and saved as a Linear's are:
+    ``weight`` [V, D] and ``bias`` [V] or None. :meth:`logits` gives the plain linear map, for generation.
+
+    Arguments: in_features D; out_features V; bias, device and dtype as for torch.nn.Linear (bias is off by default, as
+    LM heads have none); the others as for :func:`linear_cross_entropy`, with the same defaults.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        reduction: Reduction = "mean",
+        ignore_index: int = -100,
+        class_weight: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        memory_budget: int | None = None,
+        backend: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+        self.memory_budget = memory_budget
+        self.backend = backend
+        self.register_buffer("class_weight", class_weight)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        normalizer: Tensor | float | None = None,
+        plan: ChunkPlan | None = None,
+        return_stats: bool = False,
+    ) -> Tensor | tuple[Tensor, TokenStats]:
+        """The loss of hidden [..., D] against target [...]; see :func:`linear_cross_entropy`."""
+        o = self.options
+        return linear_cross_entropy(
+            hidden,
+            self.weight,
+            target,
+            self.bias,
+            reduction=o.reduction,
+            ignore_index=o.ignore_index,
+            token_weight=token_weight,
+            class_weight=self.class_weight,
+            label_smoothing=o.label_smoothing,
+            z_loss=o.z_loss,
+            logit_scale=o.logit_scale,
+            softcap=o.softcap,
+            normalizer=normalizer,
+            plan=plan,
+            memory_budget=None if plan is not None else self.memory_budget,
+            backend=self.backend,
+            return_stats=return_stats,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """z = f(hidden weightᵀ + bias), [..., V], with logit_scale and softcap: held whole, for generation."""
+        z = nn.functional.linear(hidden, self.weight, self.bias)
+        if self.options.logit_scale != 1.0:
+            z = z * self.options.logit_scale
+        cap = self.options.softcap
+        return z if cap is None else cap * torch.tanh(z / cap)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.options}"
