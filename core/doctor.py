@@ -48,10 +48,15 @@ class Report:
     devices: dict[str, str]
     backends: tuple[BackendReport, ...]
 
+    @property
+    def healthy(self) -> bool:
+        """False when a backend that should run here fails or gives wrong numbers."""
+        return all(backend.status in ("runs", "not here") for backend in self.backends)
+
 
 @functools.cache
 def cuda_device_count() -> int:
-    """CUDA devices that the NVIDIA driver reports; 0 without a driver. Asks the driver itself, so needs no framework."""
+    """How many CUDA devices the NVIDIA driver reports, 0 without a driver; needs no framework."""
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         driver = ctypes.CDLL(name)
@@ -83,8 +88,8 @@ def examine() -> Report:
 def try_backend(framework: str, backend: str) -> BackendReport:
     """Run loss and gradients of a small problem on one backend and hold them against the float64 reference."""
     report = functools.partial(BackendReport, framework, backend)
-    if importlib.util.find_spec(framework) is None:
-        return report("not here", f"{framework} is not installed: {INSTALL[framework]}")
+    if not _installed(framework):
+        return report("not here", f"{framework} is not installed: {INSTALL[framework]}, then ask again")
     try:
         results, device = _RUNNERS[framework](BY_NAME[PROBE].case(), backend)
     except NotImplementedError as refusal:
@@ -150,6 +155,13 @@ def _differences(results: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def _installed(framework: str) -> bool:
+    try:
+        return importlib.util.find_spec(framework) is not None
+    except (ImportError, ValueError):  # an import hook refuses the name, or a module without a spec stands in its place
+        return False
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -158,7 +170,7 @@ def _version(package: str) -> str:
 
 
 def _described(devices: Callable[[], str], framework: str) -> str:
-    if importlib.util.find_spec(framework) is None:
+    if not _installed(framework):
         return "not installed"
     try:
         return devices()

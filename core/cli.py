@@ -1,0 +1,227 @@
+"""The command line: ``python -m logitless plan | doctor | demo``.
+
+A mistake of the user ends with exit code 2 and one line on stderr; commands import what they need when they run.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import logitless
+from logitless.planning import TOKEN_TILE, VOCAB_TILE, ChunkPlan, Order, round_up
+from logitless.planning import plan as make_plan
+from logitless.spec import FLOAT_DTYPES, REDUCTIONS
+
+UNITS = {"": 1, "b": 1}
+for power, letter in enumerate("kmgt", start=1):
+    UNITS |= {f"{letter}ib": 1024**power, f"{letter}b": 1000**power}
+
+app = typer.Typer(
+    name="logitless",
+    help="Linear cross-entropy that never holds the logits, in PyTorch and in JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Entry point of ``python -m logitless`` and of the console script."""
+    app(prog_name="logitless")
+
+
+def parse_bytes(text: str) -> int:
+    """``512MiB``, ``3GiB``, ``1.5GB``, ``800000`` → bytes. KiB to TiB count in 1024s, kB to TB in 1000s.
+
+    Raises ValueError for anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(found[2].lower()) if found else None
+    if not found or unit is None:
+        raise ValueError(f"memory_budget: got {text!r}, allowed is a number of bytes, such as 512MiB, 3GiB or 800000")
+    return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+
+
+def format_bytes(count: int) -> str:
+    """1536 → ``1.5 KiB``: three digits, so the largest unit that leaves at least 1."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+
+
+def format_flops(count: int) -> str:
+    """2500000000 → ``2.5 GFLOP``."""
+    size, unit = float(count), ""
+    for larger in "kMGTPE":
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}FLOP"
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"logitless {logitless.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# plan
+
+
+@app.command()
+def plan(
+    tokens: Annotated[int, typer.Option(help="N: tokens in a call, all leading axes together.")],
+    hidden: Annotated[int, typer.Option(help="D: the hidden size.")],
+    vocab: Annotated[int, typer.Option(help="V: the vocabulary size.")],
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(FLOAT_DTYPES)}.")] = "bfloat16",
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Scratch beyond inputs and gradients: 512MiB, 3GiB, or plain bytes.")
+    ] = None,
+    order: Annotated[str | None, typer.Option(help="tokens or vocab; default: whichever costs less.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Chunk size along --order, taken as it is.")] = None,
+    reduction: Annotated[
+        str, typer.Option(help="mean, sum or none; with none the upstream gradient comes later, at 8 N D V flops.")
+    ] = "mean",
+    device: Annotated[str, typer.Option(help="gpu or cpu: whose speed and bandwidth the cost assumes.")] = "gpu",
+) -> None:
+    """Show the chunk plan for the given sizes, and what other chunk sizes and full logits would take."""
+    if reduction not in REDUCTIONS:
+        _fail(f"reduction: got {reduction!r}, allowed are {', '.join(map(repr, REDUCTIONS))}")
+    sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": dtype, "device": device}
+    sizes["one_pass"] = reduction != "none"
+    try:
+        budget = None if memory_budget is None else parse_bytes(memory_budget)
+        chosen = make_plan(**sizes, memory_budget=budget, order=order, chunk=chunk)  # type: ignore[arg-type]
+        ladder = [make_plan(**sizes, order=axis, chunk=size) for axis, size in _rungs(chosen, order)]
+    except (ValueError, TypeError) as mistake:
+        _fail(str(mistake))
+    console = Console()
+    _print_plan(console, chosen, budget)
+    console.print(_ladder_table(chosen, ladder, budget, device))
+
+
+def _rungs(chosen: ChunkPlan, order: str | None) -> list[tuple[Order, int]]:
+    """Chunk sizes to compare: the whole axis, halved (in whole tiles) down to one tile, and the chosen size."""
+    rungs: list[tuple[Order, int]] = []
+    axes: tuple[tuple[Order, int, int, int], ...] = (
+        ("tokens", chosen.tokens, TOKEN_TILE, chosen.token_chunk),
+        ("vocab", chosen.vocab, VOCAB_TILE, chosen.vocab_chunk),
+    )
+    for axis, length, tile, chosen_size in axes:
+        if order not in (None, axis):
+            continue
+        sizes = {max(1, length)}
+        while (size := min(sizes)) > tile:
+            sizes.add(round_up(size // 2, tile) if size > 2 * tile else tile)
+        if axis == chosen.order:
+            sizes.add(chosen_size)
+        rungs += [(axis, size) for size in sorted(sizes, reverse=True)]
+    return rungs
+
+
+def _print_plan(console: Console, chosen: ChunkPlan, budget: int | None) -> None:
+    by_tokens = chosen.order == "tokens"
+    size = f"{chosen.token_chunk} tokens" if by_tokens else f"{chosen.vocab_chunk} vocabulary entries"
+    rule = "the least scratch within 3 % of the fastest" if budget is None else f"budget {format_bytes(budget)}"
+    passes = "one pass" if chosen.one_pass else "two passes"
+    times = chosen.full_logits_bytes / max(1, chosen.scratch_bytes)
+    lines = (
+        f"[bold]{chosen.tokens} tokens × {chosen.hidden} hidden × {chosen.vocab} vocabulary, {chosen.dtype}[/bold]",
+        f"plan: order {chosen.order}, {chosen.chunks} chunk(s) of at most {size}, {passes} ({rule})",
+        f"scratch: at most {format_bytes(chosen.scratch_bytes)} ({chosen.scratch_bytes} bytes)",
+        f"full logits and their gradient: {format_bytes(chosen.full_logits_bytes)}, {times:.3g} times as much",
+        f"flops, forward and all gradients: {format_flops(chosen.flops)}",
+    )
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _ladder_table(chosen: ChunkPlan, ladder: list[ChunkPlan], budget: int | None, device: str) -> Table:
+    table = Table(caption=f"cost: modelled time on a {device}, relative to 6·N·D·V flops")
+    table.add_column("order")
+    for name in ("chunk", "chunks", "scratch", "flops", "cost"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for rung in ladder:
+        is_chosen = rung == chosen
+        over = budget is not None and rung.scratch_bytes > budget
+        table.add_row(
+            rung.order,
+            str(rung.token_chunk if rung.order == "tokens" else rung.vocab_chunk),
+            str(rung.chunks),
+            format_bytes(rung.scratch_bytes),
+            format_flops(rung.flops),
+            f"{rung.relative_cost('cpu' if device == 'cpu' else 'gpu'):.3f}",
+            "chosen" if is_chosen else "over budget" if over else "",
+            style="bold green" if is_chosen else "dim" if over else None,
+        )
+    table.add_section()
+    flops = 6 * chosen.tokens * chosen.hidden * chosen.vocab
+    over = budget is not None and chosen.full_logits_bytes > budget
+    table.add_row(
+        "full logits",
+        "–",
+        "–",
+        format_bytes(chosen.full_logits_bytes),
+        format_flops(flops),
+        "–",
+        "over budget" if over else "",
+    )
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# doctor
+
+
+@app.command()
+def doctor() -> None:
+    """Try every backend and say which run here, and why the others do not. Exit code 1 when one gives wrong numbers."""
+    from logitless.doctor import examine
+
+    report = examine()
+    console = Console()
+    machine = Table.grid(padding=(0, 2))
+    machine.add_row("logitless", logitless.__version__)
+    machine.add_row("Python", report.python)
+    machine.add_row("system", report.system)
+    for name, version in report.packages.items():
+        machine.add_row(name, version)
+    for name, found in report.devices.items():
+        machine.add_row(f"{name}: devices", escape(found))
+    console.print(machine)
+    table = Table()
+    for column in ("framework", "backend", "status", "why"):
+        table.add_column(column, overflow="fold")
+    for backend in report.backends:
+        style = {"runs": "green", "not here": "yellow"}.get(backend.status, "red")
+        table.add_row(
+            backend.framework, backend.backend, f"[{style}]{backend.status}[/{style}]", escape(backend.reason)
+        )
+    console.print(table)
+    if not report.healthy:
+        raise typer.Exit(1)

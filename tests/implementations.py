@@ -1,0 +1,278 @@
+"""Every implementation behind one interface of NumPy arrays, so that each test is written once and runs on all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from logitless import plan as make_plan
+from logitless import reference
+from logitless.ideal import ideal_gradients
+from logitless.problems import BY_NAME, Case, Problem
+from logitless.tolerances import OUTPUTS, allowance, error
+
+ARGUMENTS = ("hidden", "weight", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a call gave, as float64 NumPy arrays; a gradient that was not asked for is None."""
+
+    loss: Any
+    grads: dict[str, Any]
+    stats: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LogProbOutcome:
+    log_prob: Any
+    entropy: Any
+    grads: dict[str, Any]
+
+
+class TorchEager:
+    """torch_impl with backend="eager"."""
+
+    name = "torch_eager"
+    backend = "eager"
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        import torch
+
+        if values is None:
+            return None
+        tensor = torch.tensor(np.asarray(values))
+        return tensor if dtype is None else tensor.to(getattr(torch, dtype))
+
+    def numpy(self, tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        return tensor.detach().double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
+
+    def run(
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
+        upstream: Any = 1.0, **options: Any,
+    ) -> Outcome:  # fmt: skip
+        import torch
+
+        from logitless import torch_impl
+
+        arrays = {
+            "hidden": self.array(hidden, dtype),
+            "weight": self.array(weight, dtype),
+            "bias": self.array(bias, dtype),
+        }
+        for name in wrt:
+            if arrays[name] is not None:
+                arrays[name].requires_grad_()
+        for name in ("token_weight", "class_weight"):
+            if options.get(name) is not None:
+                options[name] = self.array(options[name])
+        result = torch_impl.linear_cross_entropy(
+            arrays["hidden"], arrays["weight"], self.array(target), arrays["bias"], backend=self.backend, **options
+        )
+        loss, stats = result if options.get("return_stats") else (result, None)
+        if loss.requires_grad:
+            loss.backward(torch.as_tensor(np.array(upstream), dtype=loss.dtype).expand_as(loss))
+        grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
+        return Outcome(self.numpy(loss), grads, None if stats is None else type(stats)(*map(self.numpy, stats)))
+
+    def run_log_probs(
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
+        log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
+    ) -> LogProbOutcome:  # fmt: skip
+        import torch
+
+        from logitless import torch_impl
+
+        arrays = {
+            "hidden": self.array(hidden, dtype),
+            "weight": self.array(weight, dtype),
+            "bias": self.array(bias, dtype),
+        }
+        for name in wrt:
+            if arrays[name] is not None:
+                arrays[name].requires_grad_()
+        log_prob, entropy = torch_impl.linear_log_probs(
+            arrays["hidden"], arrays["weight"], self.array(target), arrays["bias"],
+            with_entropy=entropy_upstream is not None, backend=self.backend, **options,
+        )  # fmt: skip
+        total = (log_prob * torch.as_tensor(np.array(log_prob_upstream), dtype=log_prob.dtype)).sum()
+        if entropy is not None:
+            total = total + (entropy * torch.as_tensor(np.array(entropy_upstream), dtype=entropy.dtype)).sum()
+        total.backward()
+        grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
+        return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads)
+
+
+class JaxXla:
+    """jax_impl with backend="xla", through jax.jit and jax.vjp."""
+
+    name = "jax_xla"
+    backend = "xla"
+
+    @contextlib.contextmanager
+    def precision(self, dtype: str) -> Iterator[None]:
+        import jax
+
+        with jax.enable_x64(dtype == "float64"):
+            yield
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        import jax.numpy as jnp
+
+        if values is None:
+            return None
+        values = np.asarray(values)
+        if values.dtype == np.int64 and values.size and np.abs(values).max() < 2**31:
+            values = values.astype(np.int32)
+        return jnp.asarray(values) if dtype is None else jnp.asarray(values).astype(dtype)
+
+    def numpy(self, array: Any) -> Any:
+        if array is None:
+            return None
+        return np.asarray(array, np.float64) if array.dtype.kind not in "ib" else np.asarray(array)
+
+    def run(
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
+        upstream: Any = 1.0, **options: Any,
+    ) -> Outcome:  # fmt: skip
+        import jax
+        import jax.numpy as jnp
+
+        from logitless import jax_impl
+
+        with self.precision(dtype):
+            given = {"hidden": hidden, "weight": weight, "bias": bias}
+            arrays = {name: self.array(values, dtype) for name, values in given.items()}
+            for name in ("token_weight", "class_weight"):
+                if options.get(name) is not None:
+                    options[name] = self.array(options[name])
+            wrt = tuple(name for name in wrt if arrays[name] is not None)
+            ids = self.array(target)
+
+            def loss(chosen: dict[str, Any]) -> Any:
+                a = arrays | chosen
+                return jax_impl.linear_cross_entropy(
+                    a["hidden"], a["weight"], ids, a["bias"], backend=self.backend, **options
+                )
+
+            with_stats = bool(options.get("return_stats"))
+            value, backward, *stats = jax.vjp(loss, {name: arrays[name] for name in wrt}, has_aux=with_stats)
+            (made,) = backward(jnp.broadcast_to(jnp.asarray(upstream, value.dtype), value.shape))
+            grads = {name: self.numpy(made[name]) if name in wrt else None for name in ARGUMENTS}
+            return Outcome(self.numpy(value), grads, type(stats[0])(*map(self.numpy, stats[0])) if with_stats else None)
+
+    def run_log_probs(
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
+        log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
+    ) -> LogProbOutcome:  # fmt: skip
+        import jax
+        import jax.numpy as jnp
+
+        from logitless import jax_impl
+
+        with self.precision(dtype):
+            given = {"hidden": hidden, "weight": weight, "bias": bias}
+            arrays = {name: self.array(values, dtype) for name, values in given.items()}
+            wrt = tuple(name for name in wrt if arrays[name] is not None)
+            ids = self.array(target)
+
+            def values(chosen: dict[str, Any]) -> Any:
+                a = arrays | chosen
+                return jax_impl.linear_log_probs(
+                    a["hidden"], a["weight"], ids, a["bias"], with_entropy=entropy_upstream is not None,
+                    backend=self.backend, **options,
+                )  # fmt: skip
+
+            (log_prob, entropy), backward = jax.vjp(values, {name: arrays[name] for name in wrt})
+            g1 = jnp.broadcast_to(jnp.asarray(log_prob_upstream, log_prob.dtype), log_prob.shape)
+            g2 = None
+            if entropy is not None:
+                g2 = jnp.broadcast_to(jnp.asarray(entropy_upstream, log_prob.dtype), log_prob.shape)
+            (made,) = backward((g1, g2))
+            grads = {name: self.numpy(made[name]) if name in wrt else None for name in ARGUMENTS}
+            return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads)
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _parameter(implementation: Any, framework: str) -> Any:
+    missing = not _installed(framework)
+    mark = pytest.mark.skipif(missing, reason=f"{framework} is not installed")
+    return pytest.param(implementation, id=implementation.name, marks=mark)
+
+
+ALL = [_parameter(TorchEager(), "torch"), _parameter(JaxXla(), "jax")]
+HAVE_BOTH = _installed("torch") and _installed("jax")
+
+every_implementation = pytest.mark.parametrize("impl", ALL)
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    """The keyword arguments of ``case``, for the reference and for every implementation."""
+    fields = dataclasses.asdict(case.problem.options)
+    return fields | {
+        "token_weight": case.token_weight,
+        "class_weight": case.class_weight,
+        "normalizer": case.problem.normalizer,
+    }
+
+
+def plan_for(problem: Problem, **arguments: Any) -> Any:
+    """A plan for the problem's sizes."""
+    sizes = {"tokens": problem.tokens, "hidden": problem.hidden, "vocab": problem.vocab, "dtype": problem.dtype}
+    return make_plan(**sizes, device="cpu", **arguments)
+
+
+def run_case(impl: Any, case: Case, **more: Any) -> Outcome:
+    """``case`` on one implementation."""
+    return impl.run(
+        case.hidden, case.weight, case.target, case.bias, dtype=case.problem.dtype, upstream=case.upstream,
+        **(options_of(case) | more),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def truth(problem: Problem) -> reference.LossResult:
+    """The float64 reference on the problem's arrays."""
+    case = problem.case()
+    return reference.linear_cross_entropy(
+        case.hidden, case.weight, case.target, case.bias, upstream=case.upstream, **options_of(case)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def ideal_errors(problem: Problem) -> dict[str, float]:
+    """Error of the ideal full-logits path of the problem's dtype, per output."""
+    made, true = ideal_gradients(problem.case()), truth_outputs(problem)
+    return {name: error(made[name], true[name]) for name in OUTPUTS}
+
+
+def truth_outputs(problem: Problem) -> dict[str, Any]:
+    true = truth(problem)
+    return {
+        "loss": true.loss, "dhidden": true.hidden_grad, "dweight": true.weight_grad, "dbias": true.bias_grad,
+    }  # fmt: skip
+
+
+def assert_within(problem: Problem, outcome: Outcome) -> None:
+    """The rule of logitless.tolerances for every output that the outcome has."""
+    true, ideal = truth_outputs(problem), ideal_errors(problem)
+    made = {"loss": outcome.loss} | {f"d{name}": grad for name, grad in outcome.grads.items() if grad is not None}
+    for name, value in made.items():
+        wrong, allowed = error(value, true[name]), allowance(ideal[name], problem.dtype)
+        assert wrong <= allowed, f"{problem.name} {problem.dtype} {name}: error {wrong:.3g}, allowed {allowed:.3g}"
+
+
+def problem_named(name: str) -> Problem:
+    return BY_NAME[name]
