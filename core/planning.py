@@ -223,10 +223,18 @@ def _plan(
     )
 
 
-def check_plan(given: ChunkPlan, tokens: int, hidden: int, vocab: int, dtype: str) -> None:
-    """Raise ValueError or TypeError unless ``given`` was made for these sizes."""
+def check_plan_argument(given: object, memory_budget: int | None) -> None:
+    """Raise TypeError unless ``given`` is a plan or None, ValueError when a budget is given beside a plan."""
+    if given is None:
+        return
     if not isinstance(given, ChunkPlan):
         raise TypeError(f"plan: got {type(given).__name__}, allowed is a ChunkPlan from logitless.plan(...) or None")
+    if memory_budget is not None:
+        raise ValueError("memory_budget: got a value beside a plan, allowed is one of the two: the plan has its budget")
+
+
+def check_plan_sizes(given: ChunkPlan, tokens: int, hidden: int, vocab: int, dtype: str) -> None:
+    """Raise ValueError unless ``given`` was made for these sizes."""
     made = (given.tokens, given.hidden, given.vocab, given.dtype)
     if made != (tokens, hidden, vocab, dtype):
         raise ValueError(

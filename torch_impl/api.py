@@ -5,11 +5,14 @@ Mirror of jax_impl/api.py; the names, arguments, defaults and meanings are the s
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from logitless import spec
-from logitless.planning import ChunkPlan, check_plan
+from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
 from logitless.torch_impl.autograd import Call, LinearCrossEntropyFunction, LinearLogProbsFunction
@@ -78,18 +81,53 @@ def linear_cross_entropy(
     """
     spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="eager")
     spec.check_filter_eps(filter_eps, "eager")
-    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    check_plan_argument(plan, memory_budget)
+    loss, *stats = _linear_cross_entropy(
+        hidden,
+        weight,
+        target,
+        bias,
+        token_weight,
+        class_weight,
+        normalizer,
+        (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap),
+        None if plan is None else dataclasses.astuple(plan),
+        memory_budget,
+        return_stats,
+    )
+    return (loss, TokenStats(*stats)) if return_stats else loss
+
+
+# torch.compile puts these two calls into its graph as they are and traces their tensor operations later: choosing a
+# plan is Python over integers, and nothing for a graph. Their arguments are tensors and constants for that reason.
+
+
+@torch.compiler.allow_in_graph
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    normalizer: Tensor | float | None,
+    option_values: tuple[Any, ...],
+    plan_values: tuple[Any, ...] | None,
+    memory_budget: int | None,
+    return_stats: bool,
+) -> tuple[Tensor, ...]:
+    """The loss and, if asked for, the statistics."""
+    options = LossOptions(*option_values)
     arrays = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
     constants = {"token_weight": token_weight, "class_weight": class_weight}
     dtype = _check_tensors(arrays, constants)
-    _check_normalizer(normalizer, reduction, hidden.device)
-    _check_targets(target, weight.shape[0], ignore_index)
-    chosen = _plan(hidden, weight, dtype, plan, memory_budget, one_pass=reduction != "none" and options.separable)
+    _check_normalizer(normalizer, options.reduction, hidden.device)
+    _check_targets(target, weight.shape[0], options.ignore_index)
+    one_pass = options.reduction != "none" and options.separable
+    chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, one_pass)
     call = Call(options, chosen, dtype, statistics=return_stats, differentiate=torch.is_grad_enabled())
-    loss, *stats = LinearCrossEntropyFunction.apply(
-        hidden, weight, bias, target, token_weight, class_weight, normalizer, call
-    )
-    return (loss, TokenStats(*stats)) if return_stats else loss
+    made = LinearCrossEntropyFunction.apply(hidden, weight, bias, target, token_weight, class_weight, normalizer, call)
+    return tuple(value for value in made if value is not None)
 
 
 def linear_log_probs(
@@ -116,13 +154,35 @@ def linear_log_probs(
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
     spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="eager")
+    check_plan_argument(plan, memory_budget)
+    plan_values = None if plan is None else dataclasses.astuple(plan)
+    log_prob, *entropy = _linear_log_probs(
+        hidden, weight, target, bias, logit_scale, softcap, ignore_index, with_entropy, plan_values, memory_budget
+    )
+    return log_prob, entropy[0] if with_entropy else None
+
+
+@torch.compiler.allow_in_graph
+def _linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    with_entropy: bool,
+    plan_values: tuple[Any, ...] | None,
+    memory_budget: int | None,
+) -> tuple[Tensor, ...]:
+    """log p(target) and, if asked for, the entropy."""
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
     dtype = _check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     _check_targets(target, weight.shape[0], ignore_index)
-    chosen = _plan(hidden, weight, dtype, plan, memory_budget, one_pass=False)
+    chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, one_pass=False)
     call = Call(options, chosen, dtype, statistics=with_entropy, differentiate=torch.is_grad_enabled())
-    log_prob, entropy = LinearLogProbsFunction.apply(hidden, weight, bias, target, call)
-    return log_prob, entropy
+    made = LinearLogProbsFunction.apply(hidden, weight, bias, target, call)
+    return tuple(value for value in made if value is not None)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -193,13 +253,13 @@ def _plan(
     hidden: Tensor,
     weight: Tensor,
     dtype: torch.dtype,
-    given: ChunkPlan | None,
+    plan_values: tuple[Any, ...] | None,
     memory_budget: int | None,
     one_pass: bool,
 ) -> ChunkPlan:
     tokens, (vocab, size) = hidden.shape.numel() // hidden.shape[-1], weight.shape
     name = _dtype_name(dtype)
-    if given is None:
+    if plan_values is None:
         device = "cpu" if hidden.device.type == "cpu" else "gpu"
         return make_plan(
             tokens=tokens,
@@ -210,7 +270,6 @@ def _plan(
             one_pass=one_pass,
             device=device,
         )
-    if memory_budget is not None:
-        raise ValueError("memory_budget: got a value beside a plan, allowed is one of the two: the plan has its budget")
-    check_plan(given, tokens, size, vocab, name)
+    given = ChunkPlan(*plan_values)
+    check_plan_sizes(given, tokens, size, vocab, name)
     return given

@@ -83,8 +83,10 @@ def _row_upstream(inputs: eager.Inputs, options: LossOptions, upstream: Tensor) 
     return rows.masked_fill(~inputs.valid, 0.0)
 
 
-def _needs(ctx: Any) -> eager.Needs:
-    return eager.Needs(*ctx.needs_input_grad[:3])
+def _needs(ctx: Any, *arguments: Tensor | None) -> eager.Needs:
+    """Gradients are made in the dtype of the argument, which under autocast is not the products'."""
+    wanted = zip(ctx.needs_input_grad[:3], arguments, strict=True)
+    return eager.Needs(*(tensor.dtype if needed and tensor is not None else None for needed, tensor in wanted))
 
 
 def _cast(
@@ -120,7 +122,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             arrays = (hidden, weight, bias, target, token_weight, class_weight)
             inputs = prepare(*arrays, options.ignore_index, call.compute_dtype)
             norm = eager.normalizer(inputs, options, normalizer)
-            needs = _needs(ctx)
+            needs = _needs(ctx, hidden, weight, bias)
             one_pass = call.plan.one_pass and options.separable and options.reduction != "none"
             if call.differentiate and needs.any and one_pass:
                 # float16 on its way to a loss scale keeps the normalizer out until the last cast.
@@ -156,7 +158,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 g = _row_upstream(inputs, call.options, per_token)
                 sums = eager.TokenSums(target_logit, anchor, log_total, None, None, None, None, None)
                 known = eager.known_loss_rows(inputs, call.options, sums, g)
-                grads = eager.known_gradients(inputs, call.options, call.plan, known, g, _needs(ctx))
+                grads = eager.known_gradients(
+                    inputs, call.options, call.plan, known, g, _needs(ctx, hidden, weight, bias)
+                )
                 scale = None
             return (
                 _cast(grads.hidden, hidden, scale, None),
@@ -196,7 +200,9 @@ class LinearLogProbsFunction(torch.autograd.Function):
             g1 = _row_upstream(inputs, call.options, g_log_prob.reshape(-1))
             g2 = None if g_entropy is None else _row_upstream(inputs, call.options, g_entropy.reshape(-1))
             known = eager.known_log_prob_rows(call.options, sums, g1, g2)
-            grads = eager.known_gradients(inputs, call.options, call.plan, known, known.factor, _needs(ctx))
+            grads = eager.known_gradients(
+                inputs, call.options, call.plan, known, known.factor, _needs(ctx, hidden, weight, bias)
+            )
             return (
                 _cast(grads.hidden, hidden, None, None),
                 _cast(grads.weight, weight, None, None),

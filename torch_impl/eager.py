@@ -51,15 +51,15 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Which gradients are wanted; a product that serves none of them is not run."""
+    """The dtype of each gradient that is wanted, else None; a product that serves none of them is not run."""
 
-    hidden: bool
-    weight: bool
-    bias: bool
+    hidden: torch.dtype | None
+    weight: torch.dtype | None
+    bias: torch.dtype | None
 
     @property
     def any(self) -> bool:
-        return self.hidden or self.weight or self.bias
+        return any((self.hidden, self.weight, self.bias))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -419,9 +419,9 @@ class _Accumulators:
         tokens, size = inputs.hidden.shape
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
-        weight_dtype = dtype if plan.weight_accumulator else inputs.weight.dtype
+        weight_dtype = dtype if plan.weight_accumulator else needs.weight
         make = torch.empty if tokens else torch.zeros
-        self.hidden = torch.empty_like(inputs.hidden) if needs.hidden else None
+        self.hidden = torch.empty_like(inputs.hidden, dtype=needs.hidden) if needs.hidden else None
         self.weight = make((vocab, size), dtype=weight_dtype, device=device) if needs.weight else None
         self.bias = torch.zeros(vocab, dtype=dtype, device=device) if needs.bias else None
         self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i

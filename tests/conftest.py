@@ -1,0 +1,39 @@
+"""Settings shared by all tests: one thread a worker, JAX on the CPU where there is no GPU, the gpu and case markers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+from logitless.doctor import cuda_device_count
+
+# Before any framework is imported. With a GPU, JAX must leave torch its share of the memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if not cuda_device_count() and not os.environ.get("JAX_PLATFORMS"):
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IN_XDIST_WORKER:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread for torch in a worker: several workers share the cores."""
+    if IN_XDIST_WORKER and importlib.util.find_spec("torch") is not None:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, and refuse a case marker that names no number."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and the NVIDIA driver reports none here")
+    for item in items:
+        for mark in item.iter_markers("case"):
+            if not mark.args or mark.kwargs or not all(type(number) is int for number in mark.args):
+                raise pytest.UsageError(f"{item.nodeid}: case takes numbers of docs/cases.md, got {mark}")
+        if item.get_closest_marker("gpu") is not None and not cuda_device_count():
+            item.add_marker(no_gpu)
