@@ -50,6 +50,9 @@ COST_SLACK = 1.03
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
 
+# The rows w[y] of the anchors' dot products are gathered for this many tokens at a time.
+ANCHOR_ROWS = 512
+
 # Vectors of length N (8 bytes each) that live through a call: ids, anchors, sums, losses, factors, statistics.
 ROW_VECTORS = 24
 # Vectors of length V: class weights and bias in the accumulation dtype, the bias gradient, a block's column numbers.
@@ -126,10 +129,11 @@ class ChunkPlan:
         held = self.token_chunk * self.row_stride * item if self.one_pass else 0
         block = 3 * self.token_chunk * self.vocab_chunk * item  # a block's logits and two elementwise temporaries
         weight_block = 2 * self.vocab_chunk * self.hidden * item  # the weight's block upcast, its gradient's product
-        token_rows = (5 if low else 4) * self.token_chunk * self.hidden * item  # x, scaled x, w[y] twice, dX if low
+        token_rows = (3 if low else 2) * self.token_chunk * self.hidden * item  # x, scaled x, dX if low
+        anchor_rows = 2 * min(self.token_chunk, ANCHOR_ROWS) * self.hidden * item  # w[y] and its product with x
         vectors = 8 * (ROW_VECTORS * self.tokens + VOCAB_VECTORS * self.vocab + 4 * self.hidden)
         accumulator = self.vocab * self.hidden * item if self.weight_accumulator else 0
-        return held + block + weight_block + token_rows + vectors + accumulator
+        return held + block + weight_block + token_rows + anchor_rows + vectors + accumulator
 
     @property
     def full_logits_bytes(self) -> int:

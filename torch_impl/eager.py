@@ -16,7 +16,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from logitless.planning import ChunkPlan
+from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
 
 
@@ -152,7 +152,8 @@ def _target_logits(x: Tensor, inputs: Inputs, rows: slice, options: LossOptions)
     """The anchors a_i = z_{i, y_i}: one dot product per token; NaN for an id outside the vocabulary."""
     dtype = inputs.accumulation_dtype
     target = inputs.target[rows]
-    dots = inputs.weight[target].to(dtype).mul_(x).sum(dim=1)
+    parts = zip(x.split(ANCHOR_ROWS), target.split(ANCHOR_ROWS), strict=True)
+    dots = torch.cat([inputs.weight[ids].to(dtype).mul_(part).sum(dim=1) for part, ids in parts])
     if inputs.bias is not None:
         dots = dots + inputs.bias[target].to(dtype)
     return _capped(dots, options).masked_fill_(~inputs.inside[rows], torch.nan)

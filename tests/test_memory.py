@@ -1,0 +1,143 @@
+"""The plan's scratch promise against what was really allocated, forward and backward, any option (case 31)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from implementations import every_implementation
+
+from logitless import ChunkPlan, plan
+
+N, D, V = 1024, 128, 8192
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "return_stats": True},
+    "smooth": {"label_smoothing": 0.1, "logit_scale": 1.5, "return_stats": True},
+    "cap": {"softcap": 30.0, "return_stats": True},
+    "none": {"reduction": "none"},
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tokens": {"order": "tokens", "chunk": 128},
+    "one_chunk": {"order": "tokens", "chunk": N},
+    "two_pass": {"order": "tokens", "chunk": 256, "one_pass": False},
+    "vocab": {"order": "vocab", "chunk": 1024},
+}
+
+
+def measured_scratch(impl: Any, chosen: ChunkPlan, dtype: str, with_bias: bool, options: dict[str, Any]) -> int:
+    """Peak bytes beyond inputs and gradients of one forward and backward."""
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.standard_normal(shape) for shape in ((N, D), (V, D), (V,)))
+    y = rng.integers(0, V, N)
+    measure = _torch_scratch if impl.name.startswith("torch") else _jax_scratch
+    return measure(impl, chosen, dtype, (x, w, y, b if with_bias else None), options)
+
+
+def _torch_scratch(impl: Any, chosen: ChunkPlan, dtype: str, arrays: Any, options: dict[str, Any]) -> int:
+    from logitless import torch_impl
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    x, w, y, b = arrays
+    x, w, b = (None if a is None else impl.array(a, dtype).requires_grad_() for a in (x, w, b))
+    y = impl.array(y)
+
+    def step() -> None:
+        made = torch_impl.linear_cross_entropy(x, w, y, b, plan=chosen, **options)
+        (made[0] if isinstance(made, tuple) else made).sum().backward()
+
+    step()
+    for leaf in (x, w, b):
+        if leaf is not None:
+            leaf.grad = None
+    peak = peak_scratch_bytes(step)
+    return peak - sum(leaf.grad.nbytes for leaf in (x, w, b) if leaf is not None)
+
+
+def _jax_scratch(impl: Any, chosen: ChunkPlan, dtype: str, arrays: Any, options: dict[str, Any]) -> int:
+    import jax
+
+    from logitless import jax_impl
+    from logitless.jax_impl.memory import temp_bytes
+
+    with impl.precision(dtype):
+        x, w, y, b = arrays
+        floats = {name: impl.array(a, dtype) for name, a in (("x", x), ("w", w), ("b", b)) if a is not None}
+
+        def loss(floats: Any, y: Any) -> Any:
+            made = jax_impl.linear_cross_entropy(
+                floats["x"], floats["w"], y, floats.get("b"), plan=chosen, backend=impl.backend, **options
+            )
+            return (made[0] if isinstance(made, tuple) else made).sum()
+
+        return temp_bytes(jax.jit(jax.value_and_grad(loss)), floats, impl.array(y))
+
+
+@pytest.mark.case(31)
+@every_implementation
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scratch_stays_within_the_promise(impl: Any, dtype: str, kind: str, options: str, with_bias: bool) -> None:
+    chosen = plan(tokens=N, hidden=D, vocab=V, dtype=dtype, device="cpu", **PLANS[kind])
+    if options == "none" and chosen.one_pass:  # per-token gradients take a plan that knows lse first
+        chosen = plan(tokens=N, hidden=D, vocab=V, dtype=dtype, device="cpu", one_pass=False, **PLANS[kind])
+    used = measured_scratch(impl, chosen, dtype, with_bias, OPTIONS[options])
+    assert used <= chosen.scratch_bytes, f"{used / 2**20:.2f} MiB of {chosen.scratch_bytes / 2**20:.2f} promised"
+    # The meter is not blind: a promise far above what is used would not be worth much.
+    assert used >= 0.02 * chosen.scratch_bytes
+
+
+@every_implementation
+def test_scratch_falls_with_the_number_of_chunks(impl: Any) -> None:
+    used = {}
+    for chunks in (1, 2, 4, 8):
+        chosen = plan(tokens=N, hidden=D, vocab=V, dtype="float32", device="cpu", order="tokens", chunk=N // chunks)
+        used[chunks] = measured_scratch(impl, chosen, "float32", False, {})
+    fixed = 6 * 2**20  # blocks of the weight do not shrink with the tokens
+    for chunks in (2, 4, 8):
+        assert used[chunks] <= used[1] / chunks + fixed, used
+
+
+@every_implementation
+def test_full_logits_would_break_the_promise(impl: Any) -> None:
+    """The oracle can go red: the frameworks' own full-logits loss needs several times what the plan promises."""
+    chosen = plan(tokens=N, hidden=D, vocab=V, dtype="float32", device="cpu", order="tokens", chunk=128)
+    assert full_logits_scratch(impl) > 2 * chosen.scratch_bytes
+
+
+def full_logits_scratch(impl: Any) -> int:
+    rng = np.random.default_rng(0)
+    x, w = (impl.array(rng.standard_normal(shape), "float32") for shape in ((N, D), (V, D)))
+    y = impl.array(rng.integers(0, V, N))
+    run: Callable[[], int] = _torch_full(x, w, y) if impl.name.startswith("torch") else _jax_full(x, w, y)
+    return run()
+
+
+def _torch_full(x: Any, w: Any, y: Any) -> Callable[[], int]:
+    import torch
+
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    x.requires_grad_(), w.requires_grad_()
+    return lambda: (
+        peak_scratch_bytes(lambda: torch.nn.functional.cross_entropy(x @ w.T, y).backward()) - x.nbytes - w.nbytes
+    )
+
+
+def _jax_full(x: Any, w: Any, y: Any) -> Callable[[], int]:
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl.memory import temp_bytes
+
+    def loss(x: Any, w: Any, y: Any) -> Any:
+        z = x @ w.T
+        return (jax.nn.logsumexp(z, axis=1) - jnp.take_along_axis(z, y[:, None], 1)[:, 0]).mean()
+
+    return lambda: temp_bytes(jax.jit(jax.value_and_grad(loss, (0, 1))), x, w, y)

@@ -1,0 +1,192 @@
+"""The plan: pure integers, the same everywhere, within its budget, balanced."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logitless import ChunkPlan, plan
+from logitless.planning import (
+    COST_SLACK,
+    ROW_ALIGNMENT_BYTES,
+    TOKEN_TILE,
+    VOCAB_TILE,
+    check_plan_argument,
+    check_plan_sizes,
+)
+from logitless.spec import FLOAT_DTYPES
+
+LLAMA = {"tokens": 16384, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16"}
+
+sizes = st.fixed_dictionaries(
+    {
+        "tokens": st.integers(0, 100_000),
+        "hidden": st.integers(1, 9000),
+        "vocab": st.integers(1, 300_000),
+        "dtype": st.sampled_from(FLOAT_DTYPES),
+        "one_pass": st.booleans(),
+        "device": st.sampled_from(["cpu", "gpu"]),
+    }
+)
+
+
+def covers(slices: tuple[tuple[int, int], ...], length: int) -> bool:
+    ends = [0, *(stop for _, stop in slices)]
+    return all(start == end for (start, _), end in zip(slices, ends, strict=False)) and ends[-1] == length
+
+
+@settings(deadline=None, max_examples=150)
+@given(sizes, st.sampled_from([None, "tokens", "vocab"]))
+def test_every_plan_covers_everything_once_in_balanced_chunks(arguments: dict[str, Any], order: Any) -> None:
+    made = plan(**arguments, order=order)
+    assert covers(made.token_slices, made.tokens)
+    assert covers(made.vocab_slices, made.vocab)
+    assert order is None or made.order == order
+    assert made.one_pass == (arguments["one_pass"] and made.order == "tokens")
+    assert made.flops == (6 if made.one_pass else 8) * made.tokens * made.hidden * made.vocab
+    if made.order == "vocab":
+        assert made.token_chunk == max(1, made.tokens)
+    length, size, tile = (
+        (made.tokens, made.token_chunk, TOKEN_TILE)
+        if made.order == "tokens"
+        else (made.vocab, made.vocab_chunk, VOCAB_TILE)
+    )
+    if made.chunks > 1:
+        assert size % tile == 0
+        # No runt but by rounding to the tile: one chunk fewer would not have been enough for smaller chunks.
+        assert size - tile < math.ceil(length / made.chunks) <= size
+    stride_bytes = made.row_stride * made.accumulation_itemsize
+    assert stride_bytes % ROW_ALIGNMENT_BYTES == 0
+    width = made.vocab if made.one_pass else made.vocab_chunk
+    assert 0 <= stride_bytes - width * made.accumulation_itemsize < ROW_ALIGNMENT_BYTES
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes, st.floats(0.01, 2.0))
+def test_a_budget_is_kept_and_spent_well(arguments: dict[str, Any], share: float) -> None:
+    device = arguments["device"]
+    fastest = min((plan(**arguments, order=o) for o in ("tokens", "vocab")), key=lambda p: p.relative_cost(device))
+    budget = max(1, int(fastest.scratch_bytes * share))
+    try:
+        made = plan(**arguments, memory_budget=budget)
+    except ValueError as error:
+        assert "memory_budget" in str(error)  # noqa: PT017
+        smallest = int(str(error).rsplit(" ", 1)[1])
+        assert smallest > budget
+        assert plan(**arguments, memory_budget=smallest).scratch_bytes == smallest
+        with pytest.raises(ValueError, match="memory_budget"):
+            plan(**arguments, memory_budget=smallest - 1)
+        return
+    assert made.scratch_bytes <= budget
+    roomier = plan(**arguments, memory_budget=2 * budget)
+    assert roomier.relative_cost(device) <= made.relative_cost(device)
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes)
+def test_the_default_is_the_smallest_within_three_percent(arguments: dict[str, Any]) -> None:
+    made = plan(**arguments)
+    device = arguments["device"]
+    best = plan(**arguments, memory_budget=2**62)
+    assert made.relative_cost(device) <= COST_SLACK * best.relative_cost(device)
+    assert made.scratch_bytes <= best.scratch_bytes
+    if made.scratch_bytes > 1:
+        try:
+            smaller = plan(**arguments, memory_budget=made.scratch_bytes - 1)
+        except ValueError:
+            return
+        assert smaller.relative_cost(device) > COST_SLACK * best.relative_cost(device)
+
+
+def test_scratch_falls_as_one_over_chunks() -> None:
+    ladder = [
+        plan(tokens=8192, hidden=64, vocab=65536, dtype="float32", order="tokens", chunk=8192 >> i) for i in range(5)
+    ]
+    for larger, smaller in itertools.pairwise(ladder):
+        assert smaller.chunks == 2 * larger.chunks
+        assert smaller.scratch_bytes < 0.52 * larger.scratch_bytes + 10 * 2**20
+
+
+def test_lean_order_has_nothing_of_size_v_by_d() -> None:
+    accumulator = 4 * LLAMA["vocab"] * LLAMA["hidden"]
+    fast, lean = plan(**LLAMA), plan(**LLAMA, memory_budget=accumulator // 2)
+    assert (fast.order, fast.one_pass, fast.chunks > 1) == ("tokens", True, True)
+    assert fast.weight_accumulator
+    assert fast.scratch_bytes > accumulator
+    assert (lean.order, lean.one_pass) == ("vocab", False)
+    assert not lean.weight_accumulator
+    assert lean.scratch_bytes < accumulator // 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunk", "expected"),
+    [
+        ("float32", 100, False),
+        ("float64", 100, False),
+        ("bfloat16", 100, True),
+        ("bfloat16", 1000, False),
+        ("float16", 1000, True),
+    ],
+)
+def test_when_an_accumulator_is_needed(dtype: str, chunk: int, expected: bool) -> None:
+    made = plan(tokens=1000, hidden=8, vocab=64, dtype=dtype, order="tokens", chunk=chunk)
+    assert made.weight_accumulator is expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": -1}, "tokens: got -1, allowed is at least 0"),
+        ({"hidden": 0}, "hidden: got 0, allowed is at least 1"),
+        ({"vocab": 0}, "vocab: got 0"),
+        ({"dtype": "int8"}, "dtype: got 'int8', allowed are bfloat16, float16, float32, float64"),
+        ({"memory_budget": -5}, "memory_budget: got -5"),
+        ({"memory_budget": 1000}, "memory_budget: got 1000 bytes, allowed .* at least"),
+        ({"order": "rows"}, "order: got 'rows', allowed are None, 'tokens', 'vocab'"),
+        ({"device": "tpu"}, "device: got 'tpu'"),
+        ({"chunk": 0, "order": "tokens"}, "chunk: got 0"),
+        ({"chunk": 64}, "order: got None beside chunk=64"),
+    ],
+)
+def test_bad_values(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(**(LLAMA | change))
+
+
+@pytest.mark.parametrize("name", ["tokens", "hidden", "vocab", "memory_budget"])
+@pytest.mark.parametrize("value", [1.5, "8", True])
+def test_bad_types(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name}: got .* allowed is an integer"):
+        plan(**(LLAMA | {name: value}))
+
+
+def test_a_plan_is_frozen_and_checked_against_the_call() -> None:
+    made = plan(**LLAMA)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.token_chunk = 1  # type: ignore[misc]
+    check_plan_argument(None, None)
+    check_plan_argument(made, None)
+    check_plan_sizes(made, 16384, 4096, 128256, "bfloat16")
+    with pytest.raises(TypeError, match="plan: got dict"):
+        check_plan_argument({}, None)
+    with pytest.raises(ValueError, match="memory_budget: got a value beside a plan"):
+        check_plan_argument(made, 10)
+    for sizes_of_call in ((1, 4096, 128256, "bfloat16"), (16384, 4096, 128256, "float32")):
+        with pytest.raises(ValueError, match="plan: got one for"):
+            check_plan_sizes(made, *sizes_of_call)
+    assert isinstance(made, ChunkPlan)
+    assert made == plan(**LLAMA)
+    assert hash(made) == hash(plan(**LLAMA))
+
+
+def test_known_plans() -> None:
+    """The default for the shapes that DESIGN quotes: chunks of about 4096 tokens on a GPU."""
+    assert plan(**LLAMA).chunks == 4
+    assert plan(**(LLAMA | {"tokens": 4096})).chunks <= 2
+    assert plan(tokens=2048, hidden=512, vocab=32768, dtype="float32", device="cpu").chunks >= 4
