@@ -301,6 +301,7 @@ class TestCopyKeyword:
         expected = tensor.tolist()
         array = to_jax(tensor, copy=True)
         assert array_address(array) != tensor.data_ptr()
+        assert to_torch(array).is_contiguous()
         tensor.fill_(-1)
         assert array.tolist() == expected
 
@@ -594,14 +595,17 @@ class TestArraysThatAreRefused:
             """
         )
 
-    @pytest.mark.parametrize("platform", ["tpu", "gpu"])
-    def test_devices_that_torch_does_not_have(self, platform: str) -> None:
+    @pytest.mark.parametrize(
+        ("platform", "reason"), [("tpu", "torch takes cpu and gpu"), ("gpu", "torch has no CUDA device here")]
+    )
+    def test_devices_that_torch_does_not_have(self, platform: str, reason: str) -> None:
         if platform == "gpu" and torch.cuda.is_available():
             pytest.skip("torch has a GPU here")
-        device = types.SimpleNamespace(id=0, platform=platform)
-        sharding = types.SimpleNamespace(device_set={device.id: device}.values())
+        sharding = types.SimpleNamespace(device_set=[types.SimpleNamespace(id=0, platform=platform)])
         array = types.SimpleNamespace(is_deleted=lambda: False, sharding=sharding, shape=(3,))
-        with pytest.raises(NotImplementedError, match=r'jax\.device_put\(array, jax\.devices\("cpu"\)\[0\]\)'):
+        with pytest.raises(
+            NotImplementedError, match=rf'{reason}.*jax\.device_put\(array, jax\.devices\("cpu"\)\[0\]\)'
+        ):
             dlpack._check_array_state(array)
 
 

@@ -1,0 +1,109 @@
+"""The portable backends on a CPU: one loss-and-gradients step beside the framework's own full-logits step.
+
+Inputs: N tokens, hidden size D, vocabulary V; float32 or bfloat16; random. Time: median of interleaved rounds. Scratch:
+bytes beyond inputs and gradients, by torch's memory events and by XLA's buffer assignment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from logitless import ChunkPlan, plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A step to time, and the bytes of scratch it needs."""
+
+    name: str
+    plan: ChunkPlan | None
+    step: Callable[[], object]
+    scratch_bytes: Callable[[], int]
+
+
+def arrays(sizes: Sizes) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((sizes.tokens, sizes.hidden), np.float32)
+    w = rng.standard_normal((sizes.vocab, sizes.hidden), np.float32) * np.float32(sizes.hidden**-0.5)
+    return x, w, rng.integers(0, sizes.vocab, sizes.tokens)
+
+
+def plans(sizes: Sizes) -> dict[str, ChunkPlan]:
+    """The default plan, a ladder of chunk sizes, and the lean order."""
+    fixed = {**dataclasses.asdict(sizes), "device": "cpu"}
+    ladder = {
+        f"{count} chunks": plan(**fixed, order="tokens", chunk=sizes.tokens // count) for count in (1, 2, 4, 8, 16)
+    }
+    return {"default": plan(**fixed), **ladder, "lean": plan(**fixed, order="vocab", chunk=2048)}
+
+
+def torch_variants(sizes: Sizes) -> list[Variant]:
+    import torch
+
+    from logitless.torch_impl import linear_cross_entropy
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    dtype = getattr(torch, sizes.dtype)
+    x, w, y = (torch.from_numpy(a) for a in arrays(sizes))
+    x, w = (a.to(dtype).requires_grad_() for a in (x, w))
+
+    def measured(loss: Callable[[], Any]) -> tuple[Callable[[], object], Callable[[], int]]:
+        def step() -> None:
+            x.grad = w.grad = None
+            loss().backward()
+
+        def scratch() -> int:
+            x.grad = w.grad = None
+            return peak_scratch_bytes(lambda: loss().backward()) - x.nbytes - w.nbytes
+
+        return step, scratch
+
+    def ours(chosen: ChunkPlan) -> Callable[[], Any]:
+        return lambda: linear_cross_entropy(x, w, y, plan=chosen)
+
+    def full() -> Any:
+        return torch.nn.functional.cross_entropy((x @ w.t()).float(), y)
+
+    variants = [Variant("full logits", None, *measured(full))]
+    return variants + [Variant(name, chosen, *measured(ours(chosen))) for name, chosen in plans(sizes).items()]
+
+
+def jax_variants(sizes: Sizes) -> list[Variant]:
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import linear_cross_entropy
+    from logitless.jax_impl.memory import temp_bytes
+
+    *floats, ids = arrays(sizes)
+    x, w = (jnp.asarray(a).astype(sizes.dtype) for a in floats)
+    y = jnp.asarray(ids.astype(np.int32))
+
+    def measured(loss: Callable[[Any, Any, Any], Any]) -> tuple[Callable[[], object], Callable[[], int]]:
+        jitted = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        return lambda: jax.block_until_ready(jitted(x, w, y)), lambda: temp_bytes(jitted, x, w, y)
+
+    def ours(chosen: ChunkPlan) -> Callable[[Any, Any, Any], Any]:
+        return lambda x, w, y: linear_cross_entropy(x, w, y, plan=chosen)
+
+    def full(x: Any, w: Any, y: Any) -> Any:
+        z = jnp.dot(x, w.T, preferred_element_type=jnp.float32)
+        return jnp.mean(jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, y[:, None], 1)[:, 0])
+
+    variants = [Variant("full logits", None, *measured(full))]
+    return variants + [Variant(name, chosen, *measured(ours(chosen))) for name, chosen in plans(sizes).items()]
+
+
+VARIANTS = {"torch_eager": torch_variants, "jax_xla": jax_variants}
