@@ -14,6 +14,7 @@ import pytest
 
 from logitless import plan as make_plan
 from logitless import reference
+from logitless.doctor import cuda_device_count
 from logitless.ideal import ideal_gradients
 from logitless.problems import BY_NAME, Case, Problem
 from logitless.tolerances import OUTPUTS, allowance, error
@@ -42,6 +43,7 @@ class TorchEager:
 
     name = "torch_eager"
     backend = "eager"
+    on_gpu = False
 
     def array(self, values: Any, dtype: str | None = None) -> Any:
         import torch
@@ -80,7 +82,7 @@ class TorchEager:
         )
         loss, stats = result if options.get("return_stats") else (result, None)
         if loss.requires_grad:
-            loss.backward(torch.as_tensor(np.array(upstream), dtype=loss.dtype).expand_as(loss))
+            loss.backward(torch.as_tensor(np.array(upstream), dtype=loss.dtype, device=loss.device).expand_as(loss))
         grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
         return Outcome(self.numpy(loss), grads, None if stats is None else type(stats)(*map(self.numpy, stats)))
 
@@ -104,19 +106,31 @@ class TorchEager:
             arrays["hidden"], arrays["weight"], self.array(target), arrays["bias"],
             with_entropy=entropy_upstream is not None, backend=self.backend, **options,
         )  # fmt: skip
-        total = (log_prob * torch.as_tensor(np.array(log_prob_upstream), dtype=log_prob.dtype)).sum()
+        total = (log_prob * torch.as_tensor(np.array(log_prob_upstream)).to(log_prob)).sum()
         if entropy is not None:
-            total = total + (entropy * torch.as_tensor(np.array(entropy_upstream), dtype=entropy.dtype)).sum()
+            total = total + (entropy * torch.as_tensor(np.array(entropy_upstream)).to(entropy)).sum()
         total.backward()
         grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
         return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads)
 
 
+class TorchEagerCuda(TorchEager):
+    """The same on the GPU: products read the input dtype, ids are not looked at."""
+
+    name = "torch_eager_cuda"
+    on_gpu = True
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        tensor = super().array(values, dtype)
+        return None if tensor is None else tensor.cuda()
+
+
 class JaxXla:
-    """jax_impl with backend="xla", through jax.jit and jax.vjp."""
+    """jax_impl with backend="xla", through jax.vjp; on the GPU where JAX has one."""
 
     name = "jax_xla"
     backend = "xla"
+    on_gpu = cuda_device_count() > 0
 
     @contextlib.contextmanager
     def precision(self, dtype: str) -> Iterator[None]:
@@ -213,6 +227,8 @@ def _parameter(implementation: Any, framework: str) -> Any:
 
 
 ALL = [_parameter(TorchEager(), "torch"), _parameter(JaxXla(), "jax")]
+if cuda_device_count():  # tests/test_gpu.py says so where there is none
+    ALL.append(pytest.param(TorchEagerCuda(), id=TorchEagerCuda.name, marks=pytest.mark.gpu))
 HAVE_BOTH = _installed("torch") and _installed("jax")
 
 every_implementation = pytest.mark.parametrize("impl", ALL)

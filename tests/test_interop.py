@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -692,6 +694,19 @@ class TestLifetime:
         slow(ones).block_until_ready()
         for copy in (None, True):
             assert bool((to_torch(slow(ones), copy=copy) == 1).all())
+
+
+class TestDocumentation:
+    def test_the_examples_of_the_page_run(self) -> None:
+        page = (Path(__file__).parents[1] / "docs" / "interop.md").read_text(encoding="utf-8")
+        blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+        assert len(blocks) == page.count("```python") > 0
+        exec("\n".join(blocks), {})
+
+    def test_every_dtype_is_on_the_page(self) -> None:
+        page = (Path(__file__).parents[1] / "docs" / "interop.md").read_text(encoding="utf-8")
+        ranges = ("int16", "uint16")  # inside "int8 to int32" and "uint8 to uint32"
+        assert [dtype for dtype in dlpack.EXCHANGED_DTYPES if dtype not in page and dtype not in ranges] == []
 
 
 class TestCompiled:

@@ -1,0 +1,81 @@
+"""What only a GPU can show of the portable PyTorch backend. The other GPU tests are the usual ones: where a CUDA device
+exists, tests/implementations.py adds it to every test that runs on all implementations (marker ``gpu``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="these tests are about PyTorch on a GPU")
+
+from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+def tensors(dtype: Any = torch.bfloat16, device: str = "cuda") -> tuple[Any, Any, Any, Any]:
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(shape, generator=generator) for shape in ((700, 128), (3001, 128), (3001,)))
+    y = torch.randint(0, 3001, (700,), generator=generator)
+    y[::5] = -100
+    x, w, b = (t.to(device, dtype).requires_grad_() for t in (x, w * 0.1, b))
+    return x, w, b, y.to(device)
+
+
+@pytest.mark.case(28)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_no_host_synchronisation(dtype: Any) -> None:
+    x, w, b, y = tensors(dtype)
+
+    def everything() -> None:
+        options = {"label_smoothing": 0.1, "z_loss": 1e-4}
+        linear_cross_entropy(x, w, y, b, **options, return_stats=True)[0].backward()
+        linear_cross_entropy(x, w, y, b, **options, softcap=30.0, reduction="none").sum().backward()
+        linear_cross_entropy(x, w, y, b, token_weight=weights, memory_budget=20 * 2**20).backward()
+        log_prob, entropy = linear_log_probs(x, w, y, b, with_entropy=True)
+        (log_prob.sum() + entropy.sum()).backward()
+
+    weights = torch.rand(700, device="cuda")
+    everything()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.case(28)
+def test_cuda_graph_capture() -> None:
+    x, w, b, y = tensors()
+
+    def step() -> Any:
+        x.grad = w.grad = b.grad = None
+        loss = linear_cross_entropy(x, w, y, b, z_loss=1e-4)
+        loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            captured = step()
+    grads = x.grad, w.grad, b.grad
+    with torch.no_grad():
+        x.mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    replayed = [captured.item(), *(grad.clone() for grad in grads)]
+    plain = [step().item(), x.grad, w.grad, b.grad]
+    assert replayed[0] == plain[0]
+    assert all(torch.equal(one, other) for one, other in zip(replayed[1:], plain[1:], strict=True))
+
+
+def test_ids_outside_the_vocabulary_make_nan() -> None:
+    x, w, b, y = tensors()
+    y[1], y[2], y[3] = 3001, -1, 2**32
+    losses = linear_cross_entropy(x, w, y, b, reduction="none").detach().cpu().numpy()
+    assert np.flatnonzero(np.isnan(losses)).tolist() == [1, 2, 3]
