@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -120,12 +121,12 @@ def time_shape(name: str) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for gpu_check.json")
-    parser.add_argument("--tests", nargs="*", default=["tests"], help="what to hand to pytest; nothing: no tests")
+    parser.add_argument("--tests", default="tests -m gpu", help="pytest's arguments in one string; empty: no tests")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         overlay = make_overlay(Path(folder))
-        failed = run_tests(overlay, arguments.tests) if arguments.tests else 0
+        failed = run_tests(overlay, shlex.split(arguments.tests)) if arguments.tests else 0
         sys.path[:0] = [str(overlay), str(ROOT)]
         from bench import machine
 

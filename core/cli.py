@@ -5,7 +5,9 @@ A mistake of the user ends with exit code 2 and one line on stderr; commands imp
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -225,3 +227,38 @@ def doctor() -> None:
     console.print(table)
     if not report.healthy:
         raise typer.Exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# demo
+
+DEMO_PACKAGES = ("torch", "jax", "matplotlib", "ml_dtypes", "optax", "tokenizers")
+
+
+@app.command()
+def demo(
+    text: Annotated[
+        Path | None, typer.Option(help="A text file to learn from; default: the Python standard library's own sources.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps of each run.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the picture of the curves.")] = Path("demo-output"),
+) -> None:
+    """Train one small model on real text in both frameworks, with and without full logits, and compare."""
+    if text is not None and not text.is_file():
+        _fail(f"text: got {str(text)!r}, allowed is a file that exists")
+    if steps is not None and steps < 1:
+        _fail(f"steps: got {steps}, allowed is at least 1")
+    if output.exists() and not output.is_dir():
+        _fail(f"output: got {str(output)!r}, which is a file, allowed is a folder")
+    missing = [name for name in DEMO_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        _fail(f"demo: not installed here: {', '.join(missing)}; pip install 'logitless[demo]' brings what it needs")
+    from logitless.interop.demo import run_demo
+
+    given = {} if steps is None else {"steps": steps}
+    try:
+        run_demo(text=text, output=output, **given)
+    except ValueError as mistake:
+        if str(mistake).partition(":")[0] not in ("text", "steps", "output"):
+            raise
+        _fail(str(mistake))

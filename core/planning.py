@@ -110,7 +110,7 @@ class ChunkPlan:
     def weight_accumulator(self) -> bool:
         """Whether dW needs an accumulator of its own: several token chunks, and a gradient dtype too coarse to add in.
 
-        float16 in one pass always has one: its range is too small for a gradient before the loss scale is applied.
+        float16 in one pass always has one (and dX too): its range is too small before the loss scale is applied.
         """
         if ITEMSIZE[self.dtype] >= 4:
             return False
@@ -133,6 +133,8 @@ class ChunkPlan:
         anchor_rows = 2 * min(self.token_chunk, ANCHOR_ROWS) * self.hidden * item  # w[y] and its product with x
         vectors = 8 * (ROW_VECTORS * self.tokens + VOCAB_VECTORS * self.vocab + 4 * self.hidden)
         accumulator = self.vocab * self.hidden * item if self.weight_accumulator else 0
+        if self.one_pass and self.dtype == "float16":
+            accumulator += self.tokens * self.hidden * item
         return held + block + weight_block + token_rows + anchor_rows + vectors + accumulator
 
     @property

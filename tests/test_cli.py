@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,74 @@ def test_broken_frameworks_are_reported_and_do_not_crash_it(tmp_path: Path) -> N
     assert done.returncode == 1
     assert done.stdout.count("OSError: a library it needs is [gone]") == 6  # two devices lines and four backends
     assert done.stderr == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# demo
+
+
+@pytest.fixture
+def demo_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Puts a recorder in the place of the training, as if everything that it needs were installed."""
+    calls: list[dict[str, object]] = []
+
+    def run_demo(**arguments: object) -> None:
+        calls.append(arguments)
+        if arguments.get("steps") == 13:
+            raise ValueError("text: got 5 tokens, allowed is at least 1000")
+        if arguments.get("steps") == 14:
+            raise ValueError("shapes do not fit")
+
+    stand_in = types.ModuleType("logitless.interop.demo")
+    stand_in.run_demo = run_demo  # type: ignore[attr-defined]
+    interop = types.ModuleType("logitless.interop")
+    monkeypatch.setitem(sys.modules, "logitless.interop", interop)
+    monkeypatch.setitem(sys.modules, "logitless.interop.demo", stand_in)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
+    return calls
+
+
+def test_demo_hands_its_options_on(demo_calls: list[dict[str, object]], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    assert run("demo") == (0, "", "")
+    assert run("demo", "--text", str(text), "--steps", "7", "--output", str(tmp_path / "new")) == (0, "", "")
+    assert demo_calls == [
+        {"text": None, "output": Path("demo-output")},
+        {"text": text, "output": tmp_path / "new", "steps": 7},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--text", "no/such/file"], "text: got 'no/such/file', allowed is a file that exists"),
+        (["--steps", "0"], "steps: got 0, allowed is at least 1"),
+        (["--output", __file__], "output: got "),
+    ],
+)
+def test_demo_refuses_what_cannot_work(demo_calls: list[dict[str, object]], arguments: list[str], words: str) -> None:
+    code, output, errors = run("demo", *arguments)
+    assert (code, output, demo_calls) == (2, "", [])
+    assert errors.startswith(f"error: {words}")
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.usefixtures("demo_calls")
+def test_a_mistake_found_while_the_demo_runs_is_one_line_and_a_bug_is_not_hidden() -> None:
+    assert run("demo", "--steps", "13") == (2, "", "error: text: got 5 tokens, allowed is at least 1000\n")
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        run("demo", "--steps", "14")
+
+
+def test_demo_names_what_is_missing_and_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = ("torch", "optax")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None if name in gone else object())
+    code, _, errors = run("demo")
+    assert code == 2
+    assert (
+        errors == "error: demo: not installed here: torch, optax; pip install 'logitless[demo]' brings what it needs\n"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -178,17 +178,31 @@ class TestJaxMeter:
         assert self.temp(lambda x, a, b: (x @ a) @ (b @ x), *shapes) == 4 * (256 * 1024 + 1024 * 512)
 
     def test_a_dead_intermediate_gives_its_space_back(self) -> None:
-        """Nine products in a row to a scalar: two buffers alternate, whatever the length."""
-        jax = _jax()
+        """Nine products in a row: the result's buffer and one more take turns, or two more, whatever the length."""
 
         def chain(x: Any, w: Any) -> Any:
             for _ in range(9):
                 x = x @ w
-            return jax.numpy.max(x)
+            return x
 
         one_buffer = 4 * 256 * 512
         temp = self.temp(chain, *self.shapes((256, 512), (512, 512)))
-        assert 2 * one_buffer <= temp <= 2 * one_buffer + 4 * KIB
+        assert one_buffer <= temp <= 2 * one_buffer
+
+    def test_a_product_hidden_in_a_library_fusion_is_counted(self) -> None:
+        """XLA gives max(x w) to a library as one fusion and reports no temporary; the product is stored all the same."""
+        jax = _jax()
+        product_bytes = 4 * 256 * 4096
+        shapes = self.shapes((256, 512), (512, 4096))
+        temp = self.temp(lambda x, w: jax.numpy.max(x @ w), *shapes)
+        assert product_bytes <= temp <= 1.1 * product_bytes
+
+    def test_a_chain_hidden_in_a_library_fusion_is_counted(self) -> None:
+        jax = _jax()
+        wide_bytes = 4 * 256 * 4096
+        shapes = self.shapes((256, 128), (128, 4096), (4096, 128))
+        temp = self.temp(lambda x, a, b: jax.numpy.max((x @ a) @ b), *shapes)
+        assert wide_bytes <= temp <= 1.1 * wide_bytes
 
     def test_a_loop_needs_one_slice_at_a_time(self) -> None:
         """A product whose result is used twice: whole, it is stored whole; in 8 slices by scan, an eighth of it."""
@@ -217,15 +231,20 @@ class TestJaxMeter:
         arrays = jax.numpy.ones((64, 128)), jax.numpy.ones((128, 128))
         assert self.temp(program, *arrays) == self.temp(jax.jit(program), *arrays) == 4 * 64 * 128
 
-    def test_a_donated_argument_serves_as_scratch(self) -> None:
-        """A jitted function keeps its donations: the donated argument's own space takes one of the two intermediates."""
+    def test_a_jitted_function_keeps_its_static_arguments(self) -> None:
         jax = _jax()
 
-        def program(x: Any, w: Any) -> Any:
-            return ((x @ w) @ w) @ w
+        def program(x: Any, w: Any, products: int) -> Any:
+            for _ in range(products):
+                x = x @ w
+            return x
 
         shapes = self.shapes((64, 128), (128, 128))
-        assert self.temp(jax.jit(program, donate_argnums=0), *shapes) <= self.temp(program, *shapes)
+        from logitless.jax_impl.memory import temp_bytes
+
+        jitted = jax.jit(program, static_argnums=2)
+        assert temp_bytes(jitted, *shapes, 1) == 0
+        assert temp_bytes(jitted, *shapes, 2) == 4 * 64 * 128
 
     def test_no_memory_analysis_is_an_error(self) -> None:
         _jax()

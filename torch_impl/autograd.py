@@ -126,7 +126,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             one_pass = call.plan.one_pass and options.separable and options.reduction != "none"
             if call.differentiate and needs.any and one_pass:
                 # float16 on its way to a loss scale keeps the normalizer out until the last cast.
-                pending = norm if call.compute_dtype == torch.float16 else None
+                pending = None
+                if call.compute_dtype == torch.float16:
+                    pending = norm
+                    needs = dataclasses.replace(needs, hidden=needs.hidden and norm.dtype)
                 g = _row_upstream(inputs, options, torch.ones_like(norm) if pending is not None else norm)
                 sums, gradients = eager.loss_gradients(inputs, options, call.plan, g, needs, call.statistics)
                 ctx.buffers = _Buffers(gradients, pending)

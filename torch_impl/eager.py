@@ -5,8 +5,8 @@ Two verbs (docs/design.md): :func:`token_sums` reads the logits block by block a
 in the accumulation dtype (float64 for float64 input, else float32), make no host synchronisation, and never write to
 an input.
 
-Rounding: logits, exponentials and sums are float32. The operands of the products are float32 on a CPU; on a GPU the
-exponentials and the scaled hidden states are rounded to the input dtype, and products accumulate in float32.
+Rounding: logits, exponentials and sums are float32, and so are the operands of the products on a CPU. On a GPU a block
+of the logits' gradient is rounded to the input dtype on its way into the products, which accumulate in float32.
 """
 
 from __future__ import annotations
@@ -426,7 +426,7 @@ class _Accumulators:
         self.weight = make((vocab, size), dtype=weight_dtype, device=device) if needs.weight else None
         self.bias = torch.zeros(vocab, dtype=dtype, device=device) if needs.bias else None
         self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
-        # float16 cannot hold x · factor for any upstream gradient (loss scaling): its largest is taken out.
+        # float16 cannot hold any upstream gradient (loss scaling): its largest is taken out and put back in float32.
         self.unit = None
         if inputs.operand_dtype == torch.float16 and tokens:
             largest = g.abs().amax()
@@ -435,10 +435,14 @@ class _Accumulators:
     def start_chunk(self, rows: slice, x: Tensor, factor: Tensor) -> None:
         """Begin the tokens ``rows``; factor [C] is what their rows of the matrix still lack."""
         self.rows, self.factor = rows, factor
-        self.scaled_x = None
-        if self.needs.weight:
-            scale = factor if self.unit is None else factor / self.unit
-            self.scaled_x = x.to(factor.dtype).mul(scale.unsqueeze(1)).to(x.dtype)
+        # float32 operands: the factor goes to the rows of dX and of x, never to the matrix. Low-precision operands: the
+        # matrix is rounded anyway, so it is rounded once, factor included, and x is read as it came.
+        self.element_factor = None
+        self.scaled_x = x
+        if x.dtype != factor.dtype:
+            self.element_factor = (factor if self.unit is None else factor / self.unit).unsqueeze(1)
+        elif self.needs.weight:
+            self.scaled_x = x * factor.unsqueeze(1)
         self.hidden_part = None
         if self.hidden is not None:
             own = self.hidden[rows]
@@ -451,7 +455,10 @@ class _Accumulators:
         """The two products of a block of the matrix, and the bias's sums."""
         if self.bias is not None:
             self.bias[start:stop] += e.t() @ self.factor
-        operand = e.to(self.inputs.operand_dtype)
+        operand = e
+        if self.element_factor is not None:
+            operand = torch.empty_like(e, dtype=self.inputs.operand_dtype, memory_format=torch.contiguous_format)
+            torch.mul(e, self.element_factor, out=operand)
         if self.hidden_part is not None:
             weight = self.inputs.weight[start:stop].to(operand.dtype)
             _product(operand, weight, self.hidden_part, add=start > 0)
@@ -460,7 +467,6 @@ class _Accumulators:
 
     def _add_weight(self, operand: Tensor, start: int, stop: int) -> None:
         assert self.weight is not None
-        assert self.scaled_x is not None
         own = self.weight[start:stop]
         direct = own.dtype == self.factor.dtype
         part = own if direct else torch.empty_like(own, dtype=self.factor.dtype)
@@ -479,7 +485,10 @@ class _Accumulators:
         """Row factors on dX, and smoothing's share of it."""
         if self.hidden is None or self.hidden_part is None:
             return
-        self.hidden_part.mul_(self.factor.unsqueeze(1))
+        if self.element_factor is None:
+            self.hidden_part.mul_(self.factor.unsqueeze(1))
+        elif self.unit is not None:
+            self.hidden_part.mul_(self.unit)
         if self.smoothing is not None:
             self.hidden_part.addr_(self.g[self.rows], self.smoothing.weighted_rows, alpha=-self.smoothing.factor)
         if self.hidden_part.dtype != self.hidden.dtype:
@@ -527,11 +536,7 @@ def loss_gradients(
         total = sums.s + sums.e_target()
         target = _target_over_alpha(alpha, beta, sums.e_target(), sums.s)
         _set_target(e, inputs.target[rows], 0, _sloped(target, part.target_logit, options))
-        factor = g[rows] * alpha / total
-        if inputs.operand_dtype == torch.float16:  # float16 holds probabilities, not exponentials
-            e.div_(total.unsqueeze(1))
-            factor = g[rows] * alpha
-        gradients.start_chunk(rows, x, factor)
+        gradients.start_chunk(rows, x, g[rows] * alpha / total)
         for start, stop in plan.vocab_slices:
             gradients.add_block(e[:, start:stop], start, stop)
         gradients.finish_chunk()

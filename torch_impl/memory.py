@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _SENTINEL_BYTES = 4096
@@ -23,8 +24,8 @@ def peak_scratch_bytes(function: Callable[[], object]) -> int:
     scratch beyond the results is this number minus the bytes of the results. A view allocates nothing and counts
     nothing. A CUDA allocation is counted in the allocator's blocks of 512 bytes.
 
-    Not counted: memory that never passes through PyTorch's allocators (packing buffers inside a BLAS, NumPy arrays), and
-    CPU memory allocated by a thread that the call starts itself.
+    Not counted: memory that never passes through PyTorch's allocators (packing buffers inside a BLAS, NumPy arrays),
+    and CPU memory allocated by a thread that the call starts itself.
 
     The CPU is metered with the memory events of torch.profiler, CUDA with torch.cuda.max_memory_allocated; the call
     resets CUDA's peak statistics.
@@ -35,8 +36,8 @@ def peak_scratch_bytes(function: Callable[[], object]) -> int:
     Returns: bytes, ≥ 0.
 
     Raises:
-        RuntimeError: another profiler is active, or this build of PyTorch reports no memory events. A silent meter is an
-            error, never a zero.
+        RuntimeError: another profiler is active, or this build of PyTorch reports no memory events. A silent meter is
+            an error, never a zero.
     """
     # Garbage freed in the middle of the call would hide as many bytes of new memory.
     gc.collect()
@@ -54,7 +55,7 @@ def _start_cuda_meters() -> dict[int, int]:
     """Reset every CUDA device's peak, and return the bytes that are live on it now."""
     if not torch.cuda.is_available():
         return {}
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     live_before: dict[int, int] = {}
     for device in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(device)
@@ -65,19 +66,16 @@ def _start_cuda_meters() -> dict[int, int]:
 def _host_peak_bytes(profiler: profile) -> int:
     """Highest running sum of the profiler's CPU allocations (positive) and frees (negative), after the sentinel."""
     kineto = profiler.profiler.kineto_results if profiler.profiler is not None else None
-    events = [] if kineto is None else [event for event in kineto.events() if event.name() == _MEMORY_EVENT]
+    # PyTorch's type stubs lack most of what an event has.
+    events: list[Any] = [] if kineto is None else [event for event in kineto.events() if event.name() == _MEMORY_EVENT]
     changes = [
-        event.nbytes()
-        for event in sorted(events, key=lambda event: event.start_ns())
-        if event.device_type() == DeviceType.CPU
+        int(event.nbytes())
+        for event in sorted(events, key=lambda event: int(event.start_ns()))
+        if event.device_type() == torch._C._autograd.DeviceType.CPU
     ]
     if changes[:2] != [_SENTINEL_BYTES, -_SENTINEL_BYTES]:
         raise RuntimeError(
             f"torch.profiler of torch {torch.__version__} did not report a known allocation of {_SENTINEL_BYTES} bytes "
             f"(first CPU memory events: {changes[:2]}); peak_scratch_bytes cannot measure with this build"
         )
-    live = peak = 0
-    for change in changes:
-        live += change
-        peak = max(peak, live)
-    return peak
+    return max(accumulate(changes[2:], initial=0))
