@@ -5,7 +5,6 @@ A mistake of the user ends with exit code 2 and one line on stderr; commands imp
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -244,13 +243,15 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the picture of the curves.")] = Path("demo-output"),
 ) -> None:
     """Train one small model on real text in both frameworks, with and without full logits, and compare."""
+    from logitless.doctor import installed
+
     if text is not None and not text.is_file():
         _fail(f"text: got {str(text)!r}, allowed is a file that exists")
     if steps is not None and steps < 1:
         _fail(f"steps: got {steps}, allowed is at least 1")
     if output.exists() and not output.is_dir():
         _fail(f"output: got {str(output)!r}, which is a file, allowed is a folder")
-    missing = [name for name in DEMO_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in DEMO_PACKAGES if not installed(name)]
     if missing:
         _fail(f"demo: not installed here: {', '.join(missing)}; pip install 'logitless[demo]' brings what it needs")
     from logitless.interop.demo import run_demo

@@ -88,7 +88,7 @@ def examine() -> Report:
 def try_backend(framework: str, backend: str) -> BackendReport:
     """Run loss and gradients of a small problem on one backend and hold them against the float64 reference."""
     report = functools.partial(BackendReport, framework, backend)
-    if not _installed(framework):
+    if not installed(framework):
         return report("not here", f"{framework} is not installed: {INSTALL[framework]}, then ask again")
     try:
         results, device = _RUNNERS[framework](BY_NAME[PROBE].case(), backend)
@@ -155,9 +155,10 @@ def _differences(results: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _installed(framework: str) -> bool:
+def installed(package: str) -> bool:
+    """Whether ``package`` can be found, without importing it."""
     try:
-        return importlib.util.find_spec(framework) is not None
+        return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # an import hook refuses the name, or a module without a spec stands in its place
         return False
 
@@ -170,7 +171,7 @@ def _version(package: str) -> str:
 
 
 def _described(devices: Callable[[], str], framework: str) -> str:
-    if not _installed(framework):
+    if not installed(framework):
         return "not installed"
     try:
         return devices()

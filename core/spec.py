@@ -70,6 +70,8 @@ class LossOptions:
             raise ValueError(f"reduction: got {self.reduction!r}, allowed are {', '.join(map(repr, REDUCTIONS))}")
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, numbers.Integral):
             raise TypeError(f"ignore_index: got {self.ignore_index!r}, allowed is an integer")
+        if not -(2**31) <= self.ignore_index < 2**31:
+            raise ValueError(f"ignore_index: got {self.ignore_index}, allowed is what an int32 target can hold")
         _check_number("label_smoothing", self.label_smoothing, low=0.0, high=1.0)
         _check_number("z_loss", self.z_loss, low=0.0)
         _check_number("logit_scale", self.logit_scale, low=0.0, open_low=True)

@@ -1,0 +1,211 @@
+"""The public functions for JAX: checks once, chooses a plan and a backend, and calls the functions with custom VJPs.
+
+Mirror of torch_impl/api.py; the names, arguments, defaults and meanings are the same in both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from logitless import spec
+from logitless.jax_impl.vjp import Arrays, Call, log_probs_and_entropy, loss_and_stats
+from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
+from logitless.planning import plan as make_plan
+from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
+
+BACKENDS = ("pallas", "xla")
+UNAVAILABLE = {"pallas": "this version has no Pallas kernels"}
+
+_OPTIONAL = ("bias", "token_weight", "class_weight")
+
+
+def linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    target: Array,
+    bias: Array | None = None,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    token_weight: Array | None = None,
+    class_weight: Array | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    normalizer: Array | float | None = None,
+    filter_eps: float | None = None,
+    plan: ChunkPlan | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+    return_stats: bool = False,
+) -> Array | tuple[Array, TokenStats]:
+    """Cross-entropy of ``softmax(f(hidden @ weight.T + bias))`` against ``target``, without holding the logits.
+
+    With z = logit_scale · (hidden weightᵀ + bias), then z = softcap · tanh(z / softcap) if a softcap is given:
+
+        ℓ_i = t_i [ (1−ε) k_{y_i} (lse_i − z_{i,y_i}) + (ε/V) Σ_j k_j (lse_i − z_ij) + z_loss · lse_i² ]
+
+    mean = Σ ℓ_i / Σ t_i k_{y_i} over tokens that are not ignored (or Σ ℓ_i / normalizer); 0, with zero gradients, when
+    no token counts. Differentiable once, in reverse mode, in hidden, weight and bias; jax.jvp is refused by JAX.
+
+    Arguments:
+        hidden: [..., D] bfloat16, float16, float32, or float64 where x64 is on.
+        weight: [V, D], hidden's dtype, as torch.nn.Linear stores it (the transpose of a Flax kernel).
+        target: [...] int32 or int64 ids in [0, V), or ignore_index. An id outside raises ValueError where it can be
+            looked at without waiting (a NumPy array, a concrete array on a CPU); elsewhere that token's loss is NaN.
+        bias: [V], weight's dtype.
+        reduction: "mean", "sum" or "none" ([...] losses).
+        ignore_index: marks tokens without a loss: loss 0, gradient exactly 0. May be an id inside the vocabulary.
+        token_weight: t, [...] floating, constant (no gradient).
+        class_weight: k, [V] floating, constant, as in torch.nn.CrossEntropyLoss(weight=).
+        label_smoothing: ε in [0, 1].
+        z_loss: factor of lse², at least 0.
+        logit_scale: 1 / temperature, greater than 0.
+        softcap: greater than 0, or None.
+        normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or an array without
+            axes, constant.
+        filter_eps: None: exact gradients, the only choice of this backend.
+        plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
+        memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
+        backend: "xla" or None. "pallas" does not exist in this version.
+        return_stats: also return :class:`logitless.TokenStats`, without gradient.
+
+    NumPy arrays are taken as well. Numbers (options) are static: another value compiles anew.
+
+    Returns the loss in float32 (float64 for float64 input), or (loss, TokenStats). Gradients have each argument's dtype
+    and shape.
+
+    Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
+    that cannot run.
+    """
+    spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="xla")
+    spec.check_filter_eps(filter_eps, "xla")
+    check_plan_argument(plan, memory_budget)
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    _check_arrays(given | {"token_weight": token_weight, "class_weight": class_weight})
+    _check_normalizer(normalizer, reduction)
+    _check_targets(target, weight.shape[0], ignore_index)
+    one_pass = reduction != "none" and options.separable
+    call = Call(options, _plan(hidden, weight, plan, memory_budget, one_pass), return_stats)
+    arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
+    loss, stats = loss_and_stats(call, Arrays(*(None if a is None else _array(a, hidden.dtype) for a in arrays)))
+    return (loss, stats) if return_stats else loss
+
+
+def linear_log_probs(
+    hidden: Array,
+    weight: Array,
+    target: Array,
+    bias: Array | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    with_entropy: bool = False,
+    plan: ChunkPlan | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array | None]:
+    """log p(target) and, if asked for, the entropy of every token, without holding the logits.
+
+        log_prob_i = z_{i,y_i} − lse_i        entropy_i = −Σ_j p_ij log p_ij
+
+    Both [...] in float32 (float64 for float64 input), differentiable once in hidden, weight and bias for any upstream
+    gradients; both 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6.
+
+    Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
+    """
+    spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="xla")
+    check_plan_argument(plan, memory_budget)
+    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+    _check_arrays({"hidden": hidden, "weight": weight, "target": target, "bias": bias})
+    _check_targets(target, weight.shape[0], ignore_index)
+    call = Call(options, _plan(hidden, weight, plan, memory_budget, one_pass=False), with_entropy)
+    arrays = Arrays(hidden, weight, bias, target, None, None, None)
+    return log_probs_and_entropy(call, Arrays(*(None if a is None else _array(a, hidden.dtype) for a in arrays)))
+
+
+def _info(array: Any) -> ArrayInfo:
+    return ArrayInfo(tuple(array.shape), str(array.dtype))
+
+
+def _check_arrays(arrays: dict[str, Any]) -> None:
+    """Types, sizes and dtypes."""
+    infos: dict[str, ArrayInfo | None] = {}
+    for name, array in arrays.items():
+        if array is None and name in _OPTIONAL:
+            infos[name] = None
+            continue
+        if not isinstance(array, jax.Array | np.ndarray | np.generic):
+            raise TypeError(f"{name}: got {type(array).__name__}, allowed is a jax.Array or a NumPy array")
+        infos[name] = _info(array)
+        if isinstance(array, np.ndarray | np.generic) and array.dtype == np.float64 and not jax.config.jax_enable_x64:
+            raise TypeError(
+                f"{name}: got a NumPy array of dtype float64 while x64 is off, allowed are bfloat16, float16, float32: "
+                f"it would be rounded; cast it, or turn jax_enable_x64 on"
+            )
+    hidden, weight, target = (infos.pop(name) for name in ("hidden", "weight", "target"))
+    assert hidden is not None
+    assert weight is not None
+    assert target is not None
+    spec.check_arrays(hidden, weight, target, **infos)
+
+
+def _check_normalizer(normalizer: Any, reduction: str) -> None:
+    is_array = isinstance(normalizer, jax.Array | np.ndarray | np.generic)
+    spec.check_normalizer(normalizer, _info(normalizer) if is_array else None, reduction)
+
+
+def _check_targets(target: Any, vocab: int, ignore_index: int) -> None:
+    """Look at the ids where looking waits for nothing; elsewhere an id outside makes that token's loss NaN.
+
+    A NumPy array is always looked at, before it is converted: int64 would be wrapped to int32.
+    """
+    if isinstance(target, jax.core.Tracer):
+        return
+    if isinstance(target, jax.Array) and any(device.platform != "cpu" for device in target.devices()):
+        return
+    ids = np.asarray(target)
+    outside = ((ids < 0) | (ids >= vocab)) & (ids != ignore_index)
+    if outside.any():
+        position = tuple(int(axis[0]) for axis in np.nonzero(outside))
+        raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index)
+
+
+def _array(value: Any, dtype: Any) -> Array:
+    if isinstance(value, jax.Array):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return jnp.asarray(value)
+    return jnp.asarray(value, jnp.promote_types(dtype, jnp.float32))
+
+
+def _plan(hidden: Any, weight: Any, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool) -> ChunkPlan:
+    tokens, (vocab, size), name = math.prod(hidden.shape[:-1]), weight.shape, str(hidden.dtype)
+    if given is not None:
+        check_plan_sizes(given, tokens, size, vocab, name)
+        return given
+    return make_plan(
+        tokens=tokens,
+        hidden=size,
+        vocab=vocab,
+        dtype=name,
+        memory_budget=memory_budget,
+        one_pass=one_pass,
+        device="cpu" if _platform(hidden) == "cpu" else "gpu",
+    )
+
+
+def _platform(array: Any) -> str:
+    """Where the call will most likely run: an array's own device, else JAX's default."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        return next(iter(array.devices())).platform
+    return jax.default_backend()

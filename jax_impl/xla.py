@@ -1,0 +1,643 @@
+"""The target-anchored chunk in jax.numpy, for any device that XLA compiles for. Mirror of torch_impl/eager.py.
+
+Two verbs (docs/design.md): :func:`token_sums` reads the logits block by block and keeps sums per token only;
+:func:`loss_gradients` and :func:`known_gradients` give dX, dW and db as well. All work on flat arrays ([N, D], [V, D])
+in the accumulation dtype (float64 for float64 input, else float32). Chunks and blocks are loops with static sizes; a
+ragged last one stands behind the loop; E, dX and dW are carried through the loops and updated in place.
+
+Rounding: logits, exponentials and sums are float32. A block of the logits' gradient is rounded to the input dtype on
+its way into the products (the platform is not known when a function is traced), which accumulate in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.planning import ANCHOR_ROWS, ChunkPlan
+from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
+
+Carry = TypeVar("Carry")
+
+
+class Inputs(NamedTuple):
+    """A call's arrays, flattened and checked."""
+
+    hidden: Array  # [N, D]
+    weight: Array  # [V, D], hidden's dtype
+    bias: Array | None  # [V]
+    target: Array  # [N] int32, 0 where ignored or outside the vocabulary
+    valid: Array  # [N] bool, False where ignored
+    inside: Array  # [N] bool, False for an id outside the vocabulary: that token's loss becomes NaN
+    token_weight: Array  # [N] accumulation dtype, 0 where ignored
+    class_weight: Array | None  # [V] accumulation dtype
+
+    @property
+    def accumulation_dtype(self) -> Any:
+        return jnp.promote_types(self.hidden.dtype, jnp.float32)
+
+    def target_class_weight(self) -> Array | float:
+        return 1.0 if self.class_weight is None else self.class_weight[self.target]
+
+    def class_weight_sum(self) -> Array | float:
+        return float(self.weight.shape[0]) if self.class_weight is None else self.class_weight.sum()
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted; a product that serves none of them is not run."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients(NamedTuple):
+    """What was wanted, else None. Arrays may be in the accumulation dtype: the last cast is the caller's."""
+
+    hidden: Array | None
+    weight: Array | None
+    bias: Array | None
+
+
+class TokenSums(NamedTuple):
+    """Per token, [N] each: what the forward knows. The last four are None unless statistics were asked for.
+
+    lse = anchor + log_total is kept in two parts: where logits are large, their sum would lose what the gradient needs.
+    """
+
+    target_logit: Array
+    anchor: Array  # the target's logit; a rescued row's maximum
+    log_total: Array  # log Σ_j exp(z_ij − anchor_i)
+    weighted_logits: Array | None  # Σ_j k_j z_ij, for label smoothing
+    entropy: Array | None
+    argmax: Array | None
+    max_logit: Array | None
+    min_logit: Array | None
+
+    @property
+    def lse(self) -> Array:
+        return self.anchor + self.log_total
+
+    @property
+    def nll(self) -> Array:
+        return (self.anchor - self.target_logit) + self.log_total
+
+
+class KnownRows(NamedTuple):
+    """dz_ij = factor_i · slope_ij · [p_ij (alpha_i + gamma_i log p_ij) − sigma_i k_j], with ``target`` at j = y_i.
+
+    log p_ij = (z_ij − anchor_i) − log_total_i. alpha None means 1 (it is in the factor), gamma and sigma None mean 0.
+    """
+
+    anchor: Array
+    log_total: Array
+    factor: Array
+    target: Array
+    alpha: Array | None = None
+    gamma: Array | None = None
+    sigma: Array | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loops and slices
+
+
+def _for_slices(length: int, size: int, body: Callable[[Carry, Any, int], Carry], carry: Carry) -> Carry:
+    """carry = body(carry, start, size) for every slice: a loop over the full ones, then the ragged rest."""
+    full, rest = divmod(length, size)
+    if full == 1:
+        carry = body(carry, 0, size)
+    elif full > 1:
+        carry = lax.fori_loop(jnp.int32(0), jnp.int32(full), lambda i, c: body(c, i * size, size), carry)
+    return body(carry, full * size, rest) if rest else carry
+
+
+def _take(array: Array, start: Any, size: int, axis: int = 0) -> Array:
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+def _put(array: Array, part: Array, start: Any, axis: int = 0) -> Array:
+    return lax.dynamic_update_slice_in_dim(array, part, start, axis)
+
+
+def _is_target(target: Array, start: Any, size: int) -> Array:
+    """[C, size]: whether column start + j is the row's target."""
+    return target[:, None] == start + jnp.arange(size, dtype=jnp.int32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One block of logits
+
+
+def _product(a: Array, b: Array, dtype: Any) -> Array:
+    """a b, accumulated in ``dtype``."""
+    return jnp.dot(a, b, preferred_element_type=dtype)
+
+
+def _capped(z: Array, options: LossOptions) -> Array:
+    """f(r): logit_scale, then softcap."""
+    if options.softcap is None:
+        return z if options.logit_scale == 1.0 else z * options.logit_scale
+    return options.softcap * jnp.tanh(z * (options.logit_scale / options.softcap))
+
+
+def _slope(z: Array, options: LossOptions) -> Array:
+    """1 − (z / cap)²: the softcap's derivative, from the capped logits."""
+    assert options.softcap is not None
+    return 1.0 - jnp.square(z / options.softcap)
+
+
+def _logits_block(x: Array, inputs: Inputs, start: Any, size: int, options: LossOptions) -> Array:
+    """z[:, start:start + size] of the rows x, in the accumulation dtype."""
+    dtype = inputs.accumulation_dtype
+    z = _product(x, _take(inputs.weight, start, size).T, dtype)
+    if inputs.bias is not None:
+        z = z + _take(inputs.bias, start, size).astype(dtype)
+    return _capped(z, options)
+
+
+def _target_logits(x: Array, inputs: Inputs, first: Any, options: LossOptions) -> Array:
+    """The anchors a_i = z_{i, y_i}: one dot product per token; NaN for an id outside the vocabulary."""
+    dtype, tokens = inputs.accumulation_dtype, x.shape[0]
+    target = _take(inputs.target, first, tokens)
+
+    def part(dots: Array, start: Any, size: int) -> Array:
+        rows = inputs.weight[_take(target, start, size)].astype(dtype)
+        return _put(dots, (rows * _take(x, start, size).astype(dtype)).sum(axis=1), start)
+
+    dots = _for_slices(tokens, ANCHOR_ROWS, part, jnp.zeros(tokens, dtype))
+    if inputs.bias is not None:
+        dots = dots + inputs.bias[target].astype(dtype)
+    return jnp.where(_take(inputs.inside, first, tokens), _capped(dots, options), jnp.nan)
+
+
+def _rows_of(inputs: Inputs, first: Any, size: int) -> Array:
+    """The chunk's hidden states, zero for an ignored token whatever it holds."""
+    x = _take(inputs.hidden, first, size)
+    return jnp.where(_take(inputs.valid, first, size)[:, None], x, jnp.zeros((), x.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums per token
+
+
+class _RunningSums(NamedTuple):
+    """s_i = Σ_{j ≠ y_i} exp(z_ij − anchor_i) over the blocks seen so far, and what else was asked for."""
+
+    target_logit: Array
+    target: Array
+    anchor: Array
+    s: Array
+    highest: Array
+    gap_sum: Array | None  # Σ exp(z − anchor) (z − anchor), without the target
+    lowest: Array | None
+    argmax: Array | None
+
+    @staticmethod
+    def start(target_logit: Array, target: Array, statistics: bool) -> _RunningSums:
+        zero = jnp.zeros_like(target_logit)
+        return _RunningSums(
+            target_logit=target_logit,
+            target=target,
+            anchor=jnp.maximum(target_logit, LOWEST_ANCHOR),
+            s=zero,
+            highest=jnp.full_like(target_logit, -jnp.inf),
+            gap_sum=zero if statistics else None,
+            lowest=jnp.full_like(target_logit, jnp.inf) if statistics else None,
+            argmax=jnp.zeros_like(target) if statistics else None,
+        )
+
+    def observe(self, z: Array, start: Any) -> _RunningSums:
+        """Maximum (and minimum and first index of the maximum) of a block of logits."""
+        block_highest = z.max(axis=1)
+        sums = self._replace(highest=jnp.maximum(self.highest, block_highest))
+        if self.argmax is None or self.lowest is None:
+            return sums
+        best = z.argmax(axis=1).astype(jnp.int32) + start
+        return sums._replace(
+            argmax=jnp.where(block_highest > self.highest, best, self.argmax),
+            lowest=jnp.minimum(self.lowest, z.min(axis=1)),
+        )
+
+    def rescue(self) -> _RunningSums:
+        """Move the anchor of a row to its maximum where exponents would grow too large; rescale what was summed."""
+        moved = jnp.where(self.highest - self.anchor > RESCUE_NATS, self.highest, self.anchor)
+        step = self.anchor - moved
+        factor = jnp.exp(step)
+        gap_sum = None if self.gap_sum is None else factor * (self.gap_sum + self.s * step)
+        return self._replace(anchor=moved, s=self.s * factor, gap_sum=gap_sum)
+
+    def exponentiate(self, z: Array, start: Any) -> tuple[_RunningSums, Array]:
+        """exp(z − anchor), 0 at the target, and the sums with it."""
+        gaps = z - self.anchor[:, None]
+        e = jnp.where(_is_target(self.target, start, z.shape[1]), 0.0, jnp.exp(gaps))
+        sums = self._replace(s=self.s + e.sum(axis=1))
+        if self.gap_sum is not None:
+            sums = sums._replace(gap_sum=self.gap_sum + (e * jnp.maximum(gaps, LOWEST_GAP)).sum(axis=1))
+        return sums, e
+
+    def e_target(self) -> Array:
+        """exp(a − anchor): 1 but for a rescued row."""
+        return jnp.exp(self.target_logit - self.anchor)
+
+    def finish(self, weighted_logits: Array | None) -> TokenSums:
+        """log1p(s) keeps full relative accuracy for a confident token; a rescued row is far from being one."""
+        gap = self.anchor - self.target_logit
+        total = self.s + self.e_target()
+        log_total = jnp.where(gap == 0, jnp.log1p(self.s), jnp.log(total))
+        entropy = None
+        if self.gap_sum is not None:
+            target_gap = jnp.maximum(-gap, LOWEST_GAP)
+            entropy = log_total - (self.gap_sum + self.e_target() * target_gap) / total
+        statistics = self.argmax is not None
+        return TokenSums(
+            target_logit=self.target_logit,
+            anchor=self.anchor,
+            log_total=log_total,
+            weighted_logits=weighted_logits,
+            entropy=entropy,
+            argmax=self.argmax,
+            max_logit=self.highest if statistics else None,
+            min_logit=self.lowest,
+        )
+
+
+def _empty_sums(inputs: Inputs, weighted: bool, statistics: bool) -> TokenSums:
+    """[N] zeros for chunks to be put into."""
+    zero = jnp.zeros(inputs.target.shape, inputs.accumulation_dtype)
+    some = zero if statistics else None
+    index = jnp.zeros(inputs.target.shape, jnp.int32) if statistics else None
+    return TokenSums(zero, zero, zero, zero if weighted else None, some, index, some, some)
+
+
+def _put_sums(all_sums: TokenSums, part: TokenSums, first: Any) -> TokenSums:
+    return jax.tree.map(lambda whole, piece: _put(whole, piece, first), all_sums, part)
+
+
+def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
+    """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
+    smoothing = _Smoothing.prepare(inputs, options, plan)
+    sum_logits = options.label_smoothing > 0 and not options.separable
+
+    def chunk(all_sums: TokenSums, first: Any, tokens: int) -> TokenSums:
+        x = _rows_of(inputs, first, tokens)
+        target = _take(inputs.target, first, tokens)
+        running = _RunningSums.start(_target_logits(x, inputs, first, options), target, statistics)
+        weighted = jnp.zeros_like(running.s) if sum_logits else None
+
+        def block(carry: Any, start: Any, size: int) -> Any:
+            running, weighted = carry
+            z = _logits_block(x, inputs, start, size, options)
+            if weighted is not None:
+                k = inputs.class_weight
+                weighted = weighted + (z.sum(axis=1) if k is None else z @ _take(k, start, size))
+            running, _ = running.observe(z, start).rescue().exponentiate(z, start)
+            return running, weighted
+
+        running, weighted = _for_slices(plan.vocab, plan.vocab_chunk, block, (running, weighted))
+        if smoothing is not None:
+            weighted = smoothing.weighted_logits(x, options)
+        return _put_sums(all_sums, running.finish(weighted), first)
+
+    empty = _empty_sums(inputs, options.label_smoothing > 0, statistics)
+    return _for_slices(plan.tokens, plan.token_chunk, chunk, empty)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From sums to losses and row factors
+
+
+def normalizer(inputs: Inputs, options: LossOptions, given: Array | None) -> Array:
+    """What the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 0 where no token counts."""
+    one = jnp.ones((), inputs.accumulation_dtype)
+    if options.reduction != "mean":
+        return one
+    if given is not None:
+        return one / given
+    counts = inputs.token_weight * inputs.target_class_weight()
+    return jnp.where((counts != 0).any(), one / counts.sum(), 0.0)
+
+
+def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Array:
+    """ℓ_i of every token, [N]; exactly 0 where ignored."""
+    loss = (1.0 - options.label_smoothing) * inputs.target_class_weight() * sums.nll
+    if options.label_smoothing:
+        assert sums.weighted_logits is not None
+        gap = inputs.class_weight_sum() * sums.lse - sums.weighted_logits
+        loss = loss + options.label_smoothing / inputs.weight.shape[0] * gap
+    if options.z_loss:
+        loss = loss + options.z_loss * jnp.square(sums.lse)
+    return jnp.where(inputs.valid, loss * inputs.token_weight, 0.0)
+
+
+def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
+    """Public statistics, [N] each, with the values of an ignored token filled in."""
+
+    def known(values: Array | None, ignored: float = 0.0) -> Array:
+        assert values is not None
+        return jnp.where(inputs.valid, values, jnp.asarray(ignored, values.dtype))
+
+    return TokenStats(
+        nll=known(sums.nll),
+        lse=known(sums.lse),
+        target_logit=known(sums.target_logit),
+        entropy=known(sums.entropy),
+        argmax=known(sums.argmax, -1),
+        correct=(sums.argmax == inputs.target) & inputs.valid & inputs.inside,
+        max_logit=known(sums.max_logit),
+        min_logit=known(sums.min_logit),
+    )
+
+
+def _alpha_beta(inputs: Inputs, options: LossOptions, lse: Array, target: Array) -> tuple[Array, Array]:
+    """α_i and β_i without t_i: dz_ij = g t (α p_ij − β δ_{j y}), smoothing's constant apart."""
+    k = 1.0 if inputs.class_weight is None else inputs.class_weight[target]
+    beta = (1.0 - options.label_smoothing) * k * jnp.ones_like(lse)
+    smooth = options.label_smoothing / inputs.weight.shape[0]
+    alpha = beta + smooth * inputs.class_weight_sum() + 2.0 * options.z_loss * lse
+    floor = ALPHA_FLOOR * jnp.abs(beta)
+    return jnp.where(jnp.abs(alpha) < floor, jnp.copysign(floor, alpha), alpha), beta
+
+
+def _target_over_alpha(alpha: Array, beta: Array, e_target: Array, s: Array) -> Array:
+    """T_i = ((α − β) e_y − β s) / α, without the cancellation of p − 1; 0 where α = β = 0."""
+    divisor = jnp.where(alpha == 0, 1.0, alpha)
+    return ((alpha - beta) * e_target - beta * s) / divisor
+
+
+def _sloped(target: Array, target_logit: Array, options: LossOptions) -> Array:
+    """The target's element times its softcap slope: the slope multiplies what is stored."""
+    return target if options.softcap is None else target * _slope(target_logit, options)
+
+
+def known_loss_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Array) -> KnownRows:
+    """The rows of the loss's gradient when lse is known: the anchor is lse, so the exponentials are probabilities."""
+    alpha, beta = _alpha_beta(inputs, options, sums.lse, inputs.target)
+    p, q = jnp.exp(-sums.nll), -jnp.expm1(-sums.nll)
+    if options.separable:
+        target = _target_over_alpha(alpha, beta, p, q)
+        return KnownRows(sums.anchor, sums.log_total, g * alpha, _sloped(target, sums.target_logit, options))
+    smooth = options.label_smoothing / inputs.weight.shape[0]
+    target = (alpha - beta) * p - beta * q - smooth * inputs.target_class_weight()
+    target = _sloped(target, sums.target_logit, options)
+    return KnownRows(sums.anchor, sums.log_total, g, target, alpha=alpha, sigma=jnp.full_like(g, smooth))
+
+
+def known_log_prob_rows(options: LossOptions, sums: TokenSums, g_log_prob: Array, g_entropy: Array | None) -> KnownRows:
+    """The rows of g₁ log p_y + g₂ H: dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H)."""
+    p, q = jnp.exp(-sums.nll), -jnp.expm1(-sums.nll)
+    if g_entropy is None:
+        return KnownRows(sums.anchor, sums.log_total, -g_log_prob, _sloped(-q, sums.target_logit, options))
+    assert sums.entropy is not None
+    # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
+    scale = jnp.abs(g_log_prob) + jnp.abs(g_entropy)
+    safe = jnp.where(scale == 0, 1.0, scale)
+    g1, g2 = g_log_prob / safe, g_entropy / safe
+    target = _sloped(-g2 * p * (sums.entropy - sums.nll) + g1 * q, sums.target_logit, options)
+    return KnownRows(sums.anchor, sums.log_total, scale, target, alpha=-g1 - g2 * sums.entropy, gamma=-g2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+class _Smoothing(NamedTuple):
+    """Label smoothing's rank-one part: every dz_ij has −(ε/V) t g k_j, so nothing of it needs the C × V matrix."""
+
+    factor: float  # ε / V
+    weighted_rows: Array  # Σ_j k_j w_j, [D]
+    weighted_bias: Array  # Σ_j k_j b_j
+
+    @staticmethod
+    def prepare(inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> _Smoothing | None:
+        """None where there is no smoothing, or where a softcap makes it part of the matrix."""
+        if not options.label_smoothing or not options.separable:
+            return None
+        dtype, k = inputs.accumulation_dtype, inputs.class_weight
+
+        def add(rows: Array, start: Any, size: int) -> Array:
+            block = _take(inputs.weight, start, size).astype(dtype)
+            return rows + (block.sum(axis=0) if k is None else _take(k, start, size) @ block)
+
+        rows = _for_slices(plan.vocab, plan.vocab_chunk, add, jnp.zeros(inputs.hidden.shape[1], dtype))
+        bias = jnp.zeros((), dtype)
+        if inputs.bias is not None:
+            b = inputs.bias.astype(dtype)
+            bias = b.sum() if k is None else b @ k
+        return _Smoothing(options.label_smoothing / inputs.weight.shape[0], rows, bias)
+
+    def weighted_logits(self, x: Array, options: LossOptions) -> Array:
+        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
+        return (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+
+
+class _Accumulators:
+    """How dX, dW and db are gathered, block by block; the arrays themselves are carried as :class:`Gradients`."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        plan: ChunkPlan,
+        needs: Needs,
+        smoothing: _Smoothing | None,
+        g: Array,
+        hidden_dtype: Any,
+    ) -> None:
+        self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
+        self.dtype, self.hidden_dtype = inputs.accumulation_dtype, hidden_dtype
+        self.low = inputs.hidden.dtype != self.dtype
+        # Several chunks add to dW in the accumulation dtype; a single one finishes each block in the weight's.
+        self.direct = plan.weight_accumulator or not self.low
+        # float16 cannot hold any upstream gradient (loss scaling): its largest is taken out and put back in float32.
+        self.unit: Array | None = None
+        if inputs.hidden.dtype == jnp.float16 and plan.tokens:
+            largest = jnp.abs(g).max()
+            self.unit = jnp.where(largest > 0, largest, 1.0)
+
+    def start(self) -> tuple[Gradients, Array]:
+        """Zeros for what is wanted, and Σ_i g_i x_i for smoothing."""
+        vocab, size = self.inputs.weight.shape
+        weight_dtype = self.dtype if self.direct else self.inputs.weight.dtype
+        zeros = Gradients(
+            hidden=jnp.zeros(self.inputs.hidden.shape, self.hidden_dtype) if self.needs.hidden else None,
+            weight=jnp.zeros((vocab, size), weight_dtype) if self.needs.weight else None,
+            bias=jnp.zeros(vocab, self.dtype) if self.needs.bias else None,
+        )
+        return zeros, jnp.zeros(size, self.dtype)
+
+    def add_chunk(
+        self, state: tuple[Gradients, Array], first: Any, x: Array, factor: Array, matrix: Callable[[Any, int], Array]
+    ) -> tuple[Gradients, Array]:
+        """The products of the tokens from ``first``. matrix(start, size): their block of E, which lacks ``factor``."""
+        gradients, smooth_x = state
+        tokens = x.shape[0]
+        g = _take(self.g, first, tokens)
+        if self.smoothing is not None:
+            smooth_x = smooth_x + g @ x.astype(self.dtype)
+        # float32 operands: the factor goes to the rows of dX and of x, never to the matrix. Low-precision operands: the
+        # matrix is rounded anyway, so it is rounded once, factor included, and x is read as it came.
+        element_factor = factor if self.unit is None else factor / self.unit
+        scaled_x = x if self.low else x * factor[:, None]
+
+        def block(carry: Any, start: Any, size: int) -> Any:
+            hidden_part, weight, bias = carry
+            e = matrix(start, size)
+            if bias is not None:
+                bias = _put(bias, _take(bias, start, size) + e.T @ factor, start)
+            operand = (e * element_factor[:, None]).astype(x.dtype) if self.low else e
+            if hidden_part is not None:
+                rows = _take(self.inputs.weight, start, size)
+                hidden_part = hidden_part + _product(operand, rows, self.dtype)
+            if weight is not None:
+                part = _product(operand.T, scaled_x, self.dtype)
+                if self.direct:
+                    part = _take(weight, start, size) + part
+                else:
+                    part = self._finish_weight(part, smooth_x, start, size).astype(weight.dtype)
+                weight = _put(weight, part, start)
+            return hidden_part, weight, bias
+
+        hidden_part = jnp.zeros(x.shape, self.dtype) if self.needs.hidden else None
+        carry = (hidden_part, gradients.weight, gradients.bias)
+        carry = _for_slices(self.plan.vocab, self.plan.vocab_chunk, block, carry)
+        hidden_part, weight, bias = carry
+        hidden = gradients.hidden
+        if hidden is not None and hidden_part is not None:
+            hidden = _put(hidden, self._finish_hidden(hidden_part, factor, g).astype(hidden.dtype), first)
+        return Gradients(hidden, weight, bias), smooth_x
+
+    def _finish_hidden(self, part: Array, factor: Array, g: Array) -> Array:
+        """Row factors on dX, and smoothing's share of it."""
+        if not self.low:
+            part = part * factor[:, None]
+        elif self.unit is not None:
+            part = part * self.unit
+        if self.smoothing is not None:
+            part = part - (self.smoothing.factor * g)[:, None] * self.smoothing.weighted_rows
+        return part
+
+    def _finish_weight(self, part: Array, smooth_x: Array, start: Any, size: int) -> Array:
+        """What a block of dW still lacks when all tokens are in it."""
+        if self.unit is not None:
+            part = part * self.unit
+        if self.smoothing is not None:
+            k = self.inputs.class_weight
+            ones = jnp.ones(size, self.dtype) if k is None else _take(k, start, size)
+            part = part - ones[:, None] * (self.smoothing.factor * smooth_x)
+        return part
+
+    def finish(self, state: tuple[Gradients, Array]) -> Gradients:
+        gradients, smooth_x = state
+        weight, bias = gradients.weight, gradients.bias
+        if weight is not None and self.direct:
+            weight = self._finish_weight(weight, smooth_x, 0, self.plan.vocab)
+        if bias is not None and self.smoothing is not None:
+            share = self.smoothing.factor * self.g.sum()
+            bias = bias - (share if self.inputs.class_weight is None else share * self.inputs.class_weight)
+        return Gradients(gradients.hidden, weight, bias)
+
+
+def loss_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
+) -> tuple[TokenSums, Gradients]:
+    """Sums and gradients in one pass, 6·N·D·V flops: the exponentials of a chunk are held, anchored at the target.
+
+    g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored. For a plan in one pass and
+    separable options. (float16: g without the normalizer, so that small gradients survive until the last cast.)
+    """
+    dtype = inputs.accumulation_dtype
+    smoothing = _Smoothing.prepare(inputs, options, plan)
+    hidden_dtype = dtype if inputs.hidden.dtype == jnp.float16 else inputs.hidden.dtype
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype)
+
+    def chunk(carry: Any, first: Any, tokens: int) -> Any:
+        all_sums, state, held = carry
+        x = _rows_of(inputs, first, tokens)
+        target = _take(inputs.target, first, tokens)
+        e = held if tokens == plan.token_chunk else held[:tokens]
+
+        def logits(carry: Any, start: Any, size: int) -> Any:
+            e, running = carry
+            z = _logits_block(x, inputs, start, size, options)
+            return _put(e, z, start, axis=1), running.observe(z, start)
+
+        def exponentials(carry: Any, start: Any, size: int) -> Any:
+            e, running = carry
+            z = _take(e, start, size, axis=1)
+            running, block = running.exponentiate(z, start)
+            if options.softcap is not None:
+                block = block * _slope(z, options)
+            return _put(e, block, start, axis=1), running
+
+        running = _RunningSums.start(_target_logits(x, inputs, first, options), target, statistics)
+        e, running = _for_slices(plan.vocab, plan.vocab_chunk, logits, (e, running))
+        e, running = _for_slices(plan.vocab, plan.vocab_chunk, exponentials, (e, running.rescue()))
+        part = running.finish(None if smoothing is None else smoothing.weighted_logits(x, options))
+
+        alpha, beta = _alpha_beta(inputs, options, part.lse, target)
+        element = _target_over_alpha(alpha, beta, running.e_target(), running.s)
+        element = _sloped(element, part.target_logit, options)
+
+        def matrix(start: Any, size: int) -> Array:
+            return jnp.where(_is_target(target, start, size), element[:, None], _take(e, start, size, axis=1))
+
+        factor = _take(g, first, tokens) * alpha / (running.s + running.e_target())
+        state = accumulators.add_chunk(state, first, x, factor, matrix)
+        return _put_sums(all_sums, part, first), state, e if tokens == plan.token_chunk else held
+
+    empty = _empty_sums(inputs, options.label_smoothing > 0, statistics)
+    held = jnp.zeros((plan.token_chunk, plan.vocab), dtype)
+    carry = (empty, accumulators.start(), held)
+    all_sums, state, _ = _for_slices(plan.tokens, plan.token_chunk, chunk, carry)
+    return all_sums, accumulators.finish(state)
+
+
+def _known_block(
+    z: Array, known: KnownRows, first: Any, target: Array, start: Any, k: Array | None, options: LossOptions
+) -> Array:
+    """The matrix of :class:`KnownRows` from a block of logits."""
+    tokens = z.shape[0]
+
+    def column(values: Array) -> Array:
+        return _take(values, first, tokens)[:, None]
+
+    log_p = (z - column(known.anchor)) - column(known.log_total)
+    e = jnp.exp(log_p)
+    if known.alpha is not None:
+        coefficient = column(known.alpha)
+        if known.gamma is not None:
+            coefficient = coefficient + column(known.gamma) * jnp.maximum(log_p, LOWEST_GAP)
+        e = e * coefficient
+    if known.sigma is not None:
+        e = e - column(known.sigma) * (1.0 if k is None else k)
+    if options.softcap is not None:
+        e = e * _slope(z, options)
+    return jnp.where(_is_target(target, start, z.shape[1]), column(known.target), e)
+
+
+def known_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Array, needs: Needs
+) -> Gradients:
+    """Gradients when lse is known, 6·N·D·V flops, either order of the plan: one block [C, B] at a time.
+
+    g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part reads it.
+    """
+    smoothing = _Smoothing.prepare(inputs, options, plan)
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, inputs.hidden.dtype)
+
+    def chunk(state: Any, first: Any, tokens: int) -> Any:
+        x = _rows_of(inputs, first, tokens)
+        target = _take(inputs.target, first, tokens)
+
+        def matrix(start: Any, size: int) -> Array:
+            z = _logits_block(x, inputs, start, size, options)
+            k = None if inputs.class_weight is None else _take(inputs.class_weight, start, size)
+            return _known_block(z, known, first, target, start, k, options)
+
+        return accumulators.add_chunk(state, first, x, _take(known.factor, first, tokens), matrix)
+
+    return accumulators.finish(_for_slices(plan.tokens, plan.token_chunk, chunk, accumulators.start()))
