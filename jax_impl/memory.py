@@ -21,9 +21,9 @@ def temp_bytes(function: Callable[..., object], *arguments: Any) -> int:
     are neither arguments nor results (`temp_size_in_bytes` of the compiled program's memory analysis). Buffers whose
     lifetimes do not overlap share space, so it is a peak, not a sum. Nothing is executed.
 
-    On the CPU a fusion may hide a matrix product's result inside a library (max(x @ w) shows no temporary at all). Where
-    that happens the program is compiled a second time without such fusions and the larger number is returned: an upper
-    bound then, never too little.
+    On the CPU a fusion may hide a matrix product's result inside a library (max(x @ w) shows no temporary at all).
+    Where that happens the program is compiled a second time without such fusions and the larger number is returned: an
+    upper bound then, never too little.
 
     Not counted: arguments, results, and an intermediate value that XLA keeps in a result's own buffer before the result
     is written there; arrays that `function` closes over (they become constants of the program: pass them as arguments);

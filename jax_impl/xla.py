@@ -116,12 +116,30 @@ def _for_slices(length: int, size: int, body: Callable[[Carry, Any, int], Carry]
     return body(carry, full * size, rest) if rest else carry
 
 
+def _bits(array: Array) -> Array:
+    """A 16-bit float array as the integers it is made of, any other as it is.
+
+    XLA on a CPU slices, gathers and updates 16-bit floats in float32: it would convert the whole array first, V × D
+    that no plan has counted. Integers it moves as they are; the cast costs nothing.
+    """
+    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype in (jnp.bfloat16, jnp.float16) else array
+
+
+def _floats(bits: Array, dtype: Any) -> Array:
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
+
+
 def _take(array: Array, start: Any, size: int, axis: int = 0) -> Array:
-    return lax.dynamic_slice_in_dim(array, start, size, axis)
+    return _floats(lax.dynamic_slice_in_dim(_bits(array), start, size, axis), array.dtype)
 
 
 def _put(array: Array, part: Array, start: Any, axis: int = 0) -> Array:
-    return lax.dynamic_update_slice_in_dim(array, part, start, axis)
+    return _floats(lax.dynamic_update_slice_in_dim(_bits(array), _bits(part), start, axis), array.dtype)
+
+
+def _rows_at(array: Array, indices: Array) -> Array:
+    """array[indices] along the first axis."""
+    return _floats(_bits(array)[indices], array.dtype)
 
 
 def _is_target(target: Array, start: Any, size: int) -> Array:
@@ -166,7 +184,7 @@ def _target_logits(x: Array, inputs: Inputs, first: Any, options: LossOptions) -
     target = _take(inputs.target, first, tokens)
 
     def part(dots: Array, start: Any, size: int) -> Array:
-        rows = inputs.weight[_take(target, start, size)].astype(dtype)
+        rows = _rows_at(inputs.weight, _take(target, start, size)).astype(dtype)
         return _put(dots, (rows * _take(x, start, size).astype(dtype)).sum(axis=1), start)
 
     dots = _for_slices(tokens, ANCHOR_ROWS, part, jnp.zeros(tokens, dtype))
