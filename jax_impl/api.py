@@ -15,6 +15,7 @@ from jax import Array
 
 from logitless import spec
 from logitless.jax_impl.vjp import Arrays, Call, log_probs_and_entropy, loss_and_stats
+from logitless.jax_impl.xla import accumulation_dtype
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
@@ -185,7 +186,7 @@ def _array(value: Any, dtype: Any) -> Array:
         return value
     if isinstance(value, np.ndarray | np.generic):
         return jnp.asarray(value)
-    return jnp.asarray(value, jnp.promote_types(dtype, jnp.float32))
+    return jnp.asarray(value, accumulation_dtype(dtype))
 
 
 def _plan(hidden: Any, weight: Any, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool) -> ChunkPlan:

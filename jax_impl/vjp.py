@@ -66,7 +66,7 @@ class _Known(NamedTuple):
 def prepare(arrays: Arrays, ignore_index: int) -> xla.Inputs:
     """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
     hidden, weight = arrays.hidden, arrays.weight
-    accumulation = jnp.promote_types(hidden.dtype, jnp.float32)
+    accumulation = xla.accumulation_dtype(hidden.dtype)
     flat = arrays.target.reshape(-1)
     valid = flat != ignore_index
     inside = ~valid | ((flat >= 0) & (flat < weight.shape[0]))

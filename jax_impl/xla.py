@@ -24,6 +24,11 @@ from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, 
 Carry = TypeVar("Carry")
 
 
+def accumulation_dtype(dtype: Any) -> Any:
+    """float64 for float64, else float32."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
 class Inputs(NamedTuple):
     """A call's arrays, flattened and checked."""
 
@@ -38,7 +43,7 @@ class Inputs(NamedTuple):
 
     @property
     def accumulation_dtype(self) -> Any:
-        return jnp.promote_types(self.hidden.dtype, jnp.float32)
+        return accumulation_dtype(self.hidden.dtype)
 
     def target_class_weight(self) -> Array | float:
         return 1.0 if self.class_weight is None else self.class_weight[self.target]

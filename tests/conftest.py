@@ -11,8 +11,15 @@ from logitless.doctor import cuda_device_count
 
 # Before any framework is imported. With a GPU, JAX must leave torch its share of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-if not cuda_device_count() and not os.environ.get("JAX_PLATFORMS"):
-    os.environ["JAX_PLATFORMS"] = "cpu"
+if cuda_device_count():
+    # The tolerances are those of IEEE float32; JAX's own default on a GPU is TF32, torch's is not.
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+else:
+    if not os.environ.get("JAX_PLATFORMS"):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    # The optimiser takes most of the time of tests that compile hundreds of small programs; buffers are assigned
+    # before it runs.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_XDIST_WORKER:

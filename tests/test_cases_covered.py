@@ -12,7 +12,6 @@ CASES = TESTS.parent / "docs" / "cases.md"
 NOT_DUE = {
     26: "there is no vocabulary-parallel loss yet: process_group and axis_name come with the sharding work",
     27: "there is no sharding work yet, so nothing touches a DTensor",
-    28: "there are no GPU kernels yet, and this machine's checks run without a GPU",
 }
 
 

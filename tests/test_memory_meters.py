@@ -68,13 +68,13 @@ class TestTorchMeter:
     def test_a_view_is_free_and_its_copy_is_not(self) -> None:
         torch = _torch()
         before = torch.ones(256, KIB)
-        assert self.peak(lambda: before.t()[:, :100].unsqueeze(0)) == 0
-        assert self.peak(lambda: before.t().contiguous()) == 4 * 256 * KIB
+        assert self.peak(lambda: before[:, :100].t().unsqueeze(0)) == 0
+        assert self.peak(lambda: before[:, :100].contiguous()) == 4 * 256 * 100
 
     def test_an_in_place_operation_is_free(self) -> None:
         torch = _torch()
         before = torch.ones(256, KIB)
-        assert self.peak(lambda: before.mul_(2.0)) == 0
+        assert self.peak(lambda: before.exp_()) == 0
 
     def test_a_temporary_inside_an_expression(self) -> None:
         torch = _torch()
@@ -101,28 +101,14 @@ class TestTorchMeter:
         # The upstream gradient of sum is an expanded scalar, so two full buffers are live, not three.
         assert 2 * 4 * 64 * KIB <= peak <= 2 * 4 * 64 * KIB + KIB
 
-    def test_memory_live_before_is_not_counted_again(self) -> None:
+    def test_freeing_older_memory_hides_nothing(self) -> None:
+        """Blocks from before the call, and blocks that an earlier metered call has left: neither is set off."""
         torch = _torch()
         held = [torch.ones(700, KIB, dtype=torch.uint8)]
+        assert self.peak(lambda: held.append(torch.ones(600, KIB, dtype=torch.uint8))) == 600 * KIB
 
         def program() -> Any:
             held.clear()
-            return torch.ones(900, KIB, dtype=torch.uint8)
-
-        assert self.peak(program) == 200 * KIB
-
-    def test_garbage_from_before_hides_nothing(self) -> None:
-        """A reference cycle that the collector has not found yet is freed before the call, not during it."""
-        torch = _torch()
-        import gc
-
-        gc.collect()
-        cycle: list[Any] = [torch.ones(700, KIB, dtype=torch.uint8)]
-        cycle.append(cycle)
-        del cycle
-
-        def program() -> Any:
-            gc.collect()
             return torch.ones(900, KIB, dtype=torch.uint8)
 
         assert self.peak(program) == 900 * KIB
@@ -145,7 +131,7 @@ class TestTorchMeter:
         _torch()
         from logitless.torch_impl import memory
 
-        monkeypatch.setattr(memory, "_MEMORY_EVENT", "[renamed]")
+        monkeypatch.setattr(memory, "_ALLOCATION_TAG", "Renamed")
         with pytest.raises(RuntimeError, match="did not report a known allocation"):
             memory.peak_scratch_bytes(lambda: None)
 
@@ -190,7 +176,7 @@ class TestJaxMeter:
         assert one_buffer <= temp <= 2 * one_buffer
 
     def test_a_product_hidden_in_a_library_fusion_is_counted(self) -> None:
-        """XLA gives max(x w) to a library as one fusion and reports no temporary; the product is stored all the same."""
+        """XLA gives max(x w) to a library as one fusion and reports no temporary at all."""
         jax = _jax()
         product_bytes = 4 * 256 * 4096
         shapes = self.shapes((256, 512), (512, 4096))

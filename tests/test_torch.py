@@ -23,7 +23,7 @@ def tensors(tokens: int = 40, hidden: int = 12, vocab: int = 50, dtype: Any = No
     b = torch.randn(vocab, generator=generator)
     y = torch.randint(0, vocab, (tokens,), generator=generator)
     y[::4] = -100
-    return tuple(t.to(dtype or t.dtype).requires_grad_() for t in (x, w, b)) + (y,)
+    return *(t.to(dtype or t.dtype).requires_grad_() for t in (x, w, b)), y
 
 
 def full_logits(x: Any, w: Any, b: Any, y: Any, **options: Any) -> Any:
