@@ -1,8 +1,8 @@
 """The ideal full-logits path of a dtype: what an implementation may be at most 1.35 times as wrong as.
 
-Logits and softmax in float32, the logits' gradient rounded to the dtype, products accumulated in float32, results
-rounded to the dtype. For "float64" nothing is rounded, which makes it a second route to the truth: full logits, a
-row maximum, explicit dlogits, none of the anchored algorithm's steps.
+Logits and softmax in float32, the logits' gradient (with its upstream factor, up to a common scale) rounded to the
+dtype, products accumulated in float32, results rounded to the dtype. For "float64" nothing is rounded, which makes it a
+second route to the truth: full logits, a row maximum, explicit dlogits, none of the anchored algorithm's steps.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ def ideal_gradients(case: Case) -> dict[str, Any]:
     beta = (1 - real(o.label_smoothing)) * k[y]
     dz = p * (beta + smooth * k.sum() + 2 * real(o.z_loss) * lse)[:, None] - smooth * k
     dz[index, y] -= beta
-    dz = round_to(np.where(valid[:, None], dz * slope, 0), dtype).astype(real)
-    rows = (case.upstream_rows() * t * o.logit_scale).astype(real)
+    rows = np.where(valid, case.upstream_rows() * t * o.logit_scale, 0).astype(real)
+    # A common scale is free (loss scaling): the largest upstream factor stays out of the rounding.
+    unit = np.abs(rows).max(initial=0) or real(1)
+    dz = round_to(np.where(valid[:, None], dz * slope, 0) * (rows / unit)[:, None], dtype).astype(real)
     x = np.where(valid[:, None], x, 0)
     return {
         "loss": case.reduce(loss.astype(np.float64)),
-        "dhidden": round_to((dz @ w) * rows[:, None], dtype).astype(np.float64).reshape(case.hidden.shape),
-        "dweight": round_to(dz.T @ (x * rows[:, None]), dtype).astype(np.float64),
-        "dbias": round_to(dz.T @ rows, dtype).astype(np.float64),
+        "dhidden": round_to((dz @ w) * unit, dtype).astype(np.float64).reshape(case.hidden.shape),
+        "dweight": round_to((dz.T @ x) * unit, dtype).astype(np.float64),
+        "dbias": round_to(dz.sum(axis=0) * unit, dtype).astype(np.float64),
     }

@@ -107,14 +107,18 @@ class ChunkPlan:
         return round_up(width, ROW_ALIGNMENT_BYTES // self.accumulation_itemsize)
 
     @property
-    def weight_accumulator(self) -> bool:
-        """Whether dW needs an accumulator of its own: several token chunks, and a gradient dtype too coarse to add in.
+    def low_precision(self) -> bool:
+        """Whether the dtype is narrower than what is accumulated in."""
+        return ITEMSIZE[self.dtype] < self.accumulation_itemsize
 
-        float16 in one pass always has one (and dX too): its range is too small before the loss scale is applied.
+    @property
+    def weight_accumulator(self) -> bool:
+        """Whether dW needs a buffer in the accumulation dtype beside the gradient.
+
+        Several token chunks add up in it; and gradients made in the forward wait in it for the upstream scalar, so that
+        they are rounded once, with the scalar, in the last cast. (Then dX waits in the accumulation dtype as well.)
         """
-        if ITEMSIZE[self.dtype] >= 4:
-            return False
-        return len(self.token_slices) > 1 or (self.one_pass and self.dtype == "float16")
+        return self.low_precision and (self.one_pass or len(self.token_slices) > 1)
 
     @property
     def flops(self) -> int:
@@ -125,15 +129,15 @@ class ChunkPlan:
     def scratch_bytes(self) -> int:
         """A promise: bytes beyond inputs and gradients that are live at any time, forward and backward, any option."""
         item = self.accumulation_itemsize
-        low = ITEMSIZE[self.dtype] < item
         held = self.token_chunk * self.row_stride * item if self.one_pass else 0
-        block = 3 * self.token_chunk * self.vocab_chunk * item  # a block's logits and two elementwise temporaries
+        # A block's logits and two elementwise temporaries, one more where operands are converted.
+        block = (4 if self.low_precision else 3) * self.token_chunk * self.vocab_chunk * item
         weight_block = 2 * self.vocab_chunk * self.hidden * item  # the weight's block upcast, its gradient's product
-        token_rows = (3 if low else 2) * self.token_chunk * self.hidden * item  # x, scaled x, dX if low
+        token_rows = (3 if self.low_precision else 2) * self.token_chunk * self.hidden * item  # x, scaled x, dX if low
         anchor_rows = 2 * min(self.token_chunk, ANCHOR_ROWS) * self.hidden * item  # w[y] and its product with x
         vectors = 8 * (ROW_VECTORS * self.tokens + VOCAB_VECTORS * self.vocab + 4 * self.hidden)
         accumulator = self.vocab * self.hidden * item if self.weight_accumulator else 0
-        if self.one_pass and self.dtype == "float16":
+        if self.one_pass and self.low_precision:
             accumulator += self.tokens * self.hidden * item
         return held + block + weight_block + token_rows + anchor_rows + vectors + accumulator
 

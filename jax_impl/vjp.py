@@ -48,16 +48,8 @@ class Arrays(NamedTuple):
     normalizer: Any  # []
 
 
-class _Buffers(NamedTuple):
-    """Residuals of the one pass: gradients made in the forward, without the upstream scalar."""
-
-    gradients: xla.Gradients
-    pending: Array | None
-    """A factor that float16 must not be multiplied by before the loss scale is known."""
-
-
 class _Known(NamedTuple):
-    """Residuals otherwise: what the backward makes the gradients from."""
+    """Residuals unless the gradients are made in the forward: what the backward makes them from."""
 
     arrays: Arrays
     sums: xla.TokenSums
@@ -160,12 +152,10 @@ def _loss_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, TokenStats 
         return output, (_Known(arrays, sums), _flags(needs), like)
     inputs = prepare(arrays, call.options.ignore_index)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
-    # float16 on its way to a loss scale keeps the normalizer out until the last cast.
-    pending = norm if arrays.hidden.dtype == jnp.float16 else None
-    g = _row_upstream(inputs, call.options, jnp.ones_like(norm) if pending is not None else norm)
+    g = _row_upstream(inputs, call.options, norm)
     sums, gradients = xla.loss_gradients(inputs, call.options, call.plan, g, needs, call.statistics)
     output = _loss_output(call, arrays, inputs, sums, norm)
-    return output, (_Buffers(gradients, pending), _flags(needs), like)
+    return output, (gradients, _flags(needs), like)
 
 
 def _flags(needs: xla.Needs) -> tuple[Any, ...]:
@@ -186,9 +176,8 @@ def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]
     upstream = cotangents[0]
     if _zero(upstream):
         return (Arrays(*(None,) * len(Arrays._fields)),)
-    if isinstance(kept, _Buffers):
-        scale = upstream if kept.pending is None else upstream * kept.pending
-        return _cotangents(kept.gradients, _shapes(like), scale)
+    if isinstance(kept, xla.Gradients):
+        return _cotangents(kept, _shapes(like), upstream)
     arrays = kept.arrays
     inputs = prepare(arrays, call.options.ignore_index)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)

@@ -475,9 +475,10 @@ class _Accumulators:
         self.low = inputs.hidden.dtype != self.dtype
         # Several chunks add to dW in the accumulation dtype; a single one finishes each block in the weight's.
         self.direct = plan.weight_accumulator or not self.low
-        # float16 cannot hold any upstream gradient (loss scaling): its largest is taken out and put back in float32.
+        # Low-precision operands: the largest upstream factor is taken out of the matrix and put back in float32.
+        # float16 could not hold it (loss scaling), and 1/N would round all targets' elements to the same side.
         self.unit: Array | None = None
-        if inputs.hidden.dtype == jnp.float16 and plan.tokens:
+        if self.low and plan.tokens:
             largest = jnp.abs(g).max()
             self.unit = jnp.where(largest > 0, largest, 1.0)
 
@@ -570,12 +571,12 @@ def loss_gradients(
     """Sums and gradients in one pass, 6·N·D·V flops: the exponentials of a chunk are held, anchored at the target.
 
     g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored. For a plan in one pass and
-    separable options. (float16: g without the normalizer, so that small gradients survive until the last cast.)
+    separable options.
     """
     dtype = inputs.accumulation_dtype
     smoothing = _Smoothing.prepare(inputs, options, plan)
-    hidden_dtype = dtype if inputs.hidden.dtype == jnp.float16 else inputs.hidden.dtype
-    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype)
+    # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype)
 
     def chunk(carry: Any, first: Any, tokens: int) -> Any:
         all_sums, state, held = carry

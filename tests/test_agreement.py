@@ -78,12 +78,12 @@ def test_torch_and_jax_agree_on_identical_bytes(problem: Problem, dtype: str) ->
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["odd_bias", "odd_softcap", "odd_all", "confident_wrong", "ragged", "gpt2"])
 def test_statistics(impl: Any, name: str, dtype: str) -> None:
     problem = next(p for p in PROBLEMS if p.name == name).with_dtype(dtype)
     case, true = problem.case(), truth(problem).stats
-    for plan in (None, *plans(problem).values()):
+    for plan in (None, plans(problem)["vocab"]):
         made = run_case(impl, case, return_stats=True, plan=plan).stats
         # float32 logits on either side of a tie may swap: where argmax differs, the maxima must be equal to rounding.
         for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):

@@ -240,6 +240,8 @@ def test_traced_ids_make_nan() -> None:
     y = y.at[jnp.array([1, 2])].set(jnp.array([V, -1]))
     losses = jax.jit(lambda y: linear_cross_entropy(x, w, y, reduction="none"))(y)
     assert np.flatnonzero(np.isnan(losses)).tolist() == [1, 2]
+    if JaxXla.on_gpu:  # looking would synchronise
+        return
     with pytest.raises(ValueError, match=rf"target: got id {V} at index \(1\)"):
         linear_cross_entropy(x, w, y)
 

@@ -11,7 +11,7 @@ from implementations import every_implementation
 
 from logitless import ChunkPlan, plan
 
-N, D, V = 1024, 128, 8192
+N, D, V = 512, 128, 8192
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -98,7 +98,7 @@ def test_scratch_falls_with_the_number_of_chunks(impl: Any) -> None:
     for chunks in (1, 2, 4, 8):
         chosen = plan(tokens=N, hidden=D, vocab=V, dtype="float32", device="cpu", order="tokens", chunk=N // chunks)
         used[chunks] = measured_scratch(impl, chosen, "float32", False, {})
-    fixed = 6 * 2**20  # blocks of the weight do not shrink with the tokens
+    fixed = 5 * 2**20  # blocks of the weight do not shrink with the tokens
     for chunks in (2, 4, 8):
         assert used[chunks] <= used[1] / chunks + fixed, used
 

@@ -34,15 +34,6 @@ class Call:
     """Whether autograd is recording."""
 
 
-@dataclasses.dataclass
-class _Buffers:
-    """Gradients made in the forward, without the upstream scalar; consumed by the first backward."""
-
-    gradients: eager.Gradients
-    pending: Tensor | None
-    """A factor that float16 must not be multiplied by before the loss scale is known."""
-
-
 def prepare(
     hidden: Tensor,
     weight: Tensor,
@@ -89,20 +80,20 @@ def _needs(ctx: Any, *arguments: Tensor | None) -> eager.Needs:
     return eager.Needs(*(tensor.dtype if needed and tensor is not None else None for needed, tensor in wanted))
 
 
-def _cast(
-    gradient: Tensor | None, like: Tensor | None, scale: Tensor | None, shape: torch.Size | None
-) -> Tensor | None:
+def _cast(gradient: Tensor | None, like: Tensor | None, scale: Tensor | None) -> Tensor | None:
     """The last cast: the upstream scalar in place (the buffer is ours), then the argument's dtype and shape."""
     if gradient is None or like is None:
         return None
     if scale is not None:
-        # In float32: a float16 scalar would lose the loss scale.
-        gradient = gradient.mul_(scale) if gradient.dtype == scale.dtype else gradient.copy_(gradient * scale)
-    return gradient.to(like.dtype).reshape(shape if shape is not None else like.shape)
+        gradient.mul_(scale)
+    return gradient.to(like.dtype).reshape(like.shape)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """loss, nll, and the eight statistics (or Nones), from hidden, weight, bias and what is not differentiated."""
+    """The loss and the eight statistics (or Nones), from hidden, weight, bias and what is not differentiated.
+
+    Gradients made in the forward wait in ctx.buffers without the upstream scalar; the first backward takes them.
+    """
 
     @staticmethod
     def forward(
@@ -117,7 +108,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         call: Call,
     ) -> tuple[Any, ...]:
         options = call.options
-        ctx.call, ctx.buffers, ctx.normalizer = call, None, normalizer
+        ctx.call, ctx.buffers = call, None
         with _no_autocast(hidden.device):
             arrays = (hidden, weight, bias, target, token_weight, class_weight)
             inputs = prepare(*arrays, options.ignore_index, call.compute_dtype)
@@ -125,14 +116,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             needs = _needs(ctx, hidden, weight, bias)
             one_pass = call.plan.one_pass and options.separable and options.reduction != "none"
             if call.differentiate and needs.any and one_pass:
-                # float16 on its way to a loss scale keeps the normalizer out until the last cast.
-                pending = None
-                if call.compute_dtype == torch.float16:
-                    pending = norm
-                    needs = dataclasses.replace(needs, hidden=needs.hidden and norm.dtype)
-                g = _row_upstream(inputs, options, torch.ones_like(norm) if pending is not None else norm)
-                sums, gradients = eager.loss_gradients(inputs, options, call.plan, g, needs, call.statistics)
-                ctx.buffers = _Buffers(gradients, pending)
+                # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
+                needs = dataclasses.replace(needs, hidden=norm.dtype if needs.hidden else None)
+                g = _row_upstream(inputs, options, norm)
+                sums, ctx.buffers = eager.loss_gradients(inputs, options, call.plan, g, needs, call.statistics)
             else:
                 sums = eager.token_sums(inputs, options, call.plan, call.statistics)
             losses = eager.losses(inputs, options, sums)
@@ -152,9 +139,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         hidden, weight, bias = arrays[:3]
         with _no_autocast(hidden.device):
             if buffers is not None:
-                scale = upstream.to(norm.dtype)
-                scale = scale if buffers.pending is None else scale * buffers.pending
-                grads = buffers.gradients
+                grads, scale = buffers, upstream.to(norm.dtype)
             else:  # recomputed: the per-token upstream has just arrived, or the buffers are used up
                 inputs = prepare(*arrays, call.options.ignore_index, call.compute_dtype)
                 per_token = upstream.reshape(-1).to(norm.dtype) if call.options.reduction == "none" else upstream * norm
@@ -166,9 +151,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 )
                 scale = None
             return (
-                _cast(grads.hidden, hidden, scale, None),
-                _cast(grads.weight, weight, scale, None),
-                _cast(grads.bias, bias, scale, None),
+                _cast(grads.hidden, hidden, scale),
+                _cast(grads.weight, weight, scale),
+                _cast(grads.bias, bias, scale),
                 *nothing,
             )
 
@@ -207,9 +192,9 @@ class LinearLogProbsFunction(torch.autograd.Function):
                 inputs, call.options, call.plan, known, known.factor, _needs(ctx, hidden, weight, bias)
             )
             return (
-                _cast(grads.hidden, hidden, None, None),
-                _cast(grads.weight, weight, None, None),
-                _cast(grads.bias, bias, None, None),
+                _cast(grads.hidden, hidden, None),
+                _cast(grads.weight, weight, None),
+                _cast(grads.bias, bias, None),
                 None,
                 None,
             )

@@ -426,9 +426,10 @@ class _Accumulators:
         self.weight = make((vocab, size), dtype=weight_dtype, device=device) if needs.weight else None
         self.bias = torch.zeros(vocab, dtype=dtype, device=device) if needs.bias else None
         self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
-        # float16 cannot hold any upstream gradient (loss scaling): its largest is taken out and put back in float32.
+        # Low-precision operands: the largest upstream factor is taken out of the matrix and put back in float32.
+        # float16 could not hold it (loss scaling), and 1/N would round all targets' elements to the same side.
         self.unit = None
-        if inputs.operand_dtype == torch.float16 and tokens:
+        if inputs.operand_dtype != dtype and tokens:
             largest = g.abs().amax()
             self.unit = torch.where(largest > 0, largest, 1.0)
 
@@ -440,7 +441,8 @@ class _Accumulators:
         self.element_factor = None
         self.scaled_x = x
         if x.dtype != factor.dtype:
-            self.element_factor = (factor if self.unit is None else factor / self.unit).unsqueeze(1)
+            assert self.unit is not None
+            self.element_factor = (factor / self.unit).unsqueeze(1)
         elif self.needs.weight:
             self.scaled_x = x * factor.unsqueeze(1)
         self.hidden_part = None
@@ -507,7 +509,7 @@ def loss_gradients(
     """Sums and gradients in one pass, 6·N·D·V flops: the exponentials of a chunk are held, anchored at the target.
 
     g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored. For a plan in one pass and
-    separable options. (float16: g without the normalizer, so that small gradients survive until the last cast.)
+    separable options.
     """
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     vocab = inputs.weight.shape[0]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 _SENTINEL_BYTES = 4096
-_MEMORY_EVENT = "[memory]"
+_ALLOCATION_TAG = "Allocation"
 
 
 def peak_scratch_bytes(function: Callable[[], object]) -> int:
     """Peak of the bytes allocated during one call of `function`, beyond what was live before it.
 
-        peak = max over time of (bytes allocated since the call began − bytes freed since the call began)
+        peak = max over time of (bytes that the call has allocated − those of them that it has freed again)
 
     Counted: every tensor storage that PyTorch allocates, internal temporaries included, on the CPU and on every CUDA
     device; the peaks of several devices are added. What the call returns is live at the end, so it counts too: the
@@ -27,8 +26,9 @@ def peak_scratch_bytes(function: Callable[[], object]) -> int:
     Not counted: memory that never passes through PyTorch's allocators (packing buffers inside a BLAS, NumPy arrays),
     and CPU memory allocated by a thread that the call starts itself.
 
-    The CPU is metered with the memory events of torch.profiler, CUDA with torch.cuda.max_memory_allocated; the call
-    resets CUDA's peak statistics.
+    The CPU is metered with the memory events of torch.profiler, CUDA with torch.cuda.max_memory_allocated (whose peak
+    statistics are reset). If the call frees memory that is older than itself, CUDA's meter sets that off against new
+    memory; the CPU's does not.
 
     Arguments:
         function: called exactly once, without arguments. Call it once before if it builds caches on its first use.
@@ -64,18 +64,33 @@ def _start_cuda_meters() -> dict[int, int]:
 
 
 def _host_peak_bytes(profiler: profile) -> int:
-    """Highest running sum of the profiler's CPU allocations (positive) and frees (negative), after the sentinel."""
-    kineto = profiler.profiler.kineto_results if profiler.profiler is not None else None
-    # PyTorch's type stubs lack most of what an event has.
-    events: list[Any] = [] if kineto is None else [event for event in kineto.events() if event.name() == _MEMORY_EVENT]
-    changes = [
-        int(event.nbytes())
-        for event in sorted(events, key=lambda event: int(event.start_ns()))
-        if event.device_type() == torch._C._autograd.DeviceType.CPU
-    ]
-    if changes[:2] != [_SENTINEL_BYTES, -_SENTINEL_BYTES]:
+    """Peak of the CPU bytes that were allocated after the sentinel and not yet freed."""
+    live: dict[int, int] = {}
+    total = peak = 0
+    allocations = _host_allocations(profiler)
+    if [size for _, size in allocations[:2]] != [_SENTINEL_BYTES, -_SENTINEL_BYTES]:
         raise RuntimeError(
             f"torch.profiler of torch {torch.__version__} did not report a known allocation of {_SENTINEL_BYTES} bytes "
-            f"(first CPU memory events: {changes[:2]}); peak_scratch_bytes cannot measure with this build"
+            f"(first events: {allocations[:2]}); peak_scratch_bytes cannot measure with this build"
         )
-    return max(accumulate(changes[2:], initial=0))
+    for address, size in allocations[2:]:
+        if size > 0:
+            live[address] = size
+            total += size
+        else:
+            total -= live.pop(address, 0)  # 0: the block is older than the call
+        peak = max(peak, total)
+    return peak
+
+
+def _host_allocations(profiler: profile) -> list[tuple[int, int]]:
+    """(address, bytes) of every CPU allocation, and (address, −bytes) of every free, in the order of time."""
+    kineto = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    pending: list[Any] = [] if kineto is None else list(kineto.experimental_event_tree())
+    found: list[tuple[int, int, int]] = []
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.tag.name == _ALLOCATION_TAG and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(address, size) for _, address, size in sorted(found, key=lambda event: event[0])]
