@@ -1,0 +1,94 @@
+# make demo   train one small model on real text in both frameworks, with and without full logits
+# make test   lint, types and all tests
+# make lint   lint and types only
+# make clean  remove the environment and everything built
+#
+# PYTHON      the interpreter that makes the environment (default: the first of python3.11, python3 that runs)
+# FRAMEWORKS  torch,jax (default), or jax: an environment without torch, for the tests that need none
+# VENV        where the environment goes (default: .venv, or .venv-jax with FRAMEWORKS=jax)
+# PYTEST_ARGS what to hand to pytest, for example PYTEST_ARGS="-k plan -x"
+
+FRAMEWORKS ?= torch,jax
+PYTEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+ifndef PYTHON
+PYTHON := $(shell for name in python3.11 python3; do \
+	if $$name -c "" 2>/dev/null; then echo $$name; break; fi; done)
+endif
+ifeq ($(PYTHON),)
+$(error no python3.11 or python3 that runs was found: install one, or name it with PYTHON=...)
+endif
+
+PYTHON_VERSION := $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
+ifneq ($(shell $(PYTHON) -c "import sys; print(sys.version_info >= (3, 11))"),True)
+$(error $(PYTHON) is Python $(PYTHON_VERSION), 3.11 or newer is needed: name one with PYTHON=...)
+endif
+
+# The pins that the tests run with. jax 0.10.2 is the last one for Python 3.11.
+TORCH_PIN := torch==2.13.0
+JAX_PIN := $(if $(filter 3.11,$(PYTHON_VERSION)),jax==0.10.2,jax==0.11.2)
+
+ifeq "$(FRAMEWORKS)" "torch,jax"
+VENV ?= .venv
+PINS := $(TORCH_PIN) $(JAX_PIN)
+EXTRAS := demo
+TEST_NEEDS := lint
+else ifeq "$(FRAMEWORKS)" "jax"
+# Lint and types are left out: type checking needs both frameworks installed.
+VENV ?= .venv-jax
+PINS := $(JAX_PIN)
+EXTRAS := jax,demo-tools
+TEST_NEEDS :=
+else
+$(error FRAMEWORKS is '$(FRAMEWORKS)', allowed are 'torch,jax' and 'jax')
+endif
+BIN := $(VENV)/bin
+
+# One thread each: the tests run in PYTEST_WORKERS processes.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
+# The project is installed as a strict editable install, a folder of links that type checkers can read too. A new file
+# is not in it until the next install, so a list of the source files is kept, rewritten only when it has changed.
+SOURCES := $(sort $(wildcard core/*.py interop/*.py jax_impl/*.py torch_impl/*.py))
+SOURCE_LIST := $(VENV)/sources.txt
+INSTALL := $(BIN)/python -m pip install --quiet
+INSTALL_PROJECT := $(INSTALL) --config-settings editable_mode=strict --editable
+
+.PHONY: demo test lint clean FORCE
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python -m logitless demo
+
+test: $(VENV)/.installed-test $(TEST_NEEDS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .venv-jax build dist demo-output .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The pins go first: a range alone would let pip take another build of torch, several GB larger.
+$(VENV)/.installed-pins: Makefile | $(BIN)/python
+	$(INSTALL) $(PINS)
+	touch $@
+
+$(SOURCE_LIST): FORCE | $(BIN)/python
+	@printf '%s\n' $(SOURCES) | cmp -s - $@ || printf '%s\n' $(SOURCES) > $@
+
+$(VENV)/.installed-demo: $(VENV)/.installed-pins pyproject.toml $(SOURCE_LIST)
+	$(INSTALL_PROJECT) '.[$(EXTRAS)]'
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-pins pyproject.toml $(SOURCE_LIST)
+	$(INSTALL_PROJECT) '.[$(EXTRAS),dev]'
+	touch $@

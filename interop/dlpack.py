@@ -1,0 +1,357 @@
+"""Exchange of single arrays by DLPack: shared memory where possible, otherwise an error or a stated copy.
+
+The frameworks' own ``from_dlpack`` is safe only for plain inputs. Without an error it drops a pending negation and a
+forward-mode tangent, reads garbage from fake and freed tensors, turns 4-bit integers into bytes, wraps int64 and rounds
+float64 when JAX's x64 mode is off, and copies a misaligned buffer after it has returned. So everything is checked here
+first, and every copy is made here, finished before the function returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+    import torch
+
+# The dtypes that both frameworks hold and both DLPack exporters describe; torch and JAX give them the same names.
+# An allow-list, because torch exports its 1- to 7-bit integers as whole bytes and says nothing.
+EXCHANGED_DTYPES = (
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+
+# What JAX makes of the wide dtypes while its x64 mode is off, with the range of the integers that survive it.
+_NARROWED = {"int64": ("int32", -(2**31), 2**31 - 1), "uint64": ("uint32", 0, 2**32 - 1)}
+_ROUNDED = {"float64": "float32", "complex128": "complex64"}
+
+# JAX's CPU client takes over only buffers that start on such a boundary (bytes); torch's allocator always gives one.
+_JAX_CPU_ALIGNMENT = 64
+
+
+def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
+    """The same values as a ``jax.Array`` on the same device, bit for bit.
+
+    The memory is shared where possible: a write to ``tensor`` is then seen by the JAX array (which JAX takes to be
+    immutable), so finish the JAX computations that read it first, or ask for a copy. The array keeps the memory alive.
+
+    Args:
+        tensor: a plain ``torch.Tensor`` or ``torch.nn.Parameter`` of any shape that does not require a gradient, on a
+            CPU or CUDA device, with a dtype of ``EXCHANGED_DTYPES``. Its elements fill one block of memory in any order
+            of the axes (contiguous, transposed, channels last).
+        copy: None shares the memory where possible and copies in two cases: a CPU buffer that does not start on a
+            64-byte boundary, and int64 (uint64) while ``jax_enable_x64`` is off. The latter becomes int32 (uint32)
+            after a check of every value, which waits for a GPU tensor. False raises ValueError instead of copying. True
+            always makes a fresh, contiguous copy, and so accepts views with steps and expanded views too.
+
+    Returns:
+        An array of the tensor's shape and dtype (int32 for int64 and uint32 for uint64 while x64 is off).
+
+    Raises:
+        ImportError: torch or jax is not installed.
+        TypeError: not a torch tensor; a tensor subclass; a dtype that cannot be exchanged; ``copy`` is no bool.
+        ValueError: requires_grad or a forward-mode tangent; sparse, nested, quantized, meta; no memory of its own; a
+            pending conjugation or negation; steps, expanded or overlapping elements; float64 or complex128, or an
+            integer that does not fit, while x64 is off; a copy is needed and ``copy=False``. The message names the
+            remedy.
+        NotImplementedError: a device other than CPU and CUDA, or CUDA where JAX has no CUDA backend.
+    """
+    _require("torch", needed_by="to_jax")
+    _require("jax", needed_by="to_jax")
+    import jax.dlpack
+    import torch
+
+    _check_copy(copy)
+    _check_tensor_kind(tensor)
+    _check_tensor_device(tensor)
+    _check_tensor_state(tensor)
+    source = _shareable(tensor, copy)
+    # copy=False: whatever JAX cannot take over as it is must fail, for JAX's own copy may still be reading the source
+    # after it has returned.
+    on_gpu = source.device.type == "cuda"
+    with torch.cuda.device(source.device) if on_gpu else nullcontext():  # torch exports from its current device only
+        array: jax.Array = jax.dlpack.from_dlpack(source, copy=False)
+    return array
+
+
+def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
+    """The same values as a ``torch.Tensor`` on the same device, bit for bit.
+
+    Waits until the array is computed (on a GPU: makes torch's current stream wait). The memory is shared unless
+    ``copy=True``: torch cannot mark it read-only, but JAX takes its arrays to be immutable and may hold the same buffer
+    in several of them, so never write to the tensor in place. The tensor keeps the memory alive.
+
+    Args:
+        array: a concrete ``jax.Array`` of any shape, whole on one CPU or GPU device, with a dtype of
+            ``EXCHANGED_DTYPES``.
+        copy: None and False share the memory; True makes a fresh copy that may be written to.
+
+    Returns:
+        A tensor of the array's shape and dtype that does not require a gradient.
+
+    Raises:
+        ImportError: torch or jax is not installed.
+        TypeError: not a JAX array; a tracer (inside jit, grad, vmap, …); a PRNG key; a dtype that cannot be exchanged;
+            ``copy`` is no bool.
+        ValueError: a deleted (donated) array; an array on several devices.
+        NotImplementedError: a device other than CPU and GPU, or a GPU array where torch has no CUDA device.
+    """
+    _require("torch", needed_by="to_torch")
+    _require("jax", needed_by="to_torch")
+    from torch.utils.dlpack import from_dlpack
+
+    _check_copy(copy)
+    _check_array_kind(array)
+    _check_array_state(array)
+    # The copy is made by JAX, not by torch's clone: the result then owns memory that no other array shares, however
+    # soon the source is dropped.
+    return from_dlpack(array.copy() if copy else array)
+
+
+def _require(package: str, *, needed_by: str) -> None:
+    """Raise an ImportError that says what to install when ``package`` is missing."""
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise  # the package is there, something inside it is not
+        raise ImportError(
+            f"logitless.interop.{needed_by} needs {package}, which is not installed: "
+            f'pip install "logitless[{package}]"',
+            name=package,
+        ) from error
+
+
+def _check_copy(copy: object) -> None:
+    if copy is not None and not isinstance(copy, bool):
+        raise TypeError(f"copy must be None, False or True, got {copy!r}")
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _dtype_error(argument: str, dtype: str) -> TypeError:
+    return TypeError(
+        f"{argument} has dtype {dtype}, which cannot be exchanged by DLPack; allowed are {', '.join(EXCHANGED_DTYPES)}"
+    )
+
+
+# --- torch to JAX ---------------------------------------------------------------------------------------------------
+
+
+def _tensor_dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_tensor_kind(tensor: Any) -> None:
+    """Refuse everything but a dense, plain torch tensor of an exchanged dtype."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {_type_name(tensor)}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        remedy = "torch.nested.to_padded_tensor" if tensor.is_nested else ".to_dense()"
+        raise ValueError(f"tensor must be strided, got {kind}: convert it first, for example with {remedy}")
+    # DLPack would export the storage behind a subclass, whatever the subclass makes of it.
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(
+            f"tensor must be a plain torch.Tensor or torch.nn.Parameter, got the subclass {_type_name(tensor)}: take "
+            "the plain tensor out of it first (.full_tensor() of a DTensor, .as_subclass(torch.Tensor) of one that "
+            "only adds names)"
+        )
+    if tensor.is_quantized:
+        raise ValueError(f"tensor is quantized ({tensor.dtype}): exchange .dequantize() or .int_repr()")
+    dtype = _tensor_dtype(tensor)
+    if dtype not in EXCHANGED_DTYPES:
+        raise _dtype_error("tensor", dtype)
+
+
+def _check_tensor_device(tensor: torch.Tensor) -> None:
+    import jax
+
+    kind = tensor.device.type
+    if kind == "meta":
+        raise ValueError("tensor is on the meta device and holds no data: give one on cpu or cuda")
+    if kind not in ("cpu", "cuda"):
+        raise NotImplementedError(f"tensor is on {tensor.device}; JAX takes cpu and cuda: move it with .cpu()")
+    if kind == "cuda":
+        try:
+            jax.devices("cuda")
+        except RuntimeError as error:
+            raise NotImplementedError(
+                f"tensor is on {tensor.device}, but JAX has no CUDA backend here: move it with .cpu() or install "
+                "JAX's CUDA plugin"
+            ) from error
+
+
+def _check_tensor_state(tensor: torch.Tensor) -> None:
+    """Refuse a tensor that means more than, or something else than, the bytes in its memory."""
+    from torch.autograd import forward_ad
+
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:
+        raise ValueError(
+            "tensor has no memory of its own, as inside torch.func transforms (grad, vmap, …): call to_jax outside them"
+        ) from error
+    if tensor.requires_grad:
+        raise ValueError("tensor requires a gradient, which would not flow through JAX: give tensor.detach()")
+    if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise ValueError(
+            "tensor carries a forward-mode tangent, which would not flow through JAX: "
+            "give torch.autograd.forward_ad.unpack_dual(tensor).primal"
+        )
+    if tensor.is_conj():
+        raise ValueError("tensor is a conjugated view, its memory holds other values: give tensor.resolve_conj()")
+    if tensor.is_neg():
+        raise ValueError("tensor is a negated view, its memory holds other values: give tensor.resolve_neg()")
+    if address == 0 and tensor.numel() > 0:
+        raise ValueError(
+            f"tensor of shape {tuple(tensor.shape)} holds no memory (its storage was freed, or it stands for zeros or "
+            "for a traced value): materialize it first"
+        )
+
+
+def _shareable(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor:
+    """``tensor`` itself if JAX can take over its memory, else a finished copy of it; ValueError if neither may be.
+
+    Every copy is made by torch: when this returns it is complete, or on a GPU in the stream's order. JAX's own copy of
+    a misaligned buffer goes on in the background and picks up what the caller writes to the tensor afterwards.
+    """
+    import torch
+
+    if not copy and not _fills_one_block(tensor):
+        raise ValueError(
+            f"tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} does not fill one block of memory "
+            "(a view with steps, expanded or overlapping): give tensor.contiguous() or ask for copy=True"
+        )
+    narrow = _narrowed(tensor, copy)
+    if narrow is not None:
+        return narrow
+    if copy:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.device.type != "cpu" or tensor.data_ptr() % _JAX_CPU_ALIGNMENT == 0:
+        return tensor
+    if copy is False:
+        raise ValueError(
+            f"tensor starts {tensor.data_ptr() % _JAX_CPU_ALIGNMENT} bytes past a {_JAX_CPU_ALIGNMENT}-byte boundary, "
+            "so JAX needs a copy, but copy=False: allow it with copy=None or start the buffer on a boundary"
+        )
+    return tensor.clone()
+
+
+def _fills_one_block(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie side by side in memory, each once, in some order of the axes."""
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue  # its stride is never used
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _narrowed(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor | None:
+    """An exact 32-bit copy of 64-bit integers while JAX's x64 mode is off, None where none is needed.
+
+    Raises:
+        ValueError: a 64-bit float, a value outside the 32-bit range, or ``copy`` is False.
+    """
+    import jax
+    import torch
+
+    dtype = _tensor_dtype(tensor)
+    if dtype not in (*_NARROWED, *_ROUNDED) or jax.dtypes.canonicalize_dtype(dtype).name == dtype:
+        return None
+    enable = 'jax.config.update("jax_enable_x64", True)'
+    if dtype in _ROUNDED:
+        raise ValueError(
+            f"tensor has dtype {dtype}, which JAX would round to {_ROUNDED[dtype]} because its x64 mode is off: "
+            f"set {enable} or give tensor.to(torch.{_ROUNDED[dtype]})"
+        )
+    target, low, high = _NARROWED[dtype]
+    if copy is False:
+        raise ValueError(
+            f"tensor has dtype {dtype}, which becomes a {target} copy because JAX's x64 mode is off, but copy=False: "
+            f"set {enable} or allow the copy with copy=None"
+        )
+    # torch cannot compare uint64. As int64, what is too large for it is negative and falls below uint32's range.
+    signed = tensor.view(torch.int64)
+    outside = (signed < low) | (signed > high)
+    if bool(outside.any()):
+        index = tuple(outside.nonzero()[0].tolist())
+        raise ValueError(
+            f"tensor has {dtype} values that do not fit {target}, which JAX uses while its x64 mode is off: the first "
+            f"is {tensor[index].item()} at index {index}, allowed are {low} to {high}; set {enable} to keep {dtype}"
+        )
+    return signed.to(getattr(torch, target), memory_format=torch.contiguous_format)
+
+
+# --- JAX to torch ---------------------------------------------------------------------------------------------------
+
+
+def _check_array_kind(array: Any) -> None:
+    """Refuse everything but a concrete JAX array of an exchanged dtype."""
+    import jax
+    import jax.numpy as jnp
+
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"array is a JAX tracer ({type(array).__name__}), which has no memory: call to_torch outside jit, grad, "
+            "vmap and the other transformations"
+        )
+    if not isinstance(array, jax.Array):
+        raise TypeError(f"array must be a jax.Array, got {_type_name(array)}")
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"array holds PRNG keys ({array.dtype}): exchange jax.random.key_data(array)")
+    if array.dtype.name not in EXCHANGED_DTYPES:
+        raise _dtype_error("array", array.dtype.name)
+
+
+def _check_array_state(array: jax.Array) -> None:
+    import torch
+
+    if array.is_deleted():
+        raise ValueError(f"array of shape {array.shape} has been deleted, for example donated to a jitted function")
+    devices: list[Any] = sorted(array.sharding.device_set, key=lambda device: device.id)
+    if len(devices) > 1:
+        raise ValueError(
+            f"array is spread over {len(devices)} devices ({array.sharding}); to_torch takes an array on one device: "
+            "gather it with jax.device_put(array, jax.devices()[0]) or exchange shard.data of array.addressable_shards"
+        )
+    platform = devices[0].platform
+    if platform not in ("cpu", "gpu", "cuda", "rocm"):
+        raise NotImplementedError(
+            f"array is on a {platform} device; torch takes cpu and gpu: move it with "
+            'jax.device_put(array, jax.devices("cpu")[0])'
+        )
+    if platform != "cpu" and not torch.cuda.is_available():
+        raise NotImplementedError(
+            f"array is on {devices[0]}, but torch has no CUDA device here: move it with "
+            'jax.device_put(array, jax.devices("cpu")[0]) or install torch for CUDA'
+        )

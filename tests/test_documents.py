@@ -1,0 +1,59 @@
+"""What the README and the examples show is run."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def framework_of(code: str) -> str:
+    return "torch" if "import torch" in code else "jax"
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=framework_of)
+def test_readme_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(framework_of(code), reason="the block needs it")
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert "loss" in capsys.readouterr().out
+    assert float(names["loss"]) == pytest.approx(np.log(5000), rel=0.2)
+
+
+def test_readme_has_a_block_per_framework() -> None:
+    assert sorted(map(framework_of, BLOCKS)) == ["jax", "torch"]
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_examples_learn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(name, reason="the example needs it")
+    if name == "jax":
+        pytest.importorskip("optax", reason="the example needs it")
+    last = runpy.run_path(str(ROOT / "examples" / f"{name}_training.py"))["main"]()
+    first = float(capsys.readouterr().out.split("loss ")[1].split()[0])
+    assert first == pytest.approx(np.log(4096), rel=0.1)
+    assert last < 0.7 * first
+
+
+def test_the_readme_quotes_the_results_file() -> None:
+    """Every row of the README's table is one of bench/results/portable.json."""
+    rows = json.loads((ROOT / "bench" / "results" / "portable.json").read_text())["rows"]
+    quoted = re.findall(r"^\| (torch_eager|jax_xla) \| (\w+) \| ([\w ]+) \| (\d+) \| ([\d.]+) \| (\d+) \|$",
+                        (ROOT / "README.md").read_text(), flags=re.MULTILINE)  # fmt: skip
+    assert quoted
+    for implementation, dtype, variant, time, ratio, scratch in quoted:
+        (row,) = (
+            row
+            for row in rows
+            if (row["implementation"], row["dtype"], row["variant"]) == (implementation, dtype, variant)
+        )
+        made = f"{row['time_ms']:.0f}", f"{row['time_over_full_logits']:.2f}", f"{row['scratch_bytes'] / 2**20:.0f}"
+        assert made == (time, ratio, scratch)
