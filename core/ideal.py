@@ -18,7 +18,7 @@ from logitless.rounding import round_to
 def ideal_gradients(case: Case) -> dict[str, Any]:
     """loss, dhidden, dweight and dbias of ``case`` by full logits in its dtype, as float64 NumPy arrays."""
     dtype = case.problem.dtype
-    real = np.float64 if dtype == "float64" else np.float32
+    real: Any = np.float64 if dtype == "float64" else np.float32
     o, target = case.problem.options, case.target.reshape(-1)
     x = case.hidden.reshape(-1, case.problem.hidden).astype(real)
     w = case.weight.astype(real)
@@ -27,7 +27,7 @@ def ideal_gradients(case: Case) -> dict[str, Any]:
     y = np.where(valid, target, 0)
     b = np.zeros(vocab, real) if case.bias is None else case.bias.astype(real)
     k = np.ones(vocab, real) if case.class_weight is None else case.class_weight.astype(real)
-    t = np.ones(tokens, real) if case.token_weight is None else case.token_weight.reshape(-1).astype(real)
+    t: Any = np.ones(tokens, real) if case.token_weight is None else case.token_weight.reshape(-1).astype(real)
     t = np.where(valid, t, 0)
     index = np.arange(tokens)
 
@@ -42,15 +42,15 @@ def ideal_gradients(case: Case) -> dict[str, Any]:
     lse = (highest + np.log(total))[:, 0]
     p = p / total
     smooth = real(o.label_smoothing / vocab)
-    loss = (1 - real(o.label_smoothing)) * k[y] * (lse - z[index, y]) + real(o.z_loss) * lse**2
+    loss: Any = (1 - real(o.label_smoothing)) * k[y] * (lse - z[index, y]) + real(o.z_loss) * lse**2
     if o.label_smoothing:
         loss = loss + smooth * np.sum(k * (lse[:, None] - z), axis=1)
     loss = np.where(valid, t * loss, 0)
 
     beta = (1 - real(o.label_smoothing)) * k[y]
-    dz = p * (beta + smooth * k.sum() + 2 * real(o.z_loss) * lse)[:, None] - smooth * k
+    dz: Any = p * (beta + smooth * k.sum() + 2 * real(o.z_loss) * lse)[:, None] - smooth * k
     dz[index, y] -= beta
-    rows = np.where(valid, case.upstream_rows() * t * o.logit_scale, 0).astype(real)
+    rows: Any = np.where(valid, case.upstream_rows() * t * o.logit_scale, 0).astype(real)
     # A common scale is free (loss scaling): the largest upstream factor stays out of the rounding.
     unit = np.abs(rows).max(initial=0) or real(1)
     dz = round_to(np.where(valid[:, None], dz * slope, 0) * (rows / unit)[:, None], dtype).astype(real)

@@ -108,7 +108,7 @@ def linear_cross_entropy(
         dx[rows] = dz.dx
         dw += dz.dw
         db += dz.db
-    total_loss = loss if reduction == "none" else np.sum(loss) * norm
+    total_loss: Any = loss if reduction == "none" else np.sum(loss) * norm
     shape = np.shape(target)
     return LossResult(
         total_loss.reshape(shape) if reduction == "none" else np.asarray(total_loss),

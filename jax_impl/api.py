@@ -131,7 +131,13 @@ def linear_log_probs(
     _check_targets(target, weight.shape[0], ignore_index)
     call = Call(options, _plan(hidden, weight, plan, memory_budget, one_pass=False), with_entropy)
     arrays = Arrays(hidden, weight, bias, target, None, None, None)
-    return log_probs_and_entropy(call, Arrays(*(None if a is None else _array(a, hidden.dtype) for a in arrays)))
+    made = log_probs_and_entropy(call, Arrays(*(None if a is None else _array(a, hidden.dtype) for a in arrays)))
+    log_prob, entropy = made
+    return log_prob, entropy
+
+
+def _x64() -> bool:
+    return bool(jax.config.read("jax_enable_x64"))
 
 
 def _info(array: Any) -> ArrayInfo:
@@ -148,7 +154,7 @@ def _check_arrays(arrays: dict[str, Any]) -> None:
         if not isinstance(array, jax.Array | np.ndarray | np.generic):
             raise TypeError(f"{name}: got {type(array).__name__}, allowed is a jax.Array or a NumPy array")
         infos[name] = _info(array)
-        if isinstance(array, np.ndarray | np.generic) and array.dtype == np.float64 and not jax.config.jax_enable_x64:
+        if isinstance(array, np.ndarray | np.generic) and array.dtype == np.float64 and not _x64():
             raise TypeError(
                 f"{name}: got a NumPy array of dtype float64 while x64 is off, allowed are bfloat16, float16, float32: "
                 f"it would be rounded; cast it, or turn jax_enable_x64 on"
@@ -157,7 +163,8 @@ def _check_arrays(arrays: dict[str, Any]) -> None:
     assert hidden is not None
     assert weight is not None
     assert target is not None
-    spec.check_arrays(hidden, weight, target, **infos)
+    bias, token_weight, class_weight = (infos.get(name) for name in _OPTIONAL)
+    spec.check_arrays(hidden, weight, target, bias, token_weight, class_weight)
 
 
 def _check_normalizer(normalizer: Any, reduction: str) -> None:
@@ -208,5 +215,5 @@ def _plan(hidden: Any, weight: Any, given: ChunkPlan | None, memory_budget: int 
 def _platform(array: Any) -> str:
     """Where the call will most likely run: an array's own device, else JAX's default."""
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        return next(iter(array.devices())).platform
-    return jax.default_backend()
+        return str(next(iter(array.devices())).platform)
+    return str(jax.default_backend())

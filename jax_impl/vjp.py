@@ -110,7 +110,8 @@ def _cotangents(gradients: xla.Gradients, arguments: Any, scale: Array | None) -
         return gradient.astype(like.dtype).reshape(like.shape)
 
     made = [cast(gradient, like) for gradient, like in zip(gradients, arguments, strict=True)]
-    return (Arrays(*made, None, None, None, None),)
+    hidden, weight, bias = made
+    return (Arrays(hidden, weight, bias, None, None, None, None),)
 
 
 def _zero(cotangent: Any) -> bool:

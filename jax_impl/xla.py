@@ -149,7 +149,8 @@ def _rows_at(array: Array, indices: Array) -> Array:
 
 def _is_target(target: Array, start: Any, size: int) -> Array:
     """[C, size]: whether column start + j is the row's target."""
-    return target[:, None] == start + jnp.arange(size, dtype=jnp.int32)
+    columns: Array = start + jnp.arange(size, dtype=jnp.int32)
+    return jnp.equal(target[:, None], columns)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,7 +299,8 @@ def _empty_sums(inputs: Inputs, weighted: bool, statistics: bool) -> TokenSums:
 
 
 def _put_sums(all_sums: TokenSums, part: TokenSums, first: Any) -> TokenSums:
-    return jax.tree.map(lambda whole, piece: _put(whole, piece, first), all_sums, part)
+    put: TokenSums = jax.tree.map(lambda whole, piece: _put(whole, piece, first), all_sums, part)
+    return put
 
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:

@@ -102,7 +102,7 @@ def linear_cross_entropy(
 # plan is Python over integers, and nothing for a graph. Their arguments are tensors and constants for that reason.
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -126,7 +126,8 @@ def _linear_cross_entropy(
     one_pass = options.reduction != "none" and options.separable
     chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, one_pass)
     call = Call(options, chosen, dtype, statistics=return_stats, differentiate=torch.is_grad_enabled())
-    made = LinearCrossEntropyFunction.apply(hidden, weight, bias, target, token_weight, class_weight, normalizer, call)
+    apply: Any = LinearCrossEntropyFunction.apply
+    made = apply(hidden, weight, bias, target, token_weight, class_weight, normalizer, call)
     return tuple(value for value in made if value is not None)
 
 
@@ -162,7 +163,7 @@ def linear_log_probs(
     return log_prob, entropy[0] if with_entropy else None
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -181,7 +182,8 @@ def _linear_log_probs(
     _check_targets(target, weight.shape[0], ignore_index)
     chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, one_pass=False)
     call = Call(options, chosen, dtype, statistics=with_entropy, differentiate=torch.is_grad_enabled())
-    made = LinearLogProbsFunction.apply(hidden, weight, bias, target, call)
+    apply: Any = LinearLogProbsFunction.apply
+    made = apply(hidden, weight, bias, target, call)
     return tuple(value for value in made if value is not None)
 
 
@@ -229,8 +231,8 @@ def _check_tensors(arrays: dict[str, Tensor | None], constants: dict[str, Tensor
 
 
 def _check_normalizer(normalizer: Tensor | float | None, reduction: str, device: torch.device) -> None:
-    is_tensor = isinstance(normalizer, Tensor)
-    spec.check_normalizer(normalizer, _info(normalizer) if is_tensor else None, reduction)
+    info = _info(normalizer) if isinstance(normalizer, Tensor) else None
+    spec.check_normalizer(normalizer, info, reduction)
     if not isinstance(normalizer, Tensor):
         return
     if normalizer.requires_grad:
@@ -260,7 +262,6 @@ def _plan(
     tokens, (vocab, size) = hidden.shape.numel() // hidden.shape[-1], weight.shape
     name = _dtype_name(dtype)
     if plan_values is None:
-        device = "cpu" if hidden.device.type == "cpu" else "gpu"
         return make_plan(
             tokens=tokens,
             hidden=size,
@@ -268,7 +269,7 @@ def _plan(
             dtype=name,
             memory_budget=memory_budget,
             one_pass=one_pass,
-            device=device,
+            device="cpu" if hidden.device.type == "cpu" else "gpu",
         )
     given = ChunkPlan(*plan_values)
     check_plan_sizes(given, tokens, size, vocab, name)

@@ -131,12 +131,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return (loss, *shaped)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         call, nothing = ctx.call, (None,) * 5
         buffers, ctx.buffers = ctx.buffers, None
-        *arrays, norm, target_logit, anchor, log_total = ctx.saved_tensors
-        hidden, weight, bias = arrays[:3]
+        saved: Any = ctx.saved_tensors
+        hidden, weight, bias, target, token_weight, class_weight, norm, target_logit, anchor, log_total = saved
+        arrays = hidden, weight, bias, target, token_weight, class_weight
         with _no_autocast(hidden.device):
             if buffers is not None:
                 grads, scale = buffers, upstream.to(norm.dtype)
@@ -178,7 +179,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g_log_prob: Tensor, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         call = ctx.call
         hidden, weight, bias, target, target_logit, anchor, log_total, entropy = ctx.saved_tensors

@@ -12,6 +12,7 @@ of the logits' gradient is rounded to the input dtype on its way into the produc
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -253,8 +254,9 @@ class _RunningSums:
 def _concatenate(parts: list[TokenSums], empty: Tensor) -> TokenSums:
     if not parts:
         return TokenSums(*(empty for _ in dataclasses.fields(TokenSums)))
-    columns = ([getattr(part, field.name) for part in parts] for field in dataclasses.fields(TokenSums))
-    return TokenSums(*(None if column[0] is None else torch.cat(column) for column in columns))
+    columns: Any = ([getattr(part, field.name) for part in parts] for field in dataclasses.fields(TokenSums))
+    joined: Any = (None if column[0] is None else torch.cat(column) for column in columns)
+    return TokenSums(*joined)
 
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
