@@ -256,58 +256,63 @@ def test_broken_frameworks_are_reported_and_do_not_crash_it(tmp_path: Path) -> N
 # demo
 
 
-@pytest.fixture
-def demo_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """Puts a recorder in the place of the training, as if everything that it needs were installed."""
-    calls: list[dict[str, object]] = []
+def fake_demo(monkeypatch: pytest.MonkeyPatch, outcome: Exception | None) -> list[tuple[object, ...]]:
+    """Put a recorder in the place of the training, as if all that it needs were installed; it raises ``outcome``."""
+    calls: list[tuple[object, ...]] = []
 
-    def run_demo(**arguments: object) -> None:
-        calls.append(arguments)
-        if arguments.get("steps") == 13:
-            raise ValueError("text: got 5 tokens, allowed is at least 1000")
-        if arguments.get("steps") == 14:
-            raise ValueError("shapes do not fit")
+    def run_demo(text: object, output: object, *, steps: object) -> None:
+        calls.append((text, output, steps))
+        if outcome is not None:
+            raise outcome
 
     stand_in = types.ModuleType("logitless.interop.demo")
-    stand_in.run_demo = run_demo  # type: ignore[attr-defined]
-    interop = types.ModuleType("logitless.interop")
-    monkeypatch.setitem(sys.modules, "logitless.interop", interop)
+    vars(stand_in).update(run_demo=run_demo, DisagreementError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "logitless.interop", types.ModuleType("logitless.interop"))
     monkeypatch.setitem(sys.modules, "logitless.interop.demo", stand_in)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
     return calls
 
 
-def test_demo_hands_its_options_on(demo_calls: list[dict[str, object]], tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("words")
+def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_demo(monkeypatch, None)
     assert run("demo") == (0, "", "")
-    assert run("demo", "--text", str(text), "--steps", "7", "--output", str(tmp_path / "new")) == (0, "", "")
-    assert demo_calls == [
-        {"text": None, "output": Path("demo-output")},
-        {"text": text, "output": tmp_path / "new", "steps": 7},
-    ]
+    assert run("demo", "--text", "a.txt", "--steps", "7", "--output", "new") == (0, "", "")
+    assert calls == [(None, Path("demo-output"), None), (Path("a.txt"), Path("new"), 7)]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [(ValueError("text: got 5 tokens, allowed is at least 1000"), 2), (RuntimeError("the runs' losses differ"), 1)],
+)
+def test_a_demo_that_cannot_end_well_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, outcome: Exception, code: int
+) -> None:
+    fake_demo(monkeypatch, outcome)
+    assert run("demo") == (code, "", f"error: {outcome}\n")
+
+
+def test_a_bug_in_the_demo_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_demo(monkeypatch, ValueError("shapes do not fit"))
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        run("demo")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--text", "no/such/file"], "text: got 'no/such/file', allowed is a file that exists"),
+        (["--text", "no/such/file"], "text: got "),
         (["--steps", "0"], "steps: got 0, allowed is at least 1"),
         (["--output", __file__], "output: got "),
     ],
 )
-def test_demo_refuses_what_cannot_work(demo_calls: list[dict[str, object]], arguments: list[str], words: str) -> None:
-    code, output, errors = run("demo", *arguments)
-    assert (code, output, demo_calls) == (2, "", [])
+def test_the_demo_refuses_what_cannot_work(tmp_path: Path, arguments: list[str], words: str) -> None:
+    for name in cli.DEMO_PACKAGES:
+        pytest.importorskip(name, reason=f"{name}, which the demo needs, is not installed here")
+    code, output, errors = run("demo", "--output", str(tmp_path / "new"), *arguments)
+    assert (code, output) == (2, "")
     assert errors.startswith(f"error: {words}")
     assert errors.count("\n") == 1
-
-
-@pytest.mark.usefixtures("demo_calls")
-def test_a_mistake_found_while_the_demo_runs_is_one_line_and_a_bug_is_not_hidden() -> None:
-    assert run("demo", "--steps", "13") == (2, "", "error: text: got 5 tokens, allowed is at least 1000\n")
-    with pytest.raises(ValueError, match="shapes do not fit"):
-        run("demo", "--steps", "14")
+    assert not (tmp_path / "new").exists()
 
 
 def test_demo_names_what_is_missing_and_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
