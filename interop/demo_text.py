@@ -114,4 +114,5 @@ def make_batches(tokens: NDArray[np.int32], settings: DemoSettings) -> Batches:
         )
     generator = np.random.default_rng(settings.seed + 1)
     starts = generator.integers(0, len(tokens) - window + 1, (settings.steps, settings.batch))
-    return tokens[starts[..., None] + np.arange(window)]
+    batches: Batches = tokens[starts[..., None] + np.arange(window)]
+    return batches

@@ -218,7 +218,7 @@ def _check_tensor_state(tensor: torch.Tensor) -> None:
         ) from error
     if tensor.requires_grad:
         raise ValueError("tensor requires a gradient, which would not flow through JAX: give tensor.detach()")
-    if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+    if forward_ad.unpack_dual(tensor).tangent is not None:
         raise ValueError(
             "tensor carries a forward-mode tangent, which would not flow through JAX: "
             "give torch.autograd.forward_ad.unpack_dual(tensor).primal"

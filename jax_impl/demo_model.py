@@ -32,7 +32,8 @@ def logitless_loss(hidden: Array, head: Array, target: Array) -> Array:
 
 def full_logits_loss(hidden: Array, head: Array, target: Array) -> Array:
     """What JAX users write: all logits [..., V], then optax's softmax cross-entropy."""
-    return optax.softmax_cross_entropy_with_integer_labels(hidden @ head.T, target).mean()
+    losses: Array = optax.softmax_cross_entropy_with_integer_labels(hidden @ head.T, target)
+    return losses.mean()
 
 
 def attention(parameters: Parameters, layer: int, stream: Array, settings: DemoSettings) -> Array:

@@ -85,7 +85,7 @@ def train(
         optimizer.zero_grad()
         hidden = hidden_states(parameters, tokens[:, :-1], settings)
         loss = loss_function(hidden, parameters["head"], tokens[:, 1:])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
         times_s.append(time.perf_counter() - start)

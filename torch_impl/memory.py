@@ -55,7 +55,7 @@ def _start_cuda_meters() -> dict[int, int]:
     """Reset every CUDA device's peak, and return the bytes that are live on it now."""
     if not torch.cuda.is_available():
         return {}
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.init()
     live_before: dict[int, int] = {}
     for device in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(device)
