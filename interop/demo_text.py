@@ -18,6 +18,8 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"
 # Written when Python was built: it differs from machine to machine.
 _SKIPPED_PREFIX = "_sysconfigdata"
 
+_LONGEST_PIECE = 1000  # characters
+
 
 @dataclass(frozen=True)
 class DemoText:
@@ -89,14 +91,20 @@ def train_tokenizer(text: str, entries: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=entries, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
-    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    tokenizer.train_from_iterator(_pieces(text), trainer)
     return tokenizer
 
 
 def encode(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
-    """All of the text as one row of token ids. Lines are encoded apart, which costs far less memory."""
-    lines = tokenizer.encode_batch_fast(text.splitlines(keepends=True))
-    return np.concatenate([np.asarray(line.ids, dtype=np.int32) for line in lines])
+    """All of the text as one row of token ids."""
+    pieces = tokenizer.encode_batch_fast(_pieces(text))
+    return np.concatenate([np.asarray(piece.ids, dtype=np.int32) for piece in pieces])
+
+
+def _pieces(text: str) -> list[str]:
+    """The lines, cut where they are very long: a "word" of a million letters would cost BPE gigabytes and minutes."""
+    lines = text.splitlines(keepends=True)
+    return [line[start : start + _LONGEST_PIECE] for line in lines for start in range(0, len(line), _LONGEST_PIECE)]
 
 
 def make_batches(tokens: NDArray[np.int32], settings: DemoSettings) -> Batches:

@@ -161,6 +161,8 @@ class TestText:
         tokenizer = train_tokenizer(text * 20, 320)
         assert tokenizer.get_vocab_size() <= 320
         assert tokenizer.decode(encode(tokenizer, text).tolist()) == text
+        long = "ab" * 5000 + "\n"
+        assert tokenizer.decode(encode(tokenizer, long).tolist()) == long
         unseen = "Ωμέγα \x00\x7f"
         assert tokenizer.decode(encode(tokenizer, unseen).tolist()) == unseen
 
