@@ -123,6 +123,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for gpu_check.json")
     parser.add_argument("--tests", default="tests -m gpu", help="pytest's arguments in one string; empty: no tests")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         overlay = make_overlay(Path(folder))
@@ -131,7 +132,7 @@ def main() -> int:
         from bench import machine
 
         rows = [row for name in arguments.shapes for row in time_shape(name)]
-        result = {"machine": machine.describe(), "tests_exit_status": failed, "rows": rows}
+        result = {"machine": machine.describe(arguments.commit), "tests_exit_status": failed, "rows": rows}
         (arguments.output / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")
     return failed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -26,8 +27,16 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
-def describe() -> dict[str, object]:
-    """Processor, cores, devices, versions and commit."""
+def _gpu_name() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def describe(commit: str | None = None) -> dict[str, object]:
+    """Processor, cores, GPU, versions and commit (``commit`` where the checkout came without its history)."""
     versions = {}
     for name in ("numpy", "torch", "triton", "jax", "jaxlib"):
         try:
@@ -41,6 +50,7 @@ def describe() -> dict[str, object]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": versions,
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "gpu": _gpu_name(),
+        "commit": commit or _git("rev-parse", "--short=12", "HEAD"),
         "changes_since_commit": bool(_git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)),
     }

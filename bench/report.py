@@ -9,6 +9,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullLocator
 
 from bench.run import RESULTS
 
@@ -41,17 +42,23 @@ def portable(results: dict[str, Any]) -> None:
                 label="the plan's promise")  # fmt: skip
     memory.set(xscale="log", yscale="log", xlabel="token chunks", ylabel="scratch [MiB]", title="Scratch of one step")
     memory.set_xticks(counts, [str(count) for count in counts])
-    memory.minorticks_off()
+    _plain_ticks(memory.yaxis, (16, 32, 64, 128, 256, 512))
     memory.legend(fontsize=8)
     time.axhline(1.0, color="grey", ls=":")
     time.set(
         xscale="log", xlabel="scratch [MiB]", ylabel="time / full-logits time", title="Time of one step", ylim=(0, None)
     )
+    _plain_ticks(time.xaxis, (16, 32, 64, 128, 256))
     time.legend(fontsize=8)
     sizes = " × ".join(str(rows[0][name]) for name in ("tokens", "hidden", "vocab"))
     figure.suptitle(f"{sizes} float32, loss and gradients, {results['machine']['cores']} CPU cores")
     figure.savefig(FIGURES / "portable.png", dpi=130)
     plt.close(figure)
+
+
+def _plain_ticks(axis: Any, values: tuple[int, ...]) -> None:
+    axis.set_ticks(values, [str(value) for value in values])
+    axis.set_minor_locator(NullLocator())
 
 
 def portable_table(results: dict[str, Any]) -> str:
