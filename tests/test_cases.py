@@ -246,6 +246,21 @@ def test_more_logits_than_two_to_the_31(impl: Any) -> None:
     assert error(outcome.grads["hidden"][[0, -1]] * tokens, np.repeat(true.hidden_grad, 2, 0)) <= 1e-4
 
 
+@pytest.mark.case(16)
+@every_implementation
+def test_a_weight_of_more_than_two_to_the_31_elements(impl: Any) -> None:
+    """V · D past 2³¹: all rows are 0 but the last, which is the target."""
+    vocab, hidden = 2**21 + 9, 1024
+    weight = np.zeros((vocab, hidden), np.float16)
+    weight[-1] = 1.0
+    assert weight.size > 2**31
+    x = np.full((2, hidden), np.float16(14 / hidden))
+    outcome = impl.run(x, weight, np.full(2, vocab - 1), dtype="float16", reduction="sum", wrt=("hidden",))
+    s = (vocab - 1) * np.exp(-x[0].astype(np.float64).sum())
+    assert float(outcome.loss) == pytest.approx(2 * np.log1p(s), rel=1e-5)
+    assert error(outcome.grads["hidden"], np.full((2, hidden), -s / (1 + s))) <= 1e-3
+
+
 @pytest.mark.case(18)
 @every_implementation
 @pytest.mark.parametrize("softcap", [None, 5.0])
