@@ -130,8 +130,8 @@ class ChunkPlan:
         """A promise: bytes beyond inputs and gradients that are live at any time, forward and backward, any option."""
         item = self.accumulation_itemsize
         held = self.token_chunk * self.row_stride * item if self.one_pass else 0
-        # A block's logits and two elementwise temporaries, one more where operands are converted.
-        block = (4 if self.low_precision else 3) * self.token_chunk * self.vocab_chunk * item
+        # A block's logits and two elementwise temporaries, a ragged last block's, and one where operands are converted.
+        block = (5 if self.low_precision else 4) * self.token_chunk * self.vocab_chunk * item
         weight_block = 2 * self.vocab_chunk * self.hidden * item  # the weight's block upcast, its gradient's product
         token_rows = (3 if self.low_precision else 2) * self.token_chunk * self.hidden * item  # x, scaled x, dX if low
         anchor_rows = 2 * min(self.token_chunk, ANCHOR_ROWS) * self.hidden * item  # w[y] and its product with x
