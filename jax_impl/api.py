@@ -179,7 +179,9 @@ def _check_targets(target: Any, vocab: int, ignore_index: int) -> None:
     """
     if isinstance(target, jax.core.Tracer):
         return
-    if isinstance(target, jax.Array) and any(device.platform != "cpu" for device in target.devices()):
+    if isinstance(target, jax.Array) and not (
+        target.is_fully_addressable and all(device.platform == "cpu" for device in target.devices())
+    ):
         return
     ids = np.asarray(target)
     outside = ((ids < 0) | (ids >= vocab)) & (ids != ignore_index)

@@ -96,7 +96,7 @@ def _values_and_needs(primals: Arrays) -> tuple[Arrays, xla.Needs]:
                 f"weight the losses of reduction='none' yourself"
             )
     needs = xla.Needs(*(_perturbed(leaf) for leaf in primals[:3]))
-    return Arrays(*(None if leaf is None else leaf.value for leaf in primals)), needs
+    return _once(Arrays(*(None if leaf is None else leaf.value for leaf in primals))), needs
 
 
 def _cotangents(gradients: xla.Gradients, arguments: Any, scale: Array | None) -> tuple[Arrays]:
@@ -116,6 +116,20 @@ def _cotangents(gradients: xla.Gradients, arguments: Any, scale: Array | None) -
 
 def _zero(cotangent: Any) -> bool:
     return cotangent is None or isinstance(cotangent, SymbolicZero)
+
+
+@jax.custom_jvp
+def _once(arrays: Any) -> Any:
+    """The arrays themselves, refusing a second derivative: what is made of them moves as bits, and those have none."""
+    return arrays
+
+
+@_once.defjvp
+def _refuse_twice(_: Any, __: Any) -> Any:
+    raise NotImplementedError(
+        "linear_cross_entropy and linear_log_probs can be differentiated once: got a derivative of their gradient "
+        "(grad of grad, jvp of grad); a loss on full logits can be differentiated again"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,6 +191,7 @@ def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]
     upstream = cotangents[0]
     if _zero(upstream):
         return (Arrays(*(None,) * len(Arrays._fields)),)
+    upstream = _once(upstream)
     if isinstance(kept, xla.Gradients):
         return _cotangents(kept, _shapes(like), upstream)
     arrays = kept.arrays
@@ -224,7 +239,7 @@ def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Ar
     inputs = prepare(arrays, call.options.ignore_index)
 
     def rows(cotangent: Any) -> Array:
-        flat = jnp.zeros(inputs.target.shape) if _zero(cotangent) else cotangent.reshape(-1)
+        flat = jnp.zeros(inputs.target.shape) if _zero(cotangent) else _once(cotangent).reshape(-1)
         return _row_upstream(inputs, call.options, flat)
 
     g2 = None if _zero(g_entropy) else rows(g_entropy)

@@ -3,7 +3,7 @@
 Two verbs (docs/design.md): :func:`token_sums` reads the logits block by block and keeps sums per token only;
 :func:`loss_gradients` and :func:`known_gradients` give dX, dW and db as well. All work on flat arrays ([N, D], [V, D])
 in the accumulation dtype (float64 for float64 input, else float32). Chunks and blocks are loops with static sizes; a
-ragged last one stands behind the loop; E, dX and dW are carried through the loops and updated in place.
+ragged last one is a loop of its own; E, dX and dW are carried through the loops and updated in place.
 
 Rounding: logits, exponentials and sums are float32. A block of the logits' gradient is rounded to the input dtype on
 its way into the products (the platform is not known when a function is traced), which accumulate in float32.
@@ -118,7 +118,13 @@ def _for_slices(length: int, size: int, body: Callable[[Carry, Any, int], Carry]
         carry = body(carry, 0, size)
     elif full > 1:
         carry = lax.fori_loop(jnp.int32(0), jnp.int32(full), lambda i, c: body(c, i * size, size), carry)
-    return body(carry, full * size, rest) if rest else carry
+    if not rest:
+        return carry
+    # A loop whose length XLA does not see: unrolled, the rest's blocks are computed beside the loop's, or shared
+    # between forward and backward, and held.
+    once = lax.optimization_barrier(jnp.int32(1))
+    carry = lax.fori_loop(jnp.int32(0), once, lambda i, c: body(c, full * size + i * rest, rest), carry)
+    return carry
 
 
 def _bits(array: Array) -> Array:
@@ -134,16 +140,30 @@ def _floats(bits: Array, dtype: Any) -> Array:
     return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
 
 
-def _take(array: Array, start: Any, size: int, axis: int = 0) -> Array:
-    return _floats(lax.dynamic_slice_in_dim(_bits(array), start, size, axis), array.dtype)
+def _stay(array: Array, where: Any) -> tuple[Array, Any]:
+    """Tie a 16-bit array to where it is read: XLA would take its cast out of the loop, and copy the whole array."""
+    return lax.optimization_barrier((array, where)) if array.dtype in (jnp.bfloat16, jnp.float16) else (array, where)
+
+
+def _take(array: Array, start: Any, size: int) -> Array:
+    """array[start:start + size]."""
+    array, start = _stay(array, start)
+    return _floats(lax.dynamic_slice_in_dim(_bits(array), start, size), array.dtype)
+
+
+def _take_block(matrix: Array, rows: int, start: Any, size: int) -> Array:
+    """matrix[:rows, start:start + size]; the matrix is never 16-bit."""
+    return lax.dynamic_slice(matrix, (jnp.zeros_like(start), start), (rows, size))
 
 
 def _put(array: Array, part: Array, start: Any, axis: int = 0) -> Array:
+    """array with ``part`` at ``start``; along the other axis a part may be shorter and fills its beginning."""
     return _floats(lax.dynamic_update_slice_in_dim(_bits(array), _bits(part), start, axis), array.dtype)
 
 
 def _rows_at(array: Array, indices: Array) -> Array:
     """array[indices] along the first axis."""
+    array, indices = _stay(array, indices)
     return _floats(_bits(array)[indices], array.dtype)
 
 
@@ -342,7 +362,7 @@ def normalizer(inputs: Inputs, options: LossOptions, given: Array | None) -> Arr
     if options.reduction != "mean":
         return one
     if given is not None:
-        return one / given
+        return one / given.astype(one.dtype)
     counts = inputs.token_weight * inputs.target_class_weight()
     return jnp.where((counts != 0).any(), one / counts.sum(), 0.0)
 
@@ -581,10 +601,9 @@ def loss_gradients(
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype)
 
     def chunk(carry: Any, first: Any, tokens: int) -> Any:
-        all_sums, state, held = carry
+        all_sums, state, e = carry
         x = _rows_of(inputs, first, tokens)
         target = _take(inputs.target, first, tokens)
-        e = held if tokens == plan.token_chunk else held[:tokens]
 
         def logits(carry: Any, start: Any, size: int) -> Any:
             e, running = carry
@@ -593,7 +612,7 @@ def loss_gradients(
 
         def exponentials(carry: Any, start: Any, size: int) -> Any:
             e, running = carry
-            z = _take(e, start, size, axis=1)
+            z = _take_block(e, tokens, start, size)
             running, block = running.exponentiate(z, start)
             if options.softcap is not None:
                 block = block * _slope(z, options)
@@ -609,15 +628,15 @@ def loss_gradients(
         element = _sloped(element, part.target_logit, options)
 
         def matrix(start: Any, size: int) -> Array:
-            return jnp.where(_is_target(target, start, size), element[:, None], _take(e, start, size, axis=1))
+            return jnp.where(_is_target(target, start, size), element[:, None], _take_block(e, tokens, start, size))
 
         factor = _take(g, first, tokens) * alpha / (running.s + running.e_target())
         state = accumulators.add_chunk(state, first, x, factor, matrix)
-        return _put_sums(all_sums, part, first), state, e if tokens == plan.token_chunk else held
+        return _put_sums(all_sums, part, first), state, e
 
     empty = _empty_sums(inputs, options.label_smoothing > 0, statistics)
-    held = jnp.zeros((plan.token_chunk, plan.vocab), dtype)
-    carry = (empty, accumulators.start(), held)
+    # The one C × V matrix, for every chunk: a ragged last one uses its first rows.
+    carry = (empty, accumulators.start(), jnp.zeros((plan.token_chunk, plan.vocab), dtype))
     all_sums, state, _ = _for_slices(plan.tokens, plan.token_chunk, chunk, carry)
     return all_sums, accumulators.finish(state)
 

@@ -47,6 +47,23 @@ def test_jit_and_no_jit() -> None:
 
 
 @pytest.mark.case(32)
+@pytest.mark.parametrize("function", ["mean", "none", "log_probs"])
+def test_a_second_derivative_is_refused(function: str) -> None:
+    """Silence would be a wrong number: the loops move 16-bit floats as integers, whose derivative is 0."""
+    x, w, y = arrays()
+
+    def total(x: Any) -> Any:
+        if function == "log_probs":
+            return linear_log_probs(x, w, y)[0].sum()
+        return linear_cross_entropy(x, w, y, reduction=function).sum()
+
+    with pytest.raises(NotImplementedError, match="can be differentiated once"):
+        jax.grad(lambda x: jnp.square(jax.grad(total)(x)).sum())(x)
+    with pytest.raises(NotImplementedError, match="can be differentiated once"):
+        jax.jvp(jax.grad(total), (x,), (x,))
+
+
+@pytest.mark.case(32)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_vmap_of_grad(reduction: Any) -> None:
     batches = [arrays(seed) for seed in range(3)]
