@@ -43,6 +43,7 @@ def make_overlay(folder: Path) -> Path:
 def run_tests(overlay: Path, selection: list[str]) -> int:
     """pytest with the overlay on the path; 0 when everything passed."""
     paths = os.pathsep.join([str(overlay), str(ROOT / "tests"), str(ROOT)])
+    paths = os.pathsep.join(filter(None, [paths, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *selection]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

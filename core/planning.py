@@ -16,6 +16,9 @@ accumulators that are read and written again with every further chunk:
     tokens:  passes + (chunks − 1) · T / N          passes = 1, or 4/3 when lse must come first
     vocab:   4/3    + (chunks − 1) · T / V          T = tokens whose products take as long as one such read and write
 
+The kernel backends' cost counts the waves of their products' tiles over the multiprocessors instead of bare flops, and
+what a chunk's small launches take.
+
 T follows from the machine's balance of arithmetic and bandwidth. The plan chosen is the one with the smallest scratch
 among those within 3 % of the cheapest that fits the budget.
 """
@@ -44,14 +47,29 @@ ROW_ALIGNMENT_BYTES = 128
 # cpu: from a 2-core AVX-512 machine, fp32, 2048 × 512 × 32768 at C = 128 to 1024.
 ACCUMULATOR_TOKENS = {"gpu": 150, "cpu": 12}
 
-# A default plan may cost this much more than the fastest one, if it holds less.
+# A default plan may cost this much more than the fastest one, if it holds less. The kernels' is finer: they are chosen
+# for speed.
 COST_SLACK = 1.03
+FUSED_COST_SLACK = 1.01
+
+# What the kernels' cost counts in: rows and columns of a product's tile, multiprocessors of an H100 or H200, and what
+# the small launches around a chunk's products take, in flops (60 µs at 680 TFLOP/s; measured on an H200).
+KERNEL_TILE = (128, 256)
+MULTIPROCESSORS = 132
+CHUNK_OVERHEAD_FLOPS = {"tokens": 4e10, "vocab": 4e9}
 
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
 
 # The rows w[y] of the anchors' dot products are gathered for this many tokens at a time.
 ANCHOR_ROWS = 512
+
+# The kernels' partial sums: entries of the vocabulary that one of them covers, and how many kinds there are at most.
+LINE_COLUMNS = {"bfloat16": 256, "float16": 256, "float32": 64, "float64": 64}
+PARTIAL_SUMS = 6
+
+# Rows of the weight that are summed at a time for label smoothing with class weights.
+SMOOTHING_BLOCK = 256
 
 # Vectors of length N (8 bytes each) that live through a call: ids, anchors, sums, losses, factors, statistics.
 ROW_VECTORS = 24
@@ -78,7 +96,9 @@ class ChunkPlan:
     token_chunk: int
     """Tokens worked on at a time (all of them in the vocab order)."""
     vocab_chunk: int
-    """Vocabulary entries worked on at a time (in the tokens order: the block of elementwise work)."""
+    """Vocabulary entries worked on at a time (in the tokens order: the block of portable elementwise work)."""
+    fused: bool = False
+    """Whether ``scratch_bytes`` is that of the kernel backends ("triton", "pallas") or of the portable ones."""
 
     @property
     def chunks(self) -> int:
@@ -128,6 +148,38 @@ class ChunkPlan:
     @property
     def scratch_bytes(self) -> int:
         """A promise: bytes beyond inputs and gradients that are live at any time, forward and backward, any option."""
+        return self._fused_scratch_bytes if self.fused else self._portable_scratch_bytes
+
+    @property
+    def fused_columns(self) -> int:
+        """Vocabulary entries in a block of the kernel backends' matrix."""
+        return self.vocab if self.order == "tokens" else self.vocab_chunk
+
+    @property
+    def _fused_scratch_bytes(self) -> int:
+        item = ITEMSIZE[self.dtype]
+        rows = self.token_chunk
+        matrix = rows * round_up(self.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
+        operand = rows * round_up(self.hidden, ROW_ALIGNMENT_BYTES // item) * item
+        # Sums, and statistics, of every column tile of the first product.
+        lines = PARTIAL_SUMS * math.ceil(self.vocab / LINE_COLUMNS[self.dtype]) * self.token_chunk * 4
+        smoothing = 3 * SMOOTHING_BLOCK * self.hidden * 4
+        vectors = 4 * (2 * ROW_VECTORS * self.tokens + 16 * rows + VOCAB_VECTORS * self.vocab + 16 * self.hidden)
+        sums = 0
+        if self.token_chunk < self.tokens:
+            sums += self.vocab * self.hidden * 4 if item < 4 else 0
+            sums += self.tokens * self.hidden * 4 if self.one_pass else 0
+        if self.fused_columns < self.vocab:
+            sums += self.tokens * self.hidden * 4
+        if self.one_pass:
+            return matrix + operand + lines + sums + smoothing + vectors
+        # Where lse is known and there is one chunk of tokens, dX's own buffer holds the operand until dX is written.
+        lent = self.token_chunk >= self.tokens and self.hidden * item % 16 == 0
+        backward = matrix + (max(sums, operand) if lent else sums + operand)
+        return max(operand + lines + smoothing, backward) + vectors
+
+    @property
+    def _portable_scratch_bytes(self) -> int:
         item = self.accumulation_itemsize
         held = self.token_chunk * self.row_stride * item if self.one_pass else 0
         # A block's logits and two elementwise temporaries, a ragged last block's, and one where operands are converted.
@@ -141,6 +193,36 @@ class ChunkPlan:
             accumulator += self.tokens * self.hidden * item
         return held + block + weight_block + token_rows + anchor_rows + vectors + accumulator
 
+    def _fused_cost(self, accumulator_tokens: int) -> float:
+        """Tiles of the kernels in whole waves over the multiprocessors, times the depth of each product."""
+
+        def waves(rows: int, columns: int) -> int:
+            tiles = math.ceil(rows / KERNEL_TILE[0]) * math.ceil(columns / KERNEL_TILE[1])
+            return math.ceil(tiles / MULTIPROCESSORS)
+
+        def block(rows: int, columns: int) -> int:
+            first = waves(rows, columns) * self.hidden
+            return first + waves(rows, self.hidden) * columns + waves(columns, self.hidden) * rows
+
+        if not self.tokens:
+            return 1.0
+        if self.order == "tokens":
+            blocks = sum(block(size, self.vocab) for size in self._chunk_sizes)
+        else:
+            blocks = sum(block(self.tokens, size) for size in self._chunk_sizes)
+        if not self.one_pass:
+            blocks += waves(self.tokens, self.vocab) * self.hidden
+        length = self.tokens if self.order == "tokens" else self.vocab
+        flops = 6 * self.tokens * self.hidden * self.vocab
+        ideal = flops / (2 * KERNEL_TILE[0] * KERNEL_TILE[1] * MULTIPROCESSORS)
+        cost = blocks / ideal + (self.chunks - 1) * accumulator_tokens / length
+        return cost + self.chunks * CHUNK_OVERHEAD_FLOPS[self.order] / flops
+
+    @property
+    def _chunk_sizes(self) -> list[int]:
+        slices = self.token_slices if self.order == "tokens" else self.vocab_slices
+        return [stop - start for start, stop in slices]
+
     @property
     def full_logits_bytes(self) -> int:
         """For comparison: logits and their gradient held whole in the accumulation dtype."""
@@ -148,6 +230,8 @@ class ChunkPlan:
 
     def relative_cost(self, device: Device) -> float:
         """Modelled time relative to 6·N·D·V flops (the formula is in the module's docstring)."""
+        if self.fused:
+            return self._fused_cost(ACCUMULATOR_TOKENS[device])
         passes = 1.0 if self.one_pass else 4.0 / 3.0
         length = self.tokens if self.order == "tokens" else self.vocab
         return passes + max(0, self.chunks - 1) * ACCUMULATOR_TOKENS[device] / max(1, length)
@@ -164,6 +248,7 @@ def plan(
     chunk: int | None = None,
     one_pass: bool = True,
     device: Device = "gpu",
+    fused: bool = False,
 ) -> ChunkPlan:
     """Choose how to cut a linear cross-entropy call.
 
@@ -176,6 +261,8 @@ def plan(
         chunk: tokens (or, in the vocab order, vocabulary entries) in a chunk, taken as it is; needs ``order``.
         one_pass: False when the upstream gradient arrives per token, after the forward (reduction="none", log-probs).
         device: "gpu" or "cpu": whose balance of arithmetic and bandwidth the cost formula assumes.
+        fused: whether the scratch is that of the kernel backends ("triton"; float16 always knows lse first there) or of
+            the portable ones.
 
     Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
     is a ValueError that names the smallest scratch there is.
@@ -189,7 +276,12 @@ def plan(
         raise ValueError(f"device: got {device!r}, allowed are 'gpu', 'cpu'")
     if chunk is not None and order is None:
         raise ValueError(f"order: got None beside chunk={chunk}, allowed are 'tokens', 'vocab': chunk counts along it")
-    return _plan(int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, bool(one_pass), device)
+    if fused and dtype == "float64":
+        raise ValueError("fused: got True beside dtype='float64', allowed is False: the kernels have no float64")
+    one_pass = bool(one_pass) and not (fused and dtype == "float16")
+    return _plan(
+        int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, one_pass, device, bool(fused)
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -203,19 +295,21 @@ def _plan(
     chunk: int | None,
     one_pass: bool,
     device: Device,
+    fused: bool,
 ) -> ChunkPlan:
     candidates: list[ChunkPlan] = []
     if order in (None, "tokens"):
         sizes = [chunk] if chunk else _balanced_sizes(tokens, TOKEN_TILE)
         block = min(vocab, TOKENS_ORDER_BLOCK)
         candidates += [
-            ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block)
+            ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block, fused)
             for size in sizes
         ]
     if order in (None, "vocab"):
         sizes = [chunk] if chunk else _balanced_sizes(vocab, VOCAB_TILE)
         candidates += [
-            ChunkPlan(tokens, hidden, vocab, dtype, "vocab", False, max(1, tokens), min(size, vocab)) for size in sizes
+            ChunkPlan(tokens, hidden, vocab, dtype, "vocab", False, max(1, tokens), min(size, vocab), fused)
+            for size in sizes
         ]
     if memory_budget is not None:
         smallest = min(candidate.scratch_bytes for candidate in candidates)
@@ -226,7 +320,8 @@ def _plan(
                 f"vocab={vocab}, dtype={dtype} is at least {smallest}"
             )
         return min(candidates, key=lambda candidate: (candidate.relative_cost(device), candidate.scratch_bytes))
-    limit = COST_SLACK * min(candidate.relative_cost(device) for candidate in candidates)
+    slack = FUSED_COST_SLACK if fused else COST_SLACK
+    limit = slack * min(candidate.relative_cost(device) for candidate in candidates)
     return min(
         (candidate for candidate in candidates if candidate.relative_cost(device) <= limit),
         key=lambda candidate: candidate.scratch_bytes,

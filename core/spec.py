@@ -195,18 +195,15 @@ def check_normalizer(value: object, info: ArrayInfo | None, reduction: str) -> N
         raise ValueError("normalizer: got 0, allowed is a finite number other than 0")
 
 
-def check_backend(name: str | None, known: tuple[str, ...], unavailable: dict[str, str], usable: str) -> str:
-    """Return the backend to use; ``unavailable`` maps a known name to the reason why it cannot run here.
-
-    Raises ValueError for a name that does not exist, NotImplementedError (naming ``usable``) for one that cannot run.
-    """
-    if name is None:
-        return usable
-    if name not in known:
+def check_backend(name: str | None, known: tuple[str, ...]) -> None:
+    """Raise ValueError unless ``name`` is None or one of ``known``."""
+    if name is not None and name not in known:
         raise ValueError(f"backend: got {name!r}, allowed are None, {', '.join(map(repr, known))}")
-    if name in unavailable:
-        raise NotImplementedError(f"backend: {name!r} cannot run here: {unavailable[name]}; backend={usable!r} can")
-    return name
+
+
+def unavailable_error(name: str, reason: str, usable: str) -> NotImplementedError:
+    """The error for a backend that was asked for and cannot run here; ``usable`` can."""
+    return NotImplementedError(f"backend: {name!r} cannot run here: {reason}; backend={usable!r} can")
 
 
 def check_filter_eps(value: object, backend: str) -> None:

@@ -21,7 +21,6 @@ from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
 
 BACKENDS = ("pallas", "xla")
-UNAVAILABLE = {"pallas": "this version has no Pallas kernels"}
 
 _OPTIONAL = ("bias", "token_weight", "class_weight")
 
@@ -86,7 +85,7 @@ def linear_cross_entropy(
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run.
     """
-    spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="xla")
+    _check_backend(backend)
     spec.check_filter_eps(filter_eps, "xla")
     check_plan_argument(plan, memory_budget)
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
@@ -124,7 +123,7 @@ def linear_log_probs(
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
-    spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="xla")
+    _check_backend(backend)
     check_plan_argument(plan, memory_budget)
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
     _check_arrays({"hidden": hidden, "weight": weight, "target": target, "bias": bias})
@@ -138,6 +137,12 @@ def linear_log_probs(
 
 def _x64() -> bool:
     return bool(jax.config.read("jax_enable_x64"))
+
+
+def _check_backend(backend: str | None) -> None:
+    spec.check_backend(backend, BACKENDS)
+    if backend == "pallas":
+        raise spec.unavailable_error(backend, "this version has no Pallas kernels", usable="xla")
 
 
 def _info(array: Any) -> ArrayInfo:

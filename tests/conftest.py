@@ -1,4 +1,5 @@
-"""Settings shared by all tests: one thread a worker, JAX on the CPU where there is no GPU, the gpu and case markers."""
+"""Settings shared by all tests: one thread a worker; JAX on the CPU and Triton interpreted where there is no GPU; the
+gpu and case markers."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ if cuda_device_count():
     # The tolerances are those of IEEE float32; JAX's own default on a GPU is TF32, torch's is not.
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 else:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = "cpu"
     # The optimiser takes most of the time of tests that compile hundreds of small programs; buffers are assigned

@@ -125,6 +125,18 @@ class TorchEagerCuda(TorchEager):
         return None if tensor is None else tensor.cuda()
 
 
+class TorchTritonCuda(TorchEagerCuda):
+    """torch_impl with backend="triton" on the GPU."""
+
+    name = "torch_triton_cuda"
+    backend = "triton"
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        if dtype == "float64":
+            pytest.skip("the Triton kernels have no float64")
+        return super().array(values, dtype)
+
+
 class JaxXla:
     """jax_impl with backend="xla", through jax.vjp; on the GPU where JAX has one."""
 
@@ -228,7 +240,7 @@ def _parameter(implementation: Any, framework: str) -> Any:
 
 ALL = [_parameter(TorchEager(), "torch"), _parameter(JaxXla(), "jax")]
 if cuda_device_count():  # tests/test_gpu.py says so where there is none
-    ALL.append(pytest.param(TorchEagerCuda(), id=TorchEagerCuda.name, marks=pytest.mark.gpu))
+    ALL += [pytest.param(impl, id=impl.name, marks=pytest.mark.gpu) for impl in (TorchEagerCuda(), TorchTritonCuda())]
 HAVE_BOTH = _installed("torch") and _installed("jax")
 
 every_implementation = pytest.mark.parametrize("impl", ALL)

@@ -52,6 +52,22 @@ def test_none_with_random_upstream(impl: Any, name: str) -> None:
     assert outcome.grads["hidden"][~ignored].any()
 
 
+@pytest.mark.case(3)
+@every_implementation
+def test_an_ignored_token_shuts_out_whatever_arrives_there(impl: Any) -> None:
+    """A NaN or infinite upstream gradient (and hidden state) of an ignored token reaches no gradient."""
+    rng = np.random.default_rng(0)
+    x, w, y = rng.standard_normal((6, 4)), rng.standard_normal((9, 4)), rng.integers(0, 9, 6)
+    y[[1, 4]] = -100
+    upstream = np.ones(6)
+    true = reference.linear_cross_entropy(x, w, y, reduction="none", upstream=upstream)
+    upstream[[1, 4]], x[[1, 4]] = [np.nan, np.inf], [[np.inf], [np.nan]]
+    made = impl.run(x, w, y, reduction="none", upstream=upstream)
+    assert (made.grads["hidden"][[1, 4]] == 0).all()
+    assert error(made.grads["hidden"], true.hidden_grad) <= 2e-6
+    assert error(made.grads["weight"], true.weight_grad) <= 2e-6
+
+
 @pytest.mark.case(5)
 @every_implementation
 def test_upstream_other_than_one(impl: Any) -> None:

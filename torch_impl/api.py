@@ -15,10 +15,10 @@ from logitless import spec
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
+from logitless.torch_impl import fused
 from logitless.torch_impl.autograd import Call, LinearCrossEntropyFunction, LinearLogProbsFunction
 
 BACKENDS = ("triton", "eager")
-UNAVAILABLE = {"triton": "this version has no Triton kernels"}
 
 
 def linear_cross_entropy(
@@ -70,7 +70,8 @@ def linear_cross_entropy(
         filter_eps: None: exact gradients, the only choice of this backend.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
-        backend: "eager" or None. "triton" does not exist in this version.
+        backend: "triton" (kernels: bfloat16, float16, float32 on a CUDA GPU of compute capability 9.0 or newer, or CPU
+            tensors under TRITON_INTERPRET=1), "eager" (plain operations, anywhere), or None: the first that runs.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
 
     Returns the loss in float32 (float64 for float64 input), or (loss, TokenStats). Gradients have each argument's dtype
@@ -79,8 +80,8 @@ def linear_cross_entropy(
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run.
     """
-    spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="eager")
-    spec.check_filter_eps(filter_eps, "eager")
+    spec.check_backend(backend, BACKENDS)
+    spec.check_filter_eps(filter_eps, backend or "eager")
     check_plan_argument(plan, memory_budget)
     loss, *stats = _linear_cross_entropy(
         hidden,
@@ -94,6 +95,7 @@ def linear_cross_entropy(
         None if plan is None else dataclasses.astuple(plan),
         memory_budget,
         return_stats,
+        backend,
     )
     return (loss, TokenStats(*stats)) if return_stats else loss
 
@@ -115,6 +117,7 @@ def _linear_cross_entropy(
     plan_values: tuple[Any, ...] | None,
     memory_budget: int | None,
     return_stats: bool,
+    backend: str | None,
 ) -> tuple[Tensor, ...]:
     """The loss and, if asked for, the statistics."""
     options = LossOptions(*option_values)
@@ -124,8 +127,9 @@ def _linear_cross_entropy(
     _check_normalizer(normalizer, options.reduction, hidden.device)
     _check_targets(target, weight.shape[0], options.ignore_index)
     one_pass = options.reduction != "none" and options.separable
-    chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, one_pass)
-    call = Call(options, chosen, dtype, statistics=return_stats, differentiate=torch.is_grad_enabled())
+    name = _backend(backend, hidden.device, dtype)
+    chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, one_pass, name)
+    call = Call(options, chosen, dtype, statistics=return_stats, differentiate=torch.is_grad_enabled(), backend=name)
     apply: Any = LinearCrossEntropyFunction.apply
     made = apply(hidden, weight, bias, target, token_weight, class_weight, normalizer, call)
     return tuple(value for value in made if value is not None)
@@ -154,12 +158,13 @@ def linear_log_probs(
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
-    spec.check_backend(backend, BACKENDS, UNAVAILABLE, usable="eager")
+    spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
     plan_values = None if plan is None else dataclasses.astuple(plan)
     log_prob, *entropy = _linear_log_probs(
-        hidden, weight, target, bias, logit_scale, softcap, ignore_index, with_entropy, plan_values, memory_budget
-    )
+        hidden, weight, target, bias, logit_scale, softcap, ignore_index, with_entropy, plan_values, memory_budget,
+        backend,
+    )  # fmt: skip
     return log_prob, entropy[0] if with_entropy else None
 
 
@@ -175,13 +180,15 @@ def _linear_log_probs(
     with_entropy: bool,
     plan_values: tuple[Any, ...] | None,
     memory_budget: int | None,
+    backend: str | None,
 ) -> tuple[Tensor, ...]:
     """log p(target) and, if asked for, the entropy."""
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
     dtype = _check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     _check_targets(target, weight.shape[0], ignore_index)
-    chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, one_pass=False)
-    call = Call(options, chosen, dtype, statistics=with_entropy, differentiate=torch.is_grad_enabled())
+    name = _backend(backend, hidden.device, dtype)
+    chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, False, name)
+    call = Call(options, chosen, dtype, statistics=with_entropy, differentiate=torch.is_grad_enabled(), backend=name)
     apply: Any = LinearLogProbsFunction.apply
     made = apply(hidden, weight, bias, target, call)
     return tuple(value for value in made if value is not None)
@@ -251,6 +258,16 @@ def _check_targets(target: Tensor, vocab: int, ignore_index: int) -> None:
         raise spec.out_of_range_error(position, int(target[position]), vocab, ignore_index)
 
 
+def _backend(name: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
+    reason = fused.unavailable(device, dtype)
+    if name == "triton" and reason is not None:
+        raise spec.unavailable_error(name, reason, usable="eager")
+    if name is None:
+        return "triton" if device.type == "cuda" and reason is None else "eager"
+    return name
+
+
 def _plan(
     hidden: Tensor,
     weight: Tensor,
@@ -258,6 +275,7 @@ def _plan(
     plan_values: tuple[Any, ...] | None,
     memory_budget: int | None,
     one_pass: bool,
+    backend: str,
 ) -> ChunkPlan:
     tokens, (vocab, size) = hidden.shape.numel() // hidden.shape[-1], weight.shape
     name = _dtype_name(dtype)
@@ -270,6 +288,7 @@ def _plan(
             memory_budget=memory_budget,
             one_pass=one_pass,
             device="cpu" if hidden.device.type == "cpu" else "gpu",
+            fused=backend == "triton",
         )
     given = ChunkPlan(*plan_values)
     check_plan_sizes(given, tokens, size, vocab, name)

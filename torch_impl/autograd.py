@@ -18,7 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, TokenStats
-from logitless.torch_impl import eager
+from logitless.torch_impl import eager, fused
+
+# Backends are modules with the same functions.
+MODULES: dict[str, Any] = {"eager": eager, "triton": fused}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Call:
     statistics: bool
     differentiate: bool
     """Whether autograd is recording."""
+    backend: str
+    """A key of MODULES."""
 
 
 def prepare(
@@ -80,19 +85,17 @@ def _needs(ctx: Any, *arguments: Tensor | None) -> eager.Needs:
     return eager.Needs(*(tensor.dtype if needed and tensor is not None else None for needed, tensor in wanted))
 
 
-def _cast(gradient: Tensor | None, like: Tensor | None, scale: Tensor | None) -> Tensor | None:
-    """The last cast: the upstream scalar in place (the buffer is ours), then the argument's dtype and shape."""
+def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """The last cast: the argument's dtype and shape."""
     if gradient is None or like is None:
         return None
-    if scale is not None:
-        gradient.mul_(scale)
     return gradient.to(like.dtype).reshape(like.shape)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """The loss and the eight statistics (or Nones), from hidden, weight, bias and what is not differentiated.
 
-    Gradients made in the forward wait in ctx.buffers without the upstream scalar; the first backward takes them.
+    What the forward made of the gradients waits in ctx.waiting for the upstream scalar; the first backward takes it.
     """
 
     @staticmethod
@@ -107,21 +110,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         normalizer: Tensor | float | None,
         call: Call,
     ) -> tuple[Any, ...]:
-        options = call.options
-        ctx.call, ctx.buffers = call, None
+        options, backend = call.options, MODULES[call.backend]
+        ctx.call, ctx.waiting = call, None
         with _no_autocast(hidden.device):
             arrays = (hidden, weight, bias, target, token_weight, class_weight)
             inputs = prepare(*arrays, options.ignore_index, call.compute_dtype)
             norm = eager.normalizer(inputs, options, normalizer)
             needs = _needs(ctx, hidden, weight, bias)
             one_pass = call.plan.one_pass and options.separable and options.reduction != "none"
+            one_pass = one_pass and backend.one_pass(call.compute_dtype)
             if call.differentiate and needs.any and one_pass:
-                # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
-                needs = dataclasses.replace(needs, hidden=norm.dtype if needs.hidden else None)
                 g = _row_upstream(inputs, options, norm)
-                sums, ctx.buffers = eager.loss_gradients(inputs, options, call.plan, g, needs, call.statistics)
+                sums, ctx.waiting = backend.loss_gradients(inputs, options, call.plan, g, needs, call.statistics)
             else:
-                sums = eager.token_sums(inputs, options, call.plan, call.statistics)
+                sums = backend.token_sums(inputs, options, call.plan, call.statistics)
             losses = eager.losses(inputs, options, sums)
             loss = losses.reshape(target.shape) if options.reduction == "none" else losses.sum() * norm
             stats = eager.token_stats(inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
@@ -134,27 +136,26 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         call, nothing = ctx.call, (None,) * 5
-        buffers, ctx.buffers = ctx.buffers, None
+        waiting, ctx.waiting = ctx.waiting, None
         saved: Any = ctx.saved_tensors
         hidden, weight, bias, target, token_weight, class_weight, norm, target_logit, anchor, log_total = saved
         arrays = hidden, weight, bias, target, token_weight, class_weight
         with _no_autocast(hidden.device):
-            if buffers is not None:
-                grads, scale = buffers, upstream.to(norm.dtype)
-            else:  # recomputed: the per-token upstream has just arrived, or the buffers are used up
+            if waiting is not None:
+                grads = waiting.finish(upstream.to(norm.dtype))
+            else:  # recomputed: the per-token upstream has just arrived, or what waited is used up
                 inputs = prepare(*arrays, call.options.ignore_index, call.compute_dtype)
                 per_token = upstream.reshape(-1).to(norm.dtype) if call.options.reduction == "none" else upstream * norm
                 g = _row_upstream(inputs, call.options, per_token)
                 sums = eager.TokenSums(target_logit, anchor, log_total, None, None, None, None, None)
                 known = eager.known_loss_rows(inputs, call.options, sums, g)
-                grads = eager.known_gradients(
+                grads = MODULES[call.backend].known_gradients(
                     inputs, call.options, call.plan, known, g, _needs(ctx, hidden, weight, bias)
                 )
-                scale = None
             return (
-                _cast(grads.hidden, hidden, scale),
-                _cast(grads.weight, weight, scale),
-                _cast(grads.bias, bias, scale),
+                _cast(grads.hidden, hidden),
+                _cast(grads.weight, weight),
+                _cast(grads.bias, bias),
                 *nothing,
             )
 
@@ -168,7 +169,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         with _no_autocast(hidden.device):
             inputs = prepare(hidden, weight, bias, target, None, None, call.options.ignore_index, call.compute_dtype)
-            sums = eager.token_sums(inputs, call.options, call.plan, call.statistics)
+            sums = MODULES[call.backend].token_sums(inputs, call.options, call.plan, call.statistics)
             ignored = ~inputs.valid
             log_prob = (-sums.nll).masked_fill(ignored, 0.0).reshape(target.shape)
             entropy = None if sums.entropy is None else sums.entropy.masked_fill(ignored, 0.0).reshape(target.shape)
@@ -189,13 +190,13 @@ class LinearLogProbsFunction(torch.autograd.Function):
             g1 = _row_upstream(inputs, call.options, g_log_prob.reshape(-1))
             g2 = None if g_entropy is None else _row_upstream(inputs, call.options, g_entropy.reshape(-1))
             known = eager.known_log_prob_rows(call.options, sums, g1, g2)
-            grads = eager.known_gradients(
+            grads = MODULES[call.backend].known_gradients(
                 inputs, call.options, call.plan, known, known.factor, _needs(ctx, hidden, weight, bias)
             )
             return (
-                _cast(grads.hidden, hidden, None),
-                _cast(grads.weight, weight, None),
-                _cast(grads.bias, bias, None),
+                _cast(grads.hidden, hidden),
+                _cast(grads.weight, weight),
+                _cast(grads.bias, bias),
                 None,
                 None,
             )

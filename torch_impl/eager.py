@@ -71,6 +71,13 @@ class Gradients:
     weight: Tensor | None
     bias: Tensor | None
 
+    def finish(self, upstream: Tensor) -> Gradients:
+        """Times the upstream scalar, in place: the buffers are ours."""
+        for gradient in (self.hidden, self.weight, self.bias):
+            if gradient is not None:
+                gradient.mul_(upstream)
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenSums:
@@ -263,7 +270,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
-    smoothing = _Smoothing.prepare(inputs, options, plan)
+    smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     parts = []
     for first, last in plan.token_slices:
         rows = slice(first, last)
@@ -387,7 +394,7 @@ def known_log_prob_rows(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Smoothing:
+class Smoothing:
     """Label smoothing's rank-one part: every dz_ij has −(ε/V) t g k_j, so nothing of it needs the C × V matrix."""
 
     factor: float  # ε / V
@@ -395,20 +402,21 @@ class _Smoothing:
     weighted_bias: Tensor  # Σ_j k_j b_j
 
     @staticmethod
-    def prepare(inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> _Smoothing | None:
+    def prepare(inputs: Inputs, options: LossOptions, block_size: int) -> Smoothing | None:
         """None where there is no smoothing, or where a softcap makes it part of the matrix."""
         if not options.label_smoothing or not options.separable:
             return None
         dtype = inputs.accumulation_dtype
         rows = torch.zeros(inputs.hidden.shape[1], dtype=dtype, device=inputs.hidden.device)
-        for start, stop in plan.vocab_slices:
-            block = inputs.weight[start:stop].to(dtype)
-            rows += block.sum(dim=0) if inputs.class_weight is None else inputs.class_weight[start:stop] @ block
+        for start in range(0, inputs.weight.shape[0], block_size):
+            block = inputs.weight[start : start + block_size].to(dtype)
+            k = inputs.class_weight
+            rows += block.sum(dim=0) if k is None else k[start : start + block_size] @ block
         bias = torch.zeros((), dtype=dtype, device=inputs.hidden.device)
         if inputs.bias is not None:
             b = inputs.bias.to(dtype)
             bias = b.sum() if inputs.class_weight is None else b @ inputs.class_weight
-        return _Smoothing(options.label_smoothing / inputs.weight.shape[0], rows, bias)
+        return Smoothing(options.label_smoothing / inputs.weight.shape[0], rows, bias)
 
     def weighted_logits(self, x: Tensor, options: LossOptions) -> Tensor:
         """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
@@ -418,7 +426,7 @@ class _Smoothing:
 class _Accumulators:
     """Where dX, dW and db are gathered, block by block; one object a call."""
 
-    def __init__(self, inputs: Inputs, plan: ChunkPlan, needs: Needs, smoothing: _Smoothing | None, g: Tensor) -> None:
+    def __init__(self, inputs: Inputs, plan: ChunkPlan, needs: Needs, smoothing: Smoothing | None, g: Tensor) -> None:
         tokens, size = inputs.hidden.shape
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
@@ -505,6 +513,12 @@ class _Accumulators:
         return Gradients(self.hidden, self.weight, self.bias)
 
 
+def one_pass(dtype: torch.dtype) -> bool:
+    """Whether exponentials relative to the target can be held in ``dtype``'s own range: here they are not."""
+    del dtype
+    return True
+
+
 def loss_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Tensor, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:
@@ -516,7 +530,9 @@ def loss_gradients(
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     vocab = inputs.weight.shape[0]
     held = torch.empty((plan.token_chunk, plan.row_stride), dtype=dtype, device=device)
-    smoothing = _Smoothing.prepare(inputs, options, plan)
+    smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
+    # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
+    needs = dataclasses.replace(needs, hidden=dtype if needs.hidden else None)
     gradients = _Accumulators(inputs, plan, needs, smoothing, g)
     parts = []
     for first, last in plan.token_slices:
@@ -575,7 +591,7 @@ def known_gradients(
     """
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
-    smoothing = _Smoothing.prepare(inputs, options, plan)
+    smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     gradients = _Accumulators(inputs, plan, needs, smoothing, g)
     for first, last in plan.token_slices:
         rows = slice(first, last)

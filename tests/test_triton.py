@@ -1,0 +1,146 @@
+"""The Triton kernels, interpreted on the CPU: the same problems and the same rule as everywhere.
+
+Triton's interpreter cuts float32 off where it should round it to bfloat16, so that dtype is judged on a GPU only
+(marker ``gpu``: there tests/implementations.py adds the kernels to every test).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from implementations import TorchEager, assert_within, problem_named, run_case, truth  # noqa: E402
+
+from logitless import plan, reference  # noqa: E402
+from logitless.tolerances import error  # noqa: E402
+from logitless.torch_impl import linear_cross_entropy  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
+)
+
+
+class TorchTriton(TorchEager):
+    name = "torch_triton"
+    backend = "triton"
+
+
+TRITON = TorchTriton()
+# Interpreted kernels are slow: each problem once, and every order of the plan where an order can go wrong.
+ORDERS = ("default", "tokens", "tokens_two_pass", "vocab")
+RUNS = (
+    *((name, "float32", order) for name in ("odd_all", "odd_softcap", "confident_wrong") for order in ORDERS),
+    *((name, "float32", "default") for name in ("odd_bias", "signed_smooth", "confident", "odd_none_all")),
+    *((name, "float32", "tokens") for name in ("shifted_up", "tied", "minus_inf")),
+    *(("odd_all", "float16", "default"), ("confident_wrong", "float16", "tokens"), ("odd_most", "float16", "vocab")),
+)
+
+
+def plans(problem: Any) -> dict[str, Any]:
+    sizes = {"tokens": problem.tokens, "hidden": problem.hidden, "vocab": problem.vocab, "dtype": problem.dtype}
+    return {
+        "default": plan(**sizes, fused=True),
+        "tokens": plan(**sizes, fused=True, order="tokens", chunk=70),
+        "tokens_two_pass": plan(**sizes, fused=True, order="tokens", chunk=64, one_pass=False),
+        "vocab": plan(**sizes, fused=True, order="vocab", chunk=50),
+    }
+
+
+@pytest.mark.parametrize(("name", "dtype", "order"), RUNS)
+@pytest.mark.case(1)
+@pytest.mark.case(23)
+def test_within_the_rule(name: str, dtype: str, order: str) -> None:
+    problem = problem_named(name).with_dtype(dtype)
+    assert_within(problem, run_case(TRITON, problem.case(), plan=plans(problem)[order]))
+
+
+@pytest.mark.parametrize("name", ["odd_all", "odd_softcap", "confident_wrong"])
+def test_statistics(name: str) -> None:
+    problem = problem_named(name).with_dtype("float32")
+    true = truth(problem).stats
+    made = run_case(TRITON, problem.case(), return_stats=True).stats
+    for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
+        assert error(getattr(made, field), getattr(true, field)) <= 2e-6, field
+    assert (made.argmax == true.argmax).mean() >= 0.99
+    assert ((made.argmax == -1) == (true.argmax == -1)).all()
+
+
+def test_log_probs_and_entropy() -> None:
+    rng = np.random.default_rng(3)
+    x, w = rng.standard_normal((20, 12)).astype(np.float32), rng.standard_normal((70, 12)).astype(np.float32)
+    y = rng.integers(0, 70, 20)
+    y[::6] = -100
+    g1, g2 = rng.standard_normal((2, 20)).astype(np.float32)
+    made = TRITON.run_log_probs(x, w, y, log_prob_upstream=g1, entropy_upstream=g2, logit_scale=0.7)
+    true = reference.linear_log_probs(x, w, y, log_prob_upstream=g1, entropy_upstream=g2, logit_scale=0.7)
+    assert error(made.log_prob, true.log_prob) <= 1e-6
+    assert error(made.entropy, true.entropy) <= 1e-6
+    assert error(made.grads["hidden"], true.hidden_grad) <= 2e-6
+    assert error(made.grads["weight"], true.weight_grad) <= 2e-6
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_ignored_tokens_may_lie_anywhere(chunk: int | None) -> None:
+    """Bit for bit the same, wherever the ignored tokens stand between the valid ones."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(24, 16, generator=generator), torch.randn(90, 16, generator=generator)
+    y = torch.randint(0, 90, (24,), generator=generator)
+    results = []
+    for where in (range(24), range(12, 36), range(0, 48, 2)):
+        rows = list(where)
+        hidden, target = torch.full((48, 16), torch.nan), torch.full((48,), -100)
+        hidden[rows], target[rows] = x, y
+        hidden.requires_grad_()
+        weight = w.clone().requires_grad_()
+        sizes = {"tokens": 48, "hidden": 16, "vocab": 90, "dtype": "float32", "fused": True}
+        chosen = plan(**sizes, order="tokens", chunk=chunk) if chunk else None
+        loss = linear_cross_entropy(hidden, weight, target, plan=chosen, backend="triton")
+        loss.backward()
+        ignored = torch.ones(48, dtype=torch.bool)
+        ignored[rows] = False
+        assert (hidden.grad[ignored] == 0).all()
+        results.append((loss.detach(), hidden.grad[rows], weight.grad))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_long_runs_of_one_target(chunk: int | None) -> None:
+    """A frequent target's row of dW and element of db is summed in pieces; every piece must arrive, once."""
+    rng = np.random.default_rng(5)
+    x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((230, 8), (20, 8), (20,)))
+    for share in (1.0, 0.7, 0.3):
+        y = np.where(rng.random(230) < share, 3, rng.integers(0, 20, 230))
+        y[5], y[77] = -100, 19
+        sizes = {"tokens": 230, "hidden": 8, "vocab": 20, "dtype": "float32", "fused": True}
+        chosen = plan(**sizes, order="tokens", chunk=chunk) if chunk else None
+        made = TRITON.run(x, w, y, b, plan=chosen)
+        true = reference.linear_cross_entropy(x, w, y, b)
+        assert error(made.grads["weight"], true.weight_grad) <= 2e-6
+        assert error(made.grads["bias"], true.bias_grad) <= 2e-6
+
+
+def test_no_tokens_and_all_ignored() -> None:
+    weight = torch.randn(90, 16, requires_grad=True)
+    for tokens in (0, 5):
+        hidden = torch.randn(tokens, 16, requires_grad=True)
+        target = torch.full((tokens,), -100)
+        for reduction in ("mean", "sum", "none"):
+            hidden.grad = weight.grad = None
+            linear_cross_entropy(hidden, weight, target, reduction=reduction, backend="triton").sum().backward()
+            assert (weight.grad == 0).all()
+            assert (hidden.grad == 0).all()
+
+
+def test_float64_is_refused() -> None:
+    x, w, y = torch.randn(3, 4).double(), torch.randn(5, 4).double(), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(
+        NotImplementedError, match="its kernels take bfloat16, float16 and float32, not float64; backend"
+    ):
+        linear_cross_entropy(x, w, y, backend="triton")

@@ -1,0 +1,582 @@
+"""The target-anchored chunk by Triton kernels. The same two verbs as torch_impl/eager.py; mirror of jax_impl/fused.py.
+
+A loss's gradients in one pass are made in two steps: the forward writes a chunk's exponentials and, for every chunk but
+the last, its products; the last chunk's products wait for the upstream scalar, so that dW is rounded once, with it, in
+the epilogue of its last product. A plan with a single chunk needs no accumulator for that at all.
+
+Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
+into the products, which accumulate in float32; the target's element is added to both gradients in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.planning import SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
+from logitless.spec import LossOptions
+from logitless.torch_impl.eager import Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums
+
+try:
+    import triton
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from logitless.torch_impl import kernels
+except ImportError:  # a CPU-only install; unavailable() says so before anything here is called
+    triton = None
+
+ROW_ALIGNMENT = 128  # bytes: rows of our own matrices start on such a boundary
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 when it was imported)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why these kernels cannot run there, or None."""
+    if triton is None:
+        return "triton is not installed"
+    if dtype not in DTYPES:
+        return f"its kernels take bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
+    if device.type != "cuda":
+        return None if interpreted() and device.type == "cpu" else f"its kernels need a CUDA device, not {device.type}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (9, 0):
+        return "its kernels need compute capability 9.0 or newer"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launch parameters: pure functions of dtype and shape, so that no call tunes anything
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Tile sizes and compiler options of a product kernel."""
+
+    bm: int
+    bn: int
+    bk: int
+    group: int = 8
+    stages: int = 3
+    warps: int = 8
+    split: bool = False
+    flatten: bool = False
+    deep: int = 0
+    """Steps along a product's depth that are summed before they are added to the total; 0: all of them."""
+
+
+LOGITS, HIDDEN, WEIGHT, WEIGHT_SUM = "logits", "hidden", "weight", "weight_sum"
+
+# Places of the sorted targets that one program may sum.
+TARGET_RUN = 32
+
+LOW_TILES = {
+    LOGITS: Tiles(128, 256, 64, split=True, flatten=True),
+    HIDDEN: Tiles(128, 256, 64, group=4),
+    WEIGHT: Tiles(128, 256, 64, split=True, stages=4),
+    WEIGHT_SUM: Tiles(128, 256, 64, split=True),  # a float32 tile on its way out leaves room for three stages
+}
+KERNELS = (LOGITS, HIDDEN, WEIGHT, WEIGHT_SUM)
+TF32_TILES = dict.fromkeys(KERNELS, Tiles(128, 128, 32))
+IEEE_TILES = dict.fromkeys(KERNELS, Tiles(64, 64, 16, stages=2, warps=4, deep=32))
+# Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
+GROUP_BYTES = 8 * 2**20
+
+
+def precision(dtype: torch.dtype) -> str:
+    """float32 products follow PyTorch's own setting; others do not read it."""
+    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+
+
+def tiles(dtype: torch.dtype, kernel: str) -> Tiles:
+    if dtype != torch.float32:
+        return LOW_TILES[kernel]
+    return (TF32_TILES if precision(dtype) == "tf32" else IEEE_TILES)[kernel]
+
+
+@functools.lru_cache
+def _multiprocessors(index: int | None) -> int:
+    return 2 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A call's rows and matrices
+
+
+class _Call:
+    """Everything that the launches of one call share: its rows, its matrices, its constants."""
+
+    def __init__(self, inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> None:
+        self.inputs, self.options, self.plan = inputs, options, plan
+        self.device, self.dtype = inputs.hidden.device, inputs.hidden.dtype
+        self.hidden = inputs.hidden if inputs.hidden.stride(-1) == 1 else inputs.hidden.contiguous()
+        self.weight = inputs.weight if inputs.weight.stride(-1) == 1 else inputs.weight.contiguous()
+        self.bias = None if inputs.bias is None else inputs.bias.contiguous()
+        self.class_weight = None if inputs.class_weight is None else inputs.class_weight.contiguous()
+        self.tokens, self.size = self.hidden.shape
+        self.vocab = self.weight.shape[0]
+        self.programs = _multiprocessors(self.device.index)
+        item = self.dtype.itemsize
+        self.tma = (self.weight.stride(0) * item) % 16 == 0 and (self.size * item) % 16 == 0
+        self.tma = self.tma and self.weight.data_ptr() % 16 == 0
+        self.block = min(1024, max(16, _power_of_two(self.size)))
+        self.chunk = max(1, plan.token_chunk)
+        self.scale = float(options.logit_scale)
+        self.cap = 1.0 if options.softcap is None else float(options.softcap)
+        self.has_cap = options.softcap is not None
+        self.precision = precision(self.dtype)
+        self.logit = {"HAS_BIAS": self.bias is not None, "HAS_SCALE": self.scale != 1.0, "HAS_CAP": self.has_cap}
+        padded = round_up(max(1, self.tokens), self.chunk) + TOKEN_TILE
+        self.order = self.empty(max(1, self.tokens), torch.int32)
+        self.count = self.empty(1, torch.int32)
+        self.target = inputs.target.masked_fill(~inputs.inside, -1)
+        # The targets' order: ignored tokens, and ids outside the vocabulary, come last and are none.
+        self.key = self.target.masked_fill(~(inputs.valid & inputs.inside), self.vocab).int()
+        self.row_target = self.empty(padded, torch.int32)
+        self.anchor = self.empty(padded)
+        with self.on_device():
+            kernels.compact_kernel[(1,)](
+                inputs.valid.view(torch.uint8), self.order, self.count, self.tokens, BLOCK=1024
+            )
+
+    def on_device(self) -> Any:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else _Nothing()
+
+    def empty(self, *shape: Any) -> Tensor:
+        dtype = torch.float32
+        if isinstance(shape[-1], torch.dtype):
+            *sizes, dtype = shape
+            shape = tuple(sizes)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        """[rows, columns] of the input dtype whose rows start on a boundary."""
+        stride = round_up(columns, ROW_ALIGNMENT // self.dtype.itemsize)
+        return self.empty(rows, stride, self.dtype)[:, :columns]
+
+    def operand(self, lent: Tensor | None = None) -> Tensor:
+        """x of a chunk, [C, D]; in ``lent``, a result of at least its size that is written after x was last read."""
+        if lent is None or not self.tma or lent.dtype.itemsize < self.dtype.itemsize:
+            return self.matrix(self.chunk, self.size)
+        return lent.view(-1).view(self.dtype)[: self.chunk * self.size].view(self.chunk, self.size)
+
+    def describe(self, matrix: Tensor, rows: int, columns: int) -> Any:
+        return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+    def describe_weight(self, rows: slice, block: tuple[int, int]) -> Any:
+        return self.describe(self.weight[rows], *block) if self.tma else None
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+class _Sums:
+    """The forward's sums per token, and the lines of partial sums that they are made from."""
+
+    def __init__(self, call: _Call, statistics: bool, exponentials: bool) -> None:
+        o = call.options
+        self.call, self.statistics, self.exponentials = call, statistics, exponentials
+        self.sum_logits = o.label_smoothing > 0 and not o.separable
+        self.tile = tiles(call.dtype, LOGITS)
+        self.lines = triton.cdiv(call.vocab, self.tile.bn)
+        self.smoothing = Smoothing.prepare(call.inputs, o, SMOOTHING_BLOCK)
+
+        def line(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return call.empty(self.lines, call.chunk, dtype) if wanted else None
+
+        self.partial = line(True)
+        self.partial_gap, self.partial_highest, self.partial_lowest = (line(statistics) for _ in range(3))
+        self.partial_argmax = line(statistics, torch.int32)
+        self.partial_logits = line(self.sum_logits)
+        self.highest, self.list = call.empty(call.chunk), call.empty(call.chunk, torch.int32)
+        self.flagged = call.empty(1, torch.int32)
+
+        def vector(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return torch.zeros(call.tokens, dtype=dtype, device=call.device) if wanted else None
+
+        self.target_logit, self.out_anchor, self.log_total = vector(), vector(), vector()
+        self.weighted = vector(o.label_smoothing > 0)
+        self.entropy, self.max_logit, self.min_logit = (vector(statistics) for _ in range(3))
+        self.argmax = vector(statistics, torch.int32)
+
+    def gather(self, first: int, x: Tensor) -> None:
+        """The chunk's hidden states into x, its anchors, and label smoothing's share of the loss."""
+        c, s = self.call, self.smoothing
+        kernels.rows_kernel[(c.chunk,)](
+            c.hidden, c.weight, c.bias, c.target, c.order, c.count, s.weighted_rows if s else None,
+            x, c.row_target[first:], c.anchor[first:], self.highest, self.weighted, self.flagged,
+            first, c.chunk, c.hidden.stride(0), c.weight.stride(0), x.stride(0), c.size, c.scale, c.cap,
+            DOTS=True, WEIGHTED=s is not None, BLOCK=c.block, **c.logit,
+        )  # fmt: skip
+
+    def product(self, first: int, x: Tensor, e: Tensor | None) -> None:
+        """The first product: partial sums and, if ``e`` is given, the exponentials."""
+        c, t = self.call, self.tile
+        launch_logits(
+            c, t, first, x, e, slice(0, c.vocab), mode=0 if e is None else 1, statistics=self.statistics,
+            sum_logits=self.sum_logits,
+            partial=(self.partial, self.partial_gap, self.partial_highest, self.partial_argmax, self.partial_lowest,
+                     self.partial_logits),
+        )  # fmt: skip
+
+    def finish(self, first: int, x: Tensor, e: Tensor | None, factors: _Factors | None) -> None:
+        """Sums to results; rows whose exponents grew too large once more, anchored at their maximum."""
+        self._finish(first, factors, flagged=False)
+        self._rescue(first, x, e, maximum=True)
+        self._rescue(first, x, e, maximum=False)
+        self._finish(first, factors, flagged=True)
+
+    def _finish(self, first: int, factors: _Factors | None, flagged: bool) -> None:
+        c, o, f = self.call, self.call.options, factors
+        kernels.finish_kernel[(8 if flagged else triton.cdiv(c.chunk, 16),)](
+            self.partial, self.partial_gap, self.partial_highest, self.partial_argmax, self.partial_lowest,
+            self.partial_logits, c.order, c.count, c.row_target[first:], c.anchor[first:], self.highest, self.list,
+            self.flagged, f.g if f else None, f.class_weight if f else None, f.smooth if f else None,
+            self.target_logit, self.out_anchor, self.log_total, self.weighted, self.entropy, self.argmax,
+            self.max_logit, self.min_logit, f.factor[first:] if f else None, f.target_value[first:] if f else None,
+            f.token_value if f else None, first, c.chunk, self.lines, 1.0 - o.label_smoothing, o.z_loss, c.cap,
+            FLAGGED=flagged, STATISTICS=self.statistics, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
+            HAS_CAP=c.has_cap, HAS_CLASS=f is not None and f.class_weight is not None,
+            SMOOTH=f is not None and f.smooth is not None, BR=16, BL=32,
+        )  # fmt: skip
+
+    def _rescue(self, first: int, x: Tensor, e: Tensor | None, maximum: bool) -> None:
+        c = self.call
+        kernels.rescue_kernel[(c.programs,)](
+            x, c.weight, c.bias, c.row_target[first:], self.list, self.flagged, self.highest, e, self.partial,
+            self.partial_gap, c.chunk, c.size, x.stride(0), c.weight.stride(0), 0 if e is None else e.stride(0),
+            c.vocab, c.scale, c.cap,
+            MAXIMUM=maximum, STORE=e is not None, STATISTICS=self.statistics, BM=16,
+            BN=self.tile.bn, BK=32, PROGRAMS=c.programs, PRECISION=c.precision, num_warps=8, **c.logit,
+        )  # fmt: skip
+
+    def result(self) -> TokenSums:
+        weighted = self.weighted
+        if weighted is not None and self.smoothing is not None:
+            weighted = weighted + self.smoothing.weighted_bias * self.call.options.logit_scale
+        target_logit: Any = self.target_logit
+        return TokenSums(
+            target_logit, self.out_anchor, self.log_total, weighted, self.entropy,  # type: ignore[arg-type]
+            self.argmax, self.max_logit, self.min_logit,
+        )  # fmt: skip
+
+
+def launch_logits(
+    c: _Call, t: Tiles, first: int, x: Tensor, e: Tensor | None, entries: slice, *, mode: int, statistics: bool = False,
+    sum_logits: bool = False, partial: tuple[Tensor | None, ...] = (None,) * 6, known: _KnownVectors | None = None,
+) -> None:  # fmt: skip
+    """The first product over ``entries`` of the vocabulary: see kernels.logits_kernel."""
+    k = known
+    part: Any = (lambda v: None if v is None else v[first:]) if known else None
+    vectors = [part(v) for v in (k.log_total, k.factor, k.target, k.alpha, k.gamma, k.sigma)] if k else [None] * 6
+    bn = t.bn // 2 if t.split else t.bn
+    group = min(64, max(t.group, GROUP_BYTES // (t.bm * c.size * c.dtype.itemsize)))
+    kernels.logits_kernel[(c.programs,)](
+        c.describe(x, t.bm, t.bk), c.describe_weight(entries, (t.bn, t.bk)),
+        None if e is None else c.describe(e, t.bm, bn), c.weight[entries], c.bias, c.class_weight,
+        c.row_target[first:], part(k.anchor) if k else c.anchor[first:], c.count, *partial, *vectors,
+        first, c.chunk, c.size, c.weight.stride(0), entries.start, entries.stop - entries.start, c.scale, c.cap,
+        MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits, HAS_CLASS=c.class_weight is not None,
+        HAS_ALPHA=vectors[3] is not None, HAS_GAMMA=vectors[4] is not None, HAS_SIGMA=vectors[5] is not None, BM=t.bm,
+        BN=t.bn, BK=t.bk, GROUP=group, PROGRAMS=c.programs, SPLIT=t.split, FLATTEN=t.flatten, TMA=c.tma,
+        PRECISION=c.precision, num_warps=t.warps, num_stages=t.stages, **c.logit,
+    )  # fmt: skip
+
+
+def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
+    """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
+    c = _Call(inputs, options, plan)
+    sums = _Sums(c, statistics, exponentials=False)
+    with c.on_device():
+        x = c.operand()
+        for first, _ in plan.token_slices:
+            sums.gather(first, x)
+            sums.product(first, x, None)
+            sums.finish(first, x, None, None)
+    return sums.result()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factors:
+    """What turns sums into row factors, and the factors themselves, by position. g is relative to ``unit``."""
+
+    g: Tensor  # [N] by token
+    class_weight: Tensor | None  # k_y, [N] by token
+    smooth: Tensor | None  # (ε/V) K
+    factor: Tensor  # u
+    target_value: Tensor  # u T
+    token_value: Tensor  # u T, by token
+
+
+@dataclasses.dataclass(frozen=True)
+class _KnownVectors:
+    """:class:`KnownRows` by position, factor and target relative to the unit."""
+
+    anchor: Tensor
+    log_total: Tensor
+    factor: Tensor
+    target: Tensor
+    alpha: Tensor | None
+    gamma: Tensor | None
+    sigma: Tensor | None
+
+
+class _Products:
+    """dX, dW and db of a call, chunk by chunk and slice by slice."""
+
+    def __init__(self, c: _Call, needs: Needs, smoothing: Smoothing | None, g: Tensor, unit: Tensor) -> None:
+        self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
+        self.hidden_sum: Tensor | None = None
+        self.weight_sum: Tensor | None = None
+        self.hidden = self._new(c.tokens, needs.hidden)
+        self.weight = self._new(c.vocab, needs.weight)
+        self.bias = torch.zeros(c.vocab, device=c.device) if needs.bias else None
+        self.smooth_rows = None if smoothing is None else g * -smoothing.factor
+        self.smooth_x = torch.zeros(c.size, device=c.device) if smoothing is not None else None
+
+    def _new(self, rows: int, dtype: torch.dtype | None) -> Tensor | None:
+        return None if dtype is None else self.call.empty(rows, self.call.size, dtype)
+
+    def add_smooth_x(self, first: int, x: Tensor) -> None:
+        """Σ_i g_i x_i of the chunk, from x as it came."""
+        if self.smooth_x is not None:
+            self._column_sums(x, self.g, first, self.smooth_x, by_token=True)
+
+    def _column_sums(self, matrix: Tensor, factor: Tensor | None, first: int, out: Tensor, by_token: bool) -> None:
+        c = self.call
+        kernels.column_sums_kernel[(triton.cdiv(matrix.shape[1], 128),)](
+            matrix, factor, c.order, c.count, out, first, c.chunk, matrix.stride(0), matrix.shape[1],
+            BY_TOKEN=by_token, HAS_FACTOR=factor is not None, BR=32, BC=128,
+        )  # fmt: skip
+
+    def add(
+        self, first: int, x: Tensor, e: Tensor, entries: slice, factors: _Factors | None, scale: Tensor | None
+    ) -> None:
+        """The products of a block e over ``entries``; scale: this is the last block of a result, and what it lacks."""
+        c = self.call
+        if self.bias is not None:
+            factor = None if factors is None else factors.factor[first:]
+            self._column_sums(e, factor, first, self.bias[entries], by_token=False)
+        # dW first: x may lie where dX will be.
+        if self.needs.weight:
+            last = scale is not None and first + c.chunk >= c.tokens
+            self._weight(first, x, e, entries, scale if last else None)
+        if self.needs.hidden:
+            last = scale is not None and entries.stop == c.vocab
+            self._hidden(first, e, entries, factors, scale if last else None)
+
+    def _hidden(self, first: int, e: Tensor, entries: slice, factors: _Factors | None, scale: Tensor | None) -> None:
+        c, s, t = self.call, self.smoothing, tiles(self.call.dtype, HIDDEN)
+        if scale is None and self.hidden_sum is None:
+            self.hidden_sum = c.empty(c.tokens, c.size)
+        kernels.hidden_kernel[(c.programs,)](
+            c.describe(e, t.bm, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries], self.hidden_sum,
+            self.hidden, factors.factor[first:] if factors else None, factors.target_value[first:] if factors else None,
+            c.row_target[first:], c.order, c.count, scale, self.smooth_rows, s.weighted_rows if s else None,
+            first, c.chunk, entries.stop - entries.start, c.size, c.weight.stride(0), c.weight,
+            ADD=entries.start > 0, FINAL=scale is not None, ROWS=factors is not None, SMOOTH=s is not None,
+            BM=t.bm, BN=t.bn, BK=t.bk, GROUP=t.group, PROGRAMS=c.programs, FLATTEN=t.flatten, TMA=c.tma,
+            PRECISION=c.precision, DEEP=t.deep, num_warps=t.warps, num_stages=2 if s else t.stages,
+        )  # fmt: skip
+
+    def _weight(self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None) -> None:
+        c = self.call
+        if scale is None and self.weight_sum is None:  # a float32 result is its own accumulator
+            whole = self.weight is not None and self.weight.dtype == torch.float32
+            self.weight_sum = self.weight if whole else c.empty(c.vocab, c.size)
+        out: Any = self.weight_sum if scale is None else self.weight
+        t = tiles(c.dtype, WEIGHT_SUM if out.dtype == torch.float32 else WEIGHT)
+        tma = c.tma and (c.size * out.element_size()) % 16 == 0
+        bn = t.bn // 2 if t.split else t.bn
+        kernels.weight_kernel[(c.programs,)](
+            c.describe(e, t.bk, t.bm), c.describe(x, t.bk, t.bn), self.weight_sum,
+            c.describe(out[entries], t.bm, bn) if tma else None, out, c.count, scale, c.class_weight,
+            self.smooth_x_scaled if scale is not None else None,
+            first, c.chunk, entries.start, entries.stop - entries.start, c.size,
+            ADD=first > 0, FINAL=scale is not None, SMOOTH=self.smoothing is not None,
+            HAS_CLASS=c.class_weight is not None, BM=t.bm, BN=t.bn, BK=t.bk, GROUP=t.group, PROGRAMS=c.programs,
+            SPLIT=t.split, FLATTEN=t.flatten, TMA=tma, PRECISION=c.precision, DEEP=t.deep, num_warps=t.warps,
+            num_stages=t.stages,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def smooth_x_scaled(self) -> Tensor | None:
+        if self.smoothing is None or self.smooth_x is None:
+            return None
+        return self.smooth_x * self.smoothing.factor
+
+    def add_targets(self, value: Tensor, scale: Tensor | None) -> None:
+        """The targets' elements of dW and db: into dW's accumulator, or (scale given) into the finished dW."""
+        c = self.call
+        out = self.weight_sum if scale is None else self.weight
+        if (out is None and self.bias is None) or not c.tokens:
+            return
+        key, token = torch.sort(c.key, stable=True)
+        blocks, columns = triton.cdiv(c.tokens, TARGET_RUN), 1
+        part = share = c.empty(2 * blocks)
+        if out is not None:
+            part, columns = c.empty(2 * blocks, c.size), triton.cdiv(c.size, c.block)
+        options: dict[str, int] = {
+            "WEIGHT": out is not None,
+            "BIAS": self.bias is not None,
+            "SCALED": scale is not None,
+        }
+        options |= {"RUN": TARGET_RUN, "BC": c.block}
+        kernels.add_targets_kernel[(c.tokens, columns)](
+            key, token, value, c.hidden, scale, out, self.bias, part, share, c.tokens, c.vocab, c.hidden.stride(0),
+            c.size, BR=4, **options,
+        )  # fmt: skip
+        kernels.add_long_runs_kernel[(blocks, columns)](
+            key, scale, out, self.bias, part, share, c.tokens, c.vocab, c.size, **options
+        )
+
+    def finish(self, scale: Tensor, done_from: int) -> Gradients:
+        """Rows of dX that still lack the scale (positions before ``done_from``), zero rows, and the bias."""
+        c, s = self.call, self.smoothing
+        if self.hidden is not None and c.tokens:
+            kernels.finish_hidden_kernel[(c.tokens,)](
+                scale if self.hidden_sum is None else self.hidden_sum, self.hidden, c.order, c.count, scale,
+                self.smooth_rows, s.weighted_rows if s else None, done_from, c.size, SMOOTH=s is not None,
+                BLOCK=c.block,
+            )  # fmt: skip
+        bias = self.bias
+        if bias is not None:
+            if s is not None:
+                share = s.factor * self.g.sum()
+                k = c.class_weight
+                bias = bias - (share if k is None else share * k)
+            bias = bias * scale
+        return Gradients(self.hidden, self.weight, bias)
+
+
+def _unit(values: Tensor) -> Tensor:
+    """The largest factor, taken out of what is rounded and put back in float32; 1 where all are 0."""
+    largest = values.abs().amax() if values.numel() else values.new_zeros(())
+    return torch.where(largest > 0, largest, 1.0).reshape(1)
+
+
+class Held:
+    """Gradients made in the forward, waiting for the upstream scalar: the last chunk's exponentials, and sums."""
+
+    def __init__(self, products: _Products, factors: _Factors, first: int, x: Tensor, e: Tensor) -> None:
+        self.products, self.factors, self.first, self.x, self.e = products, factors, first, x, e
+
+    def finish(self, upstream: Tensor) -> Gradients:
+        """dX, dW and db with the upstream scalar; may be called once."""
+        p, c = self.products, self.products.call
+        scale = p.unit * upstream
+        with c.on_device():
+            several = self.first > 0
+            value = self.factors.token_value
+            if several:
+                p.add_targets(value, None)
+            p.add(self.first, self.x, self.e, slice(0, c.vocab), self.factors, scale)
+            if not several:
+                p.add_targets(value, scale)
+            return p.finish(scale, self.first)
+
+
+def one_pass(dtype: torch.dtype) -> bool:
+    """Whether exponentials relative to the target can be held in ``dtype``: float16's range ends at 11 nats."""
+    return dtype != torch.float16
+
+
+def loss_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Tensor, needs: Needs, statistics: bool
+) -> tuple[TokenSums, Held]:
+    """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
+    c = _Call(inputs, options, plan)
+    sums = _Sums(c, statistics, exponentials=True)
+    unit = _unit(g)
+    k = None if inputs.class_weight is None else inputs.class_weight[inputs.target]
+    smooth = None
+    if options.label_smoothing:
+        smooth = torch.as_tensor(
+            options.label_smoothing / c.vocab * inputs.class_weight_sum(), dtype=torch.float32, device=c.device
+        )
+    padded = c.row_target.shape[0]
+    factors = _Factors(g / unit, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
+    products = _Products(c, needs, sums.smoothing, factors.g, unit)
+    with c.on_device():
+        x, e = c.operand(), c.matrix(c.chunk, c.vocab)
+        slices = plan.token_slices or ((0, 0),)
+        for first, last in slices:
+            sums.gather(first, x)
+            sums.product(first, x, e)
+            sums.finish(first, x, e, factors)
+            products.add_smooth_x(first, x)
+            if needs.weight:
+                kernels.scale_rows_kernel[(c.chunk,)](
+                    x, factors.factor[first:], c.count, first, c.chunk, x.stride(0), c.size, BLOCK=c.block
+                )
+            if last < c.tokens:
+                products.add(first, x, e, slice(0, c.vocab), factors, None)
+    return sums.result(), Held(products, factors, slices[-1][0], x, e)
+
+
+def known_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor, needs: Needs
+) -> Gradients:
+    """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`eager.known_gradients`."""
+    c = _Call(inputs, options, plan)
+    unit = _unit(known.factor)
+    smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
+    products = _Products(c, needs, smoothing, g / unit, unit)
+    tile = tiles(c.dtype, LOGITS)
+    with c.on_device():
+        vectors = _by_position(c, known, unit)
+        lent = products.hidden if len(plan.token_slices) == 1 else None
+        x, e = c.operand(lent), c.matrix(c.chunk, plan.fused_columns)
+        for first, _ in plan.token_slices:
+            _gather_only(c, first, x)
+            products.add_smooth_x(first, x)
+            for start in range(0, c.vocab, plan.fused_columns):
+                entries = slice(start, min(start + plan.fused_columns, c.vocab))
+                block = e[:, : entries.stop - entries.start]
+                launch_logits(c, tile, first, x, block, entries, mode=2, known=vectors)
+                products.add(first, x, block, entries, None, unit)
+        if not plan.token_slices and products.weight is not None:
+            products.weight.zero_()
+        return products.finish(unit, 0)
+
+
+def _gather_only(c: _Call, first: int, x: Tensor) -> None:
+    kernels.rows_kernel[(c.chunk,)](
+        c.hidden, c.weight, None, c.target, c.order, c.count, None, x, c.row_target[first:], None, None, None, None,
+        first, c.chunk, c.hidden.stride(0), c.weight.stride(0), x.stride(0), c.size, c.scale, c.cap,
+        DOTS=False, WEIGHTED=False, BLOCK=c.block, **c.logit,
+    )  # fmt: skip
+
+
+def _by_position(c: _Call, known: KnownRows, unit: Tensor) -> _KnownVectors:
+    """Vectors by token to vectors by position. The target's element lacks its factor there, and has it here."""
+
+    def pick(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        chosen = values.index_select(0, c.order[: c.tokens])
+        return torch.nn.functional.pad(chosen, (0, c.row_target.shape[0] - c.tokens))
+
+    factor = known.factor / unit
+    made: list[Any] = [
+        pick(v)
+        for v in (known.anchor, known.log_total, factor, factor * known.target, known.alpha, known.gamma, known.sigma)
+    ]
+    return _KnownVectors(*made)
