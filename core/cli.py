@@ -109,12 +109,15 @@ def plan(
         str, typer.Option(help="mean, sum or none; with none the upstream gradient comes later, at 8 N D V flops.")
     ] = "mean",
     device: Annotated[str, typer.Option(help="gpu or cpu: whose speed and bandwidth the cost assumes.")] = "gpu",
+    fused: Annotated[
+        bool, typer.Option("--fused/--portable", help="For the kernels (backend triton) or for plain operations.")
+    ] = False,
 ) -> None:
     """Show the chunk plan for the given sizes, and what other chunk sizes and full logits would take."""
     if reduction not in REDUCTIONS:
         _fail(f"reduction: got {reduction!r}, allowed are {', '.join(map(repr, REDUCTIONS))}")
     sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": dtype, "device": device}
-    sizes["one_pass"] = reduction != "none"
+    sizes |= {"one_pass": reduction != "none", "fused": fused}
     try:
         budget = None if memory_budget is None else parse_bytes(memory_budget)
         chosen = make_plan(**sizes, memory_budget=budget, order=order, chunk=chunk)  # type: ignore[arg-type]

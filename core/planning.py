@@ -10,6 +10,9 @@ Two orders (docs/design.md):
 ``vocab``   first the statistics of all tokens (2·N·D·V), then slices of the vocabulary, 6 more. Holds N × slice; dX is
             accumulated, each slice of dW is finished at once, so nothing of size V × D exists beside the gradient.
 
+The kernel backends hold exponentials in the input dtype and leave the last chunk's products to the backward, so that a
+plan of one chunk needs no accumulator at all.
+
 The cost of a plan, relative to 6·N·D·V flops, counts the extra flops of a second pass and the traffic of the
 accumulators that are read and written again with every further chunk:
 
@@ -53,10 +56,12 @@ COST_SLACK = 1.03
 FUSED_COST_SLACK = 1.01
 
 # What the kernels' cost counts in: rows and columns of a product's tile, multiprocessors of an H100 or H200, and what
-# the small launches around a chunk's products take, in flops (60 µs at 680 TFLOP/s; measured on an H200).
+# the small launches around a chunk of tokens and around a slice of the vocabulary take, in flops (60 and 6 µs at 680
+# TFLOP/s; measured on an H200).
 KERNEL_TILE = (128, 256)
 MULTIPROCESSORS = 132
-CHUNK_OVERHEAD_FLOPS = {"tokens": 4e10, "vocab": 4e9}
+CHUNK_OVERHEAD_FLOPS = 4e10
+SLICE_OVERHEAD_FLOPS = 4e9
 
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
@@ -216,7 +221,8 @@ class ChunkPlan:
         flops = 6 * self.tokens * self.hidden * self.vocab
         ideal = flops / (2 * KERNEL_TILE[0] * KERNEL_TILE[1] * MULTIPROCESSORS)
         cost = blocks / ideal + (self.chunks - 1) * accumulator_tokens / length
-        return cost + self.chunks * CHUNK_OVERHEAD_FLOPS[self.order] / flops
+        passes, slices = (self.chunks, 0) if self.order == "tokens" else (1, self.chunks)
+        return cost + (passes * CHUNK_OVERHEAD_FLOPS + slices * SLICE_OVERHEAD_FLOPS) / flops
 
     @property
     def _chunk_sizes(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the portable PyTorch backend. The other GPU tests are the usual ones: where a CUDA device
+"""What only a GPU can show of the PyTorch backends. The other GPU tests are the usual ones: where a CUDA device
 exists, tests/implementations.py adds it to every test that runs on all implementations (marker ``gpu``)."""
 
 from __future__ import annotations
@@ -72,6 +72,41 @@ def test_cuda_graph_capture() -> None:
     plain = [step().item(), x.grad, w.grad, b.grad]
     assert replayed[0] == plain[0]
     assert all(torch.equal(one, other) for one, other in zip(replayed[1:], plain[1:], strict=True))
+
+
+@pytest.mark.case(24)
+def test_compiled_takes_plain_operations_and_says_so() -> None:
+    x, w, b, y = tensors()
+    plain = linear_cross_entropy(x, w, y, b, z_loss=1e-3, backend="eager")
+    compiled = torch.compile(lambda *a: linear_cross_entropy(*a, z_loss=1e-3), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, w, y, b), plain)
+    kernels = torch.compile(lambda *a: linear_cross_entropy(*a, backend="triton"), backend="aot_eager")
+    with pytest.raises(Exception, match="cannot trace its kernels yet"):
+        kernels(x, w, y, b)
+
+
+def test_a_device_that_is_not_current() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x, w, b, y = tensors(device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    linear_cross_entropy(x, w, y, b).backward()
+    one = x.grad.clone()
+    x, w, b, y = tensors(device="cuda:0")
+    linear_cross_entropy(x, w, y, b).backward()
+    assert torch.equal(one.cpu(), x.grad.cpu())
+
+
+@pytest.mark.case(31)
+def test_the_same_bits_from_run_to_run() -> None:
+    results = []
+    for _ in range(3):
+        x, w, b, y = tensors()
+        loss = linear_cross_entropy(x, w, y, b, label_smoothing=0.1, backend="triton")
+        loss.backward()
+        results.append([loss.detach(), x.grad, w.grad, b.grad])
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
 def test_ids_outside_the_vocabulary_make_nan() -> None:

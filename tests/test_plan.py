@@ -185,6 +185,40 @@ def test_a_plan_is_frozen_and_checked_against_the_call() -> None:
     assert hash(made) == hash(plan(**LLAMA))
 
 
+@settings(deadline=None, max_examples=100)
+@given(sizes, st.integers(2**20, 2**34))
+def test_plans_for_the_kernels(arguments: dict[str, Any], budget: int) -> None:
+    """Same slices, own promise and own cost: within the budget, nothing dearer than needed, float16 in two passes."""
+    if arguments["dtype"] == "float64":
+        with pytest.raises(ValueError, match="fused: got True beside dtype='float64'"):
+            plan(**arguments, fused=True)
+        return
+    try:
+        made = plan(**arguments, fused=True, memory_budget=budget)
+    except ValueError as refusal:
+        assert "memory_budget: got" in str(refusal)
+        return
+    assert made.fused
+    assert made.scratch_bytes <= budget
+    assert covers(made.token_slices, made.tokens)
+    assert covers(made.vocab_slices, made.vocab)
+    assert not (made.one_pass and arguments["dtype"] == "float16")
+    device = arguments["device"]
+    assert made.relative_cost(device) >= plan(**arguments, fused=True, memory_budget=2**62).relative_cost(device)
+
+
+def test_known_plans_for_the_kernels() -> None:
+    """One chunk where the exponentials of all tokens are the only thing of that size; lean: nothing of size V × D."""
+    sizes = {"tokens": 4096, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16", "fused": True}
+    default, lean = plan(**sizes), plan(**sizes, memory_budget=130 * 2**20)
+    assert (default.order, default.chunks, default.one_pass) == ("tokens", 1, True)
+    exponentials = 4096 * 128256 * 2
+    assert exponentials < default.scratch_bytes < 1.1 * exponentials
+    assert (lean.order, lean.one_pass) == ("vocab", False)
+    several = plan(**sizes, order="tokens", chunk=2048)
+    assert several.scratch_bytes > 128256 * 4096 * 4 > default.scratch_bytes
+
+
 def test_known_plans() -> None:
     """The default for the shapes that DESIGN quotes: chunks of about 4096 tokens on a GPU."""
     assert plan(**LLAMA).chunks == 4

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from logitless import spec
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
@@ -71,7 +72,8 @@ def linear_cross_entropy(
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
         backend: "triton" (kernels: bfloat16, float16, float32 on a CUDA GPU of compute capability 9.0 or newer, or CPU
-            tensors under TRITON_INTERPRET=1), "eager" (plain operations, anywhere), or None: the first that runs.
+            tensors under TRITON_INTERPRET=1; not inside torch.compile), "eager" (plain operations, anywhere), or None:
+            the first that runs.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
 
     Returns the loss in float32 (float64 for float64 input), or (loss, TokenStats). Gradients have each argument's dtype
@@ -127,7 +129,7 @@ def _linear_cross_entropy(
     _check_normalizer(normalizer, options.reduction, hidden.device)
     _check_targets(target, weight.shape[0], options.ignore_index)
     one_pass = options.reduction != "none" and options.separable
-    name = _backend(backend, hidden.device, dtype)
+    name = _backend(backend, hidden, dtype)
     chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, one_pass, name)
     call = Call(options, chosen, dtype, statistics=return_stats, differentiate=torch.is_grad_enabled(), backend=name)
     apply: Any = LinearCrossEntropyFunction.apply
@@ -186,7 +188,7 @@ def _linear_log_probs(
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
     dtype = _check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     _check_targets(target, weight.shape[0], ignore_index)
-    name = _backend(backend, hidden.device, dtype)
+    name = _backend(backend, hidden, dtype)
     chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, False, name)
     call = Call(options, chosen, dtype, statistics=with_entropy, differentiate=torch.is_grad_enabled(), backend=name)
     apply: Any = LinearLogProbsFunction.apply
@@ -258,9 +260,12 @@ def _check_targets(target: Tensor, vocab: int, ignore_index: int) -> None:
         raise spec.out_of_range_error(position, int(target[position]), vocab, ignore_index)
 
 
-def _backend(name: str | None, device: torch.device, dtype: torch.dtype) -> str:
+def _backend(name: str | None, hidden: Tensor, dtype: torch.dtype) -> str:
     """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
+    device = hidden.device
     reason = fused.unavailable(device, dtype)
+    if reason is None and (torch.compiler.is_compiling() or is_fake(hidden)):
+        reason = "torch.compile cannot trace its kernels yet"
     if name == "triton" and reason is not None:
         raise spec.unavailable_error(name, reason, usable="eager")
     if name is None:

@@ -508,9 +508,8 @@ def loss_gradients(
     k = None if inputs.class_weight is None else inputs.class_weight[inputs.target]
     smooth = None
     if options.label_smoothing:
-        smooth = torch.as_tensor(
-            options.label_smoothing / c.vocab * inputs.class_weight_sum(), dtype=torch.float32, device=c.device
-        )
+        share = options.label_smoothing / c.vocab * inputs.class_weight_sum()
+        smooth = share if isinstance(share, Tensor) else torch.full((), share, device=c.device)  # no copy from the host
     padded = c.row_target.shape[0]
     factors = _Factors(g / unit, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
     products = _Products(c, needs, sums.smoothing, factors.g, unit)
@@ -536,7 +535,7 @@ def known_gradients(
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`eager.known_gradients`."""
     c = _Call(inputs, options, plan)
-    unit = _unit(known.factor)
+    unit = _unit(g)
     smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
     products = _Products(c, needs, smoothing, g / unit, unit)
     tile = tiles(c.dtype, LOGITS)

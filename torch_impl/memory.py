@@ -26,8 +26,8 @@ def peak_scratch_bytes(function: Callable[[], object]) -> int:
     Not counted: memory that never passes through PyTorch's allocators (packing buffers inside a BLAS, NumPy arrays),
     and CPU memory allocated by a thread that the call starts itself.
 
-    The CPU is metered with the memory events of torch.profiler, CUDA with torch.cuda.max_memory_allocated (whose peak
-    statistics are reset). If the call frees memory that is older than itself, CUDA's meter sets that off against new
+    The CPU is metered with the memory events of torch.profiler, CUDA with the caching allocator's requested bytes
+    (whose peak statistics are reset). If the call frees memory that is older than itself, CUDA's meter sets that off against new
     memory; the CPU's does not.
 
     Arguments:
@@ -47,7 +47,7 @@ def peak_scratch_bytes(function: Callable[[], object]) -> int:
         del sentinel
         result = function()
     del result
-    cuda_peak = sum(torch.cuda.max_memory_allocated(device) - before for device, before in live_before.items())
+    cuda_peak = sum(_requested(device, "peak") - before for device, before in live_before.items())
     return _host_peak_bytes(profiler) + cuda_peak
 
 
@@ -59,8 +59,13 @@ def _start_cuda_meters() -> dict[int, int]:
     live_before: dict[int, int] = {}
     for device in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(device)
-        live_before[device] = torch.cuda.memory_allocated(device)
+        live_before[device] = _requested(device, "current")
     return live_before
+
+
+def _requested(device: int, when: str) -> int:
+    """Bytes that were asked for, without what the caching allocator rounds them up by (to 512, or by up to 1 MiB)."""
+    return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"])
 
 
 def _host_peak_bytes(profiler: profile) -> int:

@@ -1,0 +1,220 @@
+"""One registry of problems and implementations for a GPU, and one runner: time, scratch and error, side by side.
+
+Every variant of a shape runs in turn, round after round, so that clocks and temperature are the same for all; a time is
+the median of all rounds, a ratio is of one run. Inputs are random. A peer that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bench.floor import torch_floor
+from logitless import plan
+from logitless.torch_impl import linear_cross_entropy
+from logitless.torch_impl.memory import peak_scratch_bytes
+
+Step = Callable[[], Any]
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """N × D × V, and the memory budgets [bytes] at which our kernels are measured beside their default."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    budgets: tuple[int, ...] = ()
+    extras: bool = False
+    """Also forward only, and with half of the tokens ignored."""
+
+    def sizes(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "hidden": self.hidden, "vocab": self.vocab, "dtype": "bfloat16"}
+
+
+SHAPES = {
+    "liger": Shape(4096, 4096, 128256, (130 * MIB,), extras=True),
+    "gist": Shape(32768, 768, 128256, (1900 * MIB,)),
+    "gemma": Shape(8192, 2304, 256000, (600 * MIB,)),
+    "llama": Shape(16384, 4096, 128256, (3072 * MIB, 614 * MIB)),
+    "odd": Shape(16384, 2048, 50257),
+    "even": Shape(16384, 2048, 50304),
+    "small": Shape(2048, 1024, 32768),
+}
+
+
+class Arrays:
+    """x, w and y of a shape on the current GPU."""
+
+    def __init__(self, shape: Shape) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        x = torch.randn(shape.tokens, shape.hidden, device="cuda", generator=generator)
+        w = torch.randn(shape.vocab, shape.hidden, device="cuda", generator=generator) * shape.hidden**-0.5
+        self.x, self.w = x.bfloat16().requires_grad_(), w.bfloat16().requires_grad_()
+        self.y = torch.randint(0, shape.vocab, (shape.tokens,), device="cuda", generator=generator)
+
+    def step(self, loss: Callable[[Any, Any, Any], Any], y: Any = None) -> Step:
+        """Forward and backward of ``loss(x, w, y)``, the gradients left in x.grad and w.grad."""
+
+        def run() -> Any:
+            self.x.grad = self.w.grad = None
+            value = loss(self.x, self.w, self.y if y is None else y)
+            value.backward()
+            return value
+
+        return run
+
+
+def _full_logits(x: Any, w: Any, y: Any) -> Any:
+    return torch.nn.functional.cross_entropy(x @ w.t(), y)
+
+
+def _full_logits_float32(x: Any, w: Any, y: Any) -> Any:
+    return torch.nn.functional.cross_entropy((x @ w.t()).float(), y)
+
+
+def peers() -> Iterator[tuple[str, Callable[[Any, Any, Any], Any]]]:
+    """Other implementations that are installed here, as loss(x, w, y)."""
+    yield "torch, full logits", _full_logits
+    yield "torch.compile, full logits", torch.compile(_full_logits_float32)
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
+    except ImportError:
+        pass
+    else:
+        yield "Liger-Kernel", lambda x, w, y: liger(x, w, y)
+    try:
+        from cut_cross_entropy import linear_cross_entropy as cce
+    except ImportError:
+        pass
+    else:
+        yield "cut-cross-entropy", lambda x, w, y: cce(x, w, y)
+        yield "cut-cross-entropy, exact", lambda x, w, y: cce(x, w, y, impl="cce_exact")
+    try:
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack
+    except ImportError:
+        pass
+    else:
+        yield "QuACK", lambda x, w, y: quack(x, w, y, reduction="mean")
+
+
+def ours(shape: Shape, arrays: Arrays) -> dict[str, tuple[Step, int | None]]:
+    """Our variants: name → (step, promised scratch or None)."""
+
+    def with_plan(chosen: Any, backend: str) -> tuple[Step, int]:
+        step = arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, plan=chosen, backend=backend))
+        return step, chosen.scratch_bytes
+
+    made = {"triton": with_plan(plan(**shape.sizes(), fused=True), "triton")}
+    for budget in shape.budgets:
+        chosen = plan(**shape.sizes(), fused=True, memory_budget=budget)
+        made[f"triton, {budget // MIB} MiB"] = with_plan(chosen, "triton")
+    if shape.extras:
+        x, w, y = arrays.x, arrays.w, arrays.y
+        half = torch.where(torch.arange(len(y), device="cuda") % 2 == 0, y, -100)
+        made["triton, half ignored"] = arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y), half), None
+        made["triton, forward only"] = lambda: linear_cross_entropy(x.detach(), w.detach(), y), None
+    made["eager"] = with_plan(plan(**shape.sizes()), "eager")
+    return made
+
+
+def event_ms(step: Step, warm_s: float = 0.15, repeats: int = 4) -> list[float]:
+    """CUDA-event times of single steps in a row, after as many untimed ones as settle the clock: power limits it, and
+    what ran before would be seen in it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    while time.perf_counter() - start < warm_s:
+        step()
+        torch.cuda.synchronize()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for first, last in pairs:
+        first.record()
+        step()
+        last.record()
+    torch.cuda.synchronize()
+    return [first.elapsed_time(last) for first, last in pairs]
+
+
+def measure(name: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
+    """One row for every variant of the shape: median time, ratio to the floor, scratch beyond inputs and gradients."""
+    shape = SHAPES[name]
+    arrays = Arrays(shape)
+    variants: dict[str, tuple[Step, int | None]] = {"floor": (torch_floor(arrays.x, arrays.w), None)}
+    variants |= ours(shape, arrays)
+    if with_peers:
+        variants |= {peer: (arrays.step(loss), None) for peer, loss in peers()}
+    rows, gradients = {}, arrays.x.nbytes + arrays.w.nbytes
+    for variant, (step, promised) in variants.items():
+        row: dict[str, Any] = {"shape": name, **shape.sizes(), "variant": variant, "promised_bytes": promised}
+        try:
+            step(), step()
+            arrays.x.grad = arrays.w.grad = None
+            own = 0 if variant in ("floor", "triton, forward only") else gradients
+            row["scratch_bytes"] = peak_scratch_bytes(step) - own
+            row["times_ms"] = []
+        except Exception as failure:  # a peer may fail in its own way: its row says how
+            row["error"] = f"{type(failure).__name__}: {failure}"[:300]
+        rows[variant] = row
+        arrays.x.grad = arrays.w.grad = None
+    running = [variant for variant in variants if "error" not in rows[variant]]
+    for _ in range(rounds):
+        for variant in running:
+            rows[variant]["times_ms"] += event_ms(variants[variant][0])
+    for variant in running:
+        rows[variant]["time_ms"] = statistics.median(rows[variant].pop("times_ms"))
+        rows[variant]["over_floor"] = rows[variant]["time_ms"] / rows["floor"]["time_ms"]
+    return list(rows.values())
+
+
+def errors(tokens: int = 2048, hidden: int = 1024, vocab: int = 32768) -> list[dict[str, Any]]:
+    """‖· − truth‖ / ‖truth‖ of loss, dX and dW against float64, for every implementation and the ideal bf16 path."""
+    shape = Shape(tokens, hidden, vocab)
+    arrays = Arrays(shape)
+    x, w, y = arrays.x.detach().double(), arrays.w.detach().double(), arrays.y
+    z = x @ w.t()
+    true_loss = torch.nn.functional.cross_entropy(z, y)
+    dz = torch.softmax(z, 1)
+    dz[torch.arange(tokens), y] -= 1
+    truth = true_loss, dz @ w / tokens, dz.t() @ x / tokens
+    low = dz.float().bfloat16().double()
+    ideal = true_loss.float(), (low @ w / tokens).bfloat16(), (low.t() @ x / tokens).bfloat16()
+    rows = [{"variant": "ideal: float32 logits, their gradient rounded once", **_errors(ideal, truth)}]
+    steps = {
+        "triton": arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, backend="triton")),
+        "eager": arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, backend="eager")),
+        **{peer: arrays.step(loss) for peer, loss in peers()},
+    }
+    for variant, step in steps.items():
+        try:
+            loss = step()
+        except Exception as failure:
+            rows.append({"variant": variant, "error": f"{type(failure).__name__}: {failure}"[:300]})
+            continue
+        rows.append({"variant": variant, **_errors((loss.detach(), arrays.x.grad, arrays.w.grad), truth)})
+    return [{**shape.sizes(), **row} for row in rows]
+
+
+def _errors(made: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
+    names = ("loss_error", "dhidden_error", "dweight_error")
+    pairs = zip(names, made, truth, strict=True)
+    return {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
+
+
+def first_call_seconds() -> dict[str, float]:
+    """Wall time of the first forward and backward at a new shape in a fresh process, compilation included."""
+    made = {}
+    for name in ("small", "odd"):
+        arrays = Arrays(SHAPES[name])
+        step = arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, backend="triton"))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        made[name] = time.perf_counter() - start
+    return made
