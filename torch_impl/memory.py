@@ -27,8 +27,8 @@ def peak_scratch_bytes(function: Callable[[], object]) -> int:
     and CPU memory allocated by a thread that the call starts itself.
 
     The CPU is metered with the memory events of torch.profiler, CUDA with the caching allocator's requested bytes
-    (whose peak statistics are reset). If the call frees memory that is older than itself, CUDA's meter sets that off against new
-    memory; the CPU's does not.
+    (whose peak statistics are reset). If the call frees memory that is older than itself, CUDA's meter sets that off
+    against new memory; the CPU's does not.
 
     Arguments:
         function: called exactly once, without arguments. Call it once before if it builds caches on its first use.
