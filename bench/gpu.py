@@ -95,7 +95,6 @@ def peers() -> Iterator[tuple[str, Callable[[Any, Any, Any], Any]]]:
         pass
     else:
         yield "cut-cross-entropy", lambda x, w, y: cce(x, w, y)
-        yield "cut-cross-entropy, exact", lambda x, w, y: cce(x, w, y, impl="cce_exact")
     try:
         from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack
     except ImportError:

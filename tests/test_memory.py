@@ -48,7 +48,7 @@ def _torch_scratch(impl: Any, chosen: ChunkPlan, dtype: str, arrays: Any, option
     y = impl.array(y)
 
     def step() -> None:
-        made = torch_impl.linear_cross_entropy(x, w, y, b, plan=chosen, **options)
+        made = torch_impl.linear_cross_entropy(x, w, y, b, plan=chosen, backend=impl.backend, **options)
         (made[0] if isinstance(made, tuple) else made).sum().backward()
 
     step()

@@ -269,7 +269,12 @@ def _backend(name: str | None, hidden: Tensor, dtype: torch.dtype) -> str:
     if name == "triton" and reason is not None:
         raise spec.unavailable_error(name, reason, usable="eager")
     if name is None:
-        return "triton" if device.type == "cuda" and reason is None else "eager"
+        name = "triton" if device.type == "cuda" and reason is None else "eager"
+    if name == "eager" and device.type == "cuda" and dtype.itemsize < 4 and is_fake(hidden):
+        raise NotImplementedError(
+            f"backend: 'eager' cannot run here: torch.compile cannot trace products of {_dtype_name(dtype)} that "
+            f"accumulate in float32; torch.compiler.disable around the call, or float32, can"
+        )
     return name
 
 
