@@ -27,18 +27,22 @@ endif
 
 # The pins that the tests run with. jax 0.10.2 is the last one for Python 3.11.
 TORCH_PIN := torch==2.13.0
+# The CPU build of torch brings no triton; the tests interpret the kernels with it.
+TRITON_PIN := "triton==3.9.0; sys_platform == 'linux'"
 JAX_PIN := $(if $(filter 3.11,$(PYTHON_VERSION)),jax==0.10.2,jax==0.11.2)
 
 ifeq "$(FRAMEWORKS)" "torch,jax"
 VENV ?= .venv
 PINS := $(TORCH_PIN) $(JAX_PIN)
 EXTRAS := demo
+TEST_PINS := $(TRITON_PIN)
 TEST_NEEDS := lint
 else ifeq "$(FRAMEWORKS)" "jax"
 # Lint and types are left out: type checking needs both frameworks installed.
 VENV ?= .venv-jax
 PINS := $(JAX_PIN)
 EXTRAS := jax,demo-tools
+TEST_PINS :=
 TEST_NEEDS :=
 else
 $(error FRAMEWORKS is '$(FRAMEWORKS)', allowed are 'torch,jax' and 'jax')
@@ -90,5 +94,5 @@ $(VENV)/.installed-demo: $(VENV)/.installed-pins pyproject.toml $(SOURCE_LIST)
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-pins pyproject.toml $(SOURCE_LIST)
-	$(INSTALL_PROJECT) '.[$(EXTRAS),dev]'
+	$(INSTALL_PROJECT) '.[$(EXTRAS),dev]' $(TEST_PINS)
 	touch $@

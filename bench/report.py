@@ -76,8 +76,66 @@ def portable_table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+# What the GPU figure and table show of each shape, in this order; colours go by implementation.
+GPU_COLOURS = {
+    "triton": "#00798c", "eager": "#d1495b", "torch, full logits": "#8d6b94", "torch.compile, full logits": "#b9a44c",
+    "Liger-Kernel": "#5b8c5a", "cut-cross-entropy": "#7f7f7f", "QuACK": "#e07a5f",
+}  # fmt: skip
+
+
+def _family(variant: str) -> str:
+    """Our kernels under a memory budget count as our kernels."""
+    return "triton" if variant.startswith("triton") else variant
+
+
+def _gpu_rows(results: dict[str, Any], shape: str) -> list[dict[str, Any]]:
+    rows = [row for row in results["rows"] if row["shape"] == shape and "time_ms" in row]
+    return [row for row in rows if "ignored" not in row["variant"] and "forward" not in row["variant"]]
+
+
+def gpu(results: dict[str, Any]) -> None:
+    """Time of a step over the floor's, against scratch, one panel a shape: down and to the left is better."""
+    shapes = ("liger", "gist", "gemma", "llama")
+    figure, panels = plt.subplots(1, len(shapes), figsize=(15, 4.2), layout="constrained", sharey=True)
+    for panel, shape in zip(panels, shapes, strict=True):
+        rows = _gpu_rows(results, shape)
+        for name, colour in GPU_COLOURS.items():
+            own = [row for row in rows if _family(row["variant"]) == name]
+            if own:
+                scratch = [max(row["scratch_bytes"] / 2**20, 1) for row in own]
+                panel.plot(scratch, [row["over_floor"] for row in own], "o", color=colour, label=name)
+        panel.axhline(1.0, color="grey", ls=":")
+        sizes = " × ".join(str(rows[0][key]) for key in ("tokens", "hidden", "vocab"))
+        panel.set(xscale="log", xlabel="scratch [MiB]", title=sizes, ylim=(0.8, 5))
+    panels[0].set_ylabel("time / three bare products")
+    panels[-1].legend(fontsize=8)
+    figure.suptitle(f"{results['machine']['gpu']}, bfloat16, loss and both gradients")
+    figure.savefig(FIGURES / "gpu.png", dpi=130)
+    plt.close(figure)
+
+
+def gpu_table(results: dict[str, Any]) -> str:
+    """A Markdown table of every variant that ran, shape by shape."""
+    lines = [
+        "| tokens × hidden × vocab | implementation | time [ms] | × floor | scratch [MiB] |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        if "time_ms" not in row:
+            continue
+        sizes = " × ".join(str(row[key]) for key in ("tokens", "hidden", "vocab"))
+        lines.append(
+            f"| {sizes} | {row['variant']} | {row['time_ms']:.2f} | {row['over_floor']:.2f} | "
+            f"{row['scratch_bytes'] / 2**20:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
+    on_gpu = json.loads((RESULTS / "gpu_check.json").read_text())
+    gpu(on_gpu)
+    (FIGURES / "gpu.md").write_text(gpu_table(on_gpu))
     results = json.loads((RESULTS / "portable.json").read_text())
     portable(results)
     (FIGURES / "portable.md").write_text(portable_table(results))

@@ -43,6 +43,19 @@ def test_examples_learn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert last < 0.7 * first
 
 
+def test_the_readme_quotes_the_gpu_results() -> None:
+    """The GPU figures' table is what the results file gives, and every row of the README's is one of its rows."""
+    pytest.importorskip("matplotlib", reason="the report draws with it")
+    from bench.report import gpu_table
+
+    results = json.loads((ROOT / "bench" / "results" / "gpu_check.json").read_text())
+    table = gpu_table(results)
+    assert (ROOT / "docs" / "figures" / "gpu.md").read_text() == table
+    quoted = re.findall(r"^\| \d+ × \d+ × \d+ \|.*$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert quoted
+    assert set(quoted) <= set(table.splitlines())
+
+
 def test_the_readme_quotes_the_results_file() -> None:
     """Every row of the README's table is one of bench/results/portable.json."""
     rows = json.loads((ROOT / "bench" / "results" / "portable.json").read_text())["rows"]
