@@ -10,6 +10,7 @@ into the products, which accumulate in float32; the target's element is added to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -47,8 +48,8 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"its kernels take bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda":
         return None if interpreted() and device.type == "cpu" else f"its kernels need a CUDA device, not {device.type}"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (9, 0):
-        return "its kernels need compute capability 9.0 or newer"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+        return "its kernels need an NVIDIA GPU of compute capability 9.0 or newer"
     return None
 
 
@@ -142,12 +143,12 @@ class _Call:
         self.row_target = self.empty(padded, torch.int32)
         self.anchor = self.empty(padded)
         with self.on_device():
-            kernels.compact_kernel[(1,)](
-                inputs.valid.view(torch.uint8), self.order, self.count, self.tokens, BLOCK=1024
-            )
+            valid = inputs.valid.view(torch.uint8)
+            kernels.compact_kernel[(1,)](valid, self.order, self.count, self.tokens, BLOCK=1024)
 
     def on_device(self) -> Any:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else _Nothing()
+        """Triton launches on the current device, which need not be the tensors'."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def empty(self, *shape: Any) -> Tensor:
         dtype = torch.float32
@@ -163,7 +164,8 @@ class _Call:
 
     def operand(self, lent: Tensor | None = None) -> Tensor:
         """x of a chunk, [C, D]; in ``lent``, a result of at least its size that is written after x was last read."""
-        if lent is None or not self.tma or lent.dtype.itemsize < self.dtype.itemsize:
+        aligned = (self.size * self.dtype.itemsize) % 16 == 0
+        if lent is None or not aligned or lent.dtype.itemsize < self.dtype.itemsize:
             return self.matrix(self.chunk, self.size)
         return lent.view(-1).view(self.dtype)[: self.chunk * self.size].view(self.chunk, self.size)
 
@@ -174,11 +176,6 @@ class _Call:
         return self.describe(self.weight[rows], *block) if self.tma else None
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
 def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
@@ -186,9 +183,9 @@ def _power_of_two(value: int) -> int:
 class _Sums:
     """The forward's sums per token, and the lines of partial sums that they are made from."""
 
-    def __init__(self, call: _Call, statistics: bool, exponentials: bool) -> None:
+    def __init__(self, call: _Call, statistics: bool) -> None:
         o = call.options
-        self.call, self.statistics, self.exponentials = call, statistics, exponentials
+        self.call, self.statistics = call, statistics
         self.sum_logits = o.label_smoothing > 0 and not o.separable
         self.tile = tiles(call.dtype, LOGITS)
         self.lines = triton.cdiv(call.vocab, self.tile.bn)
@@ -243,8 +240,8 @@ class _Sums:
         c, o, f = self.call, self.call.options, factors
         kernels.finish_kernel[(8 if flagged else triton.cdiv(c.chunk, 16),)](
             self.partial, self.partial_gap, self.partial_highest, self.partial_argmax, self.partial_lowest,
-            self.partial_logits, c.order, c.count, c.row_target[first:], c.anchor[first:], self.highest, self.list,
-            self.flagged, f.g if f else None, f.class_weight if f else None, f.smooth if f else None,
+            self.partial_logits, c.order, c.count, c.anchor[first:], self.highest, self.list, self.flagged,
+            f.g if f else None, f.class_weight if f else None, f.smooth if f else None,
             self.target_logit, self.out_anchor, self.log_total, self.weighted, self.entropy, self.argmax,
             self.max_logit, self.min_logit, f.factor[first:] if f else None, f.target_value[first:] if f else None,
             f.token_value if f else None, first, c.chunk, self.lines, 1.0 - o.label_smoothing, o.z_loss, c.cap,
@@ -299,7 +296,7 @@ def launch_logits(
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
     c = _Call(inputs, options, plan)
-    sums = _Sums(c, statistics, exponentials=False)
+    sums = _Sums(c, statistics)
     with c.on_device():
         x = c.operand()
         for first, _ in plan.token_slices:
@@ -503,7 +500,7 @@ def loss_gradients(
 ) -> tuple[TokenSums, Held]:
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
     c = _Call(inputs, options, plan)
-    sums = _Sums(c, statistics, exponentials=True)
+    sums = _Sums(c, statistics)
     unit = _unit(g)
     k = None if inputs.class_weight is None else inputs.class_weight[inputs.target]
     smooth = None

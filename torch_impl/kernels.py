@@ -296,7 +296,7 @@ def logits_kernel(
 
 @triton.jit(do_not_specialize=["first", "chunk", "lines"])
 def finish_kernel(
-    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, order_ptr, count_ptr, row_target_ptr,
+    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, order_ptr, count_ptr,
     anchor_ptr, row_anchor_ptr, list_ptr, flagged_ptr, g_ptr, k_ptr, smooth_ptr,
     out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr,
     out_lowest_ptr, factor_ptr, target_value_ptr, token_value_ptr,
