@@ -1,4 +1,4 @@
-"""The Triton kernels of the target-anchored chunk; torch_impl/fused.py launches them. Mirror of jax_impl/kernels.py.
+"""The Triton kernels of the target-anchored chunk; torch_impl/fused.py launches them.
 
 Rows and positions. Ignored tokens are left out: :func:`compact_kernel` lists the valid tokens in ``order`` and their
 number in ``count``, both on the device. A *position* p counts valid tokens; ``order[p]`` is the token. A chunk is the
