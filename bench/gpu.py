@@ -16,6 +16,7 @@ import torch
 
 from bench.floor import torch_floor
 from logitless import plan
+from logitless.tolerances import error
 from logitless.torch_impl import linear_cross_entropy
 from logitless.torch_impl.memory import peak_scratch_bytes
 
@@ -202,7 +203,7 @@ def errors(tokens: int = 2048, hidden: int = 1024, vocab: int = 32768) -> list[d
 def _errors(made: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
     names = ("loss_error", "dhidden_error", "dweight_error")
     pairs = zip(names, made, truth, strict=True)
-    return {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
+    return {name: error(a.double().cpu().numpy(), b.cpu().numpy()) for name, a, b in pairs}
 
 
 def first_call_seconds() -> dict[str, float]:

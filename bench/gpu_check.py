@@ -34,8 +34,8 @@ def make_overlay(folder: Path) -> Path:
 
 def run_tests(overlay: Path, selection: list[str]) -> int:
     """pytest with the overlay on the path; 0 when everything passed."""
-    paths = os.pathsep.join([str(overlay), str(ROOT / "tests"), str(ROOT)])
-    paths = os.pathsep.join(filter(None, [paths, os.environ.get("PYTHONPATH")]))
+    folders = [str(overlay), str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = os.pathsep.join(filter(None, folders))
     environment = os.environ | {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *selection]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder for gpu_check.json")
     parser.add_argument("--tests", default="tests -m gpu", help="pytest's arguments in one string; empty: no tests")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of three steps of every variant")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of four timed steps of every variant")
     parser.add_argument("--peers", action="store_true", help="also time what else is installed")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
