@@ -423,6 +423,12 @@ class Smoothing:
         return (x.to(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
 
 
+def largest_factor(values: Tensor) -> Tensor:
+    """max |value|, taken out of what is rounded and put back in float32; 1 where all are 0 or there is none."""
+    largest = values.abs().amax() if values.numel() else values.new_zeros(())
+    return torch.where(largest > 0, largest, 1.0)
+
+
 class _Accumulators:
     """Where dX, dW and db are gathered, block by block; one object a call."""
 
@@ -440,8 +446,7 @@ class _Accumulators:
         # float16 could not hold it (loss scaling), and 1/N would round all targets' elements to the same side.
         self.unit = None
         if inputs.operand_dtype != dtype and tokens:
-            largest = g.abs().amax()
-            self.unit = torch.where(largest > 0, largest, 1.0)
+            self.unit = largest_factor(g)
 
     def start_chunk(self, rows: slice, x: Tensor, factor: Tensor) -> None:
         """Begin the tokens ``rows``; factor [C] is what their rows of the matrix still lack."""

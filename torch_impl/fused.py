@@ -21,7 +21,7 @@ from torch import Tensor
 
 from logitless.planning import SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
 from logitless.spec import LossOptions
-from logitless.torch_impl.eager import Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums
+from logitless.torch_impl.eager import Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
 
 try:
     import triton
@@ -138,8 +138,6 @@ class _Call:
         self.order = self.empty(max(1, self.tokens), torch.int32)
         self.count = self.empty(1, torch.int32)
         self.target = inputs.target.masked_fill(~inputs.inside, -1)
-        # The targets' order: ignored tokens, and ids outside the vocabulary, come last and are none.
-        self.key = self.target.masked_fill(~(inputs.valid & inputs.inside), self.vocab).int()
         self.row_target = self.empty(padded, torch.int32)
         self.anchor = self.empty(padded)
         with self.on_device():
@@ -168,6 +166,18 @@ class _Call:
         if lent is None or not aligned or lent.dtype.itemsize < self.dtype.itemsize:
             return self.matrix(self.chunk, self.size)
         return lent.view(-1).view(self.dtype)[: self.chunk * self.size].view(self.chunk, self.size)
+
+    def gather(
+        self, first: int, x: Tensor, anchor: Tensor | None = None, highest: Tensor | None = None,
+        flagged: Tensor | None = None, weighted_rows: Tensor | None = None, weighted: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """A chunk's hidden states into x, and its targets; its anchors and label smoothing's sums where asked for."""
+        kernels.rows_kernel[(self.chunk,)](
+            self.hidden, self.weight, self.bias, self.target, self.order, self.count, weighted_rows, x,
+            self.row_target[first:], anchor, highest, weighted, flagged,
+            first, self.chunk, self.hidden.stride(0), self.weight.stride(0), x.stride(0), self.size, self.scale,
+            self.cap, DOTS=anchor is not None, WEIGHTED=weighted_rows is not None, BLOCK=self.block, **self.logit,
+        )  # fmt: skip
 
     def describe(self, matrix: Tensor, rows: int, columns: int) -> Any:
         return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
@@ -212,12 +222,7 @@ class _Sums:
     def gather(self, first: int, x: Tensor) -> None:
         """The chunk's hidden states into x, its anchors, and label smoothing's share of the loss."""
         c, s = self.call, self.smoothing
-        kernels.rows_kernel[(c.chunk,)](
-            c.hidden, c.weight, c.bias, c.target, c.order, c.count, s.weighted_rows if s else None,
-            x, c.row_target[first:], c.anchor[first:], self.highest, self.weighted, self.flagged,
-            first, c.chunk, c.hidden.stride(0), c.weight.stride(0), x.stride(0), c.size, c.scale, c.cap,
-            DOTS=True, WEIGHTED=s is not None, BLOCK=c.block, **c.logit,
-        )  # fmt: skip
+        c.gather(first, x, c.anchor[first:], self.highest, self.flagged, s.weighted_rows if s else None, self.weighted)
 
     def product(self, first: int, x: Tensor, e: Tensor | None) -> None:
         """The first product: partial sums and, if ``e`` is given, the exponentials."""
@@ -425,7 +430,9 @@ class _Products:
         out = self.weight_sum if scale is None else self.weight
         if (out is None and self.bias is None) or not c.tokens:
             return
-        key, token = torch.sort(c.key, stable=True)
+        # Ignored tokens, and ids outside the vocabulary, come last and are none.
+        key = c.target.masked_fill(~(c.inputs.valid & c.inputs.inside), c.vocab).int()
+        key, token = torch.sort(key, stable=True)
         blocks, columns = triton.cdiv(c.tokens, TARGET_RUN), 1
         part = share = c.empty(2 * blocks)
         if out is not None:
@@ -463,12 +470,6 @@ class _Products:
         return Gradients(self.hidden, self.weight, bias)
 
 
-def _unit(values: Tensor) -> Tensor:
-    """The largest factor, taken out of what is rounded and put back in float32; 1 where all are 0."""
-    largest = values.abs().amax() if values.numel() else values.new_zeros(())
-    return torch.where(largest > 0, largest, 1.0).reshape(1)
-
-
 class Held:
     """Gradients made in the forward, waiting for the upstream scalar: the last chunk's exponentials, and sums."""
 
@@ -501,7 +502,7 @@ def loss_gradients(
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
     c = _Call(inputs, options, plan)
     sums = _Sums(c, statistics)
-    unit = _unit(g)
+    unit = largest_factor(g)
     k = None if inputs.class_weight is None else inputs.class_weight[inputs.target]
     smooth = None
     if options.label_smoothing:
@@ -532,7 +533,7 @@ def known_gradients(
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`eager.known_gradients`."""
     c = _Call(inputs, options, plan)
-    unit = _unit(g)
+    unit = largest_factor(g)
     smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
     products = _Products(c, needs, smoothing, g / unit, unit)
     tile = tiles(c.dtype, LOGITS)
@@ -541,7 +542,7 @@ def known_gradients(
         lent = products.hidden if len(plan.token_slices) == 1 else None
         x, e = c.operand(lent), c.matrix(c.chunk, plan.fused_columns)
         for first, _ in plan.token_slices:
-            _gather_only(c, first, x)
+            c.gather(first, x)
             products.add_smooth_x(first, x)
             for start in range(0, c.vocab, plan.fused_columns):
                 entries = slice(start, min(start + plan.fused_columns, c.vocab))
@@ -551,14 +552,6 @@ def known_gradients(
         if not plan.token_slices and products.weight is not None:
             products.weight.zero_()
         return products.finish(unit, 0)
-
-
-def _gather_only(c: _Call, first: int, x: Tensor) -> None:
-    kernels.rows_kernel[(c.chunk,)](
-        c.hidden, c.weight, None, c.target, c.order, c.count, None, x, c.row_target[first:], None, None, None, None,
-        first, c.chunk, c.hidden.stride(0), c.weight.stride(0), x.stride(0), c.size, c.scale, c.cap,
-        DOTS=False, WEIGHTED=False, BLOCK=c.block, **c.logit,
-    )  # fmt: skip
 
 
 def _by_position(c: _Call, known: KnownRows, unit: Tensor) -> _KnownVectors:
