@@ -31,6 +31,14 @@ try:
 except ImportError:  # a CPU-only install; unavailable() says so before anything here is called
     triton = None
 
+try:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SwizzledDescriptor
+
+    from logitless.torch_impl import hopper
+except (ImportError, AttributeError):  # a Triton without Gluon, or with another one: kernels.py has every product
+    hopper = None
+
 ROW_ALIGNMENT = 128  # bytes: rows of our own matrices start on such a boundary
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -59,7 +67,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sizes and compiler options of a product kernel."""
+    """Tile sizes and compiler options of a product kernel of kernels.py or, where ``skew`` is given, of hopper.py."""
 
     bm: int
     bn: int
@@ -71,6 +79,26 @@ class Tiles:
     flatten: bool = False
     deep: int = 0
     """Steps along a product's depth that are summed before they are added to the total; 0: all of them."""
+    skew: int | None = None
+    """How many steps the second group of warps starts behind the first."""
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a tile that one descriptor's block covers: a group's half in hopper.py."""
+        return self.bm if self.skew is None else self.bm // 2
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of a tile that leave at a time."""
+        return self.bn // 2 if self.split else self.bn
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What every product kernel of its file is launched with."""
+        sizes = {"BM": self.bm, "BN": self.bn, "BK": self.bk}
+        if self.skew is None:
+            return sizes | {"num_warps": self.warps, "num_stages": self.stages}
+        return sizes | {"STAGES": self.stages, "SKEW": self.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}
 
 
 LOGITS, HIDDEN, WEIGHT, WEIGHT_SUM = "logits", "hidden", "weight", "weight_sum"
@@ -85,6 +113,15 @@ LOW_TILES = {
     WEIGHT_SUM: Tiles(128, 256, 64, split=True),  # a float32 tile on its way out leaves room for three stages
 }
 KERNELS = (LOGITS, HIDDEN, WEIGHT, WEIGHT_SUM)
+# Three stages leave shared memory for a tile of results on its way out.
+HOPPER_TILES = {
+    LOGITS: Tiles(128, 256, 64, skew=1),
+    HIDDEN: Tiles(128, 256, 64, skew=1, group=4, stages=4),
+    WEIGHT: Tiles(128, 256, 64, skew=1),
+    WEIGHT_SUM: Tiles(128, 256, 64, skew=1, split=True),
+}
+# Registers of a thread of the second multiplying group; the first has what is left, 248.
+GROUP_REGISTERS = 232
 TF32_TILES = dict.fromkeys(KERNELS, Tiles(128, 128, 32))
 IEEE_TILES = dict.fromkeys(KERNELS, Tiles(64, 64, 16, stages=2, warps=4, deep=32))
 # Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
@@ -96,15 +133,20 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
-def tiles(dtype: torch.dtype, kernel: str) -> Tiles:
+def tiles(dtype: torch.dtype, kernel: str, specialized: bool = False) -> Tiles:
     if dtype != torch.float32:
-        return LOW_TILES[kernel]
+        return (HOPPER_TILES if specialized else LOW_TILES)[kernel]
     return (TF32_TILES if precision(dtype) == "tf32" else IEEE_TILES)[kernel]
 
 
 @functools.lru_cache
 def _multiprocessors(index: int | None) -> int:
     return 2 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.lru_cache
+def _is_hopper(index: int | None) -> bool:
+    return index is not None and torch.cuda.get_device_capability(index)[0] == 9
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,6 +169,8 @@ class _Call:
         item = self.dtype.itemsize
         self.tma = (self.weight.stride(0) * item) % 16 == 0 and (self.size * item) % 16 == 0
         self.tma = self.tma and self.weight.data_ptr() % 16 == 0
+        self.specialized = self.tma and item == 2 and hopper is not None and _is_hopper(self.device.index)
+        self.products: Any = hopper if self.specialized else kernels
         self.block = min(1024, max(16, _power_of_two(self.size)))
         self.chunk = max(1, plan.token_chunk)
         self.scale = float(options.logit_scale)
@@ -179,8 +223,15 @@ class _Call:
             self.cap, DOTS=anchor is not None, WEIGHTED=weighted_rows is not None, BLOCK=self.block, **self.logit,
         )  # fmt: skip
 
+    def tiles(self, kernel: str) -> Tiles:
+        return tiles(self.dtype, kernel, self.specialized)
+
     def describe(self, matrix: Tensor, rows: int, columns: int) -> Any:
-        return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+        """A matrix as the tensor memory accelerator sees it, in blocks of [rows, columns]."""
+        shape, strides, block = list(matrix.shape), list(matrix.stride()), [rows, columns]
+        if not self.specialized:
+            return TensorDescriptor(matrix, shape, strides, block)
+        return SwizzledDescriptor(matrix, shape, strides, block, NVMMASharedLayout(128, 8 * matrix.element_size(), 2))
 
     def describe_weight(self, rows: slice, block: tuple[int, int]) -> Any:
         return self.describe(self.weight[rows], *block) if self.tma else None
@@ -197,7 +248,7 @@ class _Sums:
         o = call.options
         self.call, self.statistics = call, statistics
         self.sum_logits = o.label_smoothing > 0 and not o.separable
-        self.tile = tiles(call.dtype, LOGITS)
+        self.tile = call.tiles(LOGITS)
         self.lines = triton.cdiv(call.vocab, self.tile.bn)
         self.smoothing = Smoothing.prepare(call.inputs, o, SMOOTHING_BLOCK)
 
@@ -284,17 +335,21 @@ def launch_logits(
     k = known
     part: Any = (lambda v: None if v is None else v[first:]) if known else None
     vectors = [part(v) for v in (k.log_total, k.factor, k.target, k.alpha, k.gamma, k.sigma)] if k else [None] * 6
-    bn = t.bn // 2 if t.split else t.bn
     group = min(64, max(t.group, GROUP_BYTES // (t.bm * c.size * c.dtype.itemsize)))
-    kernels.logits_kernel[(c.programs,)](
-        c.describe(x, t.bm, t.bk), c.describe_weight(entries, (t.bn, t.bk)),
-        None if e is None else c.describe(e, t.bm, bn), c.weight[entries], c.bias, c.class_weight,
+    options: dict[str, Any] = t.options | c.logit
+    if c.specialized:
+        plain = not (statistics or sum_logits or c.has_cap or vectors[3] is not None or vectors[5] is not None)
+        options |= {"PIECES": 1 if plain else 4}
+    else:
+        options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision}
+    c.products.logits_kernel[(c.programs,)](
+        c.describe(x, t.block_rows, t.bk), c.describe_weight(entries, (t.bn, t.bk)),
+        None if e is None else c.describe(e, t.block_rows, t.block_columns), c.weight[entries], c.bias, c.class_weight,
         c.row_target[first:], part(k.anchor) if k else c.anchor[first:], c.count, *partial, *vectors,
         first, c.chunk, c.size, c.weight.stride(0), entries.start, entries.stop - entries.start, c.scale, c.cap,
         MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits, HAS_CLASS=c.class_weight is not None,
-        HAS_ALPHA=vectors[3] is not None, HAS_GAMMA=vectors[4] is not None, HAS_SIGMA=vectors[5] is not None, BM=t.bm,
-        BN=t.bn, BK=t.bk, GROUP=group, PROGRAMS=c.programs, SPLIT=t.split, FLATTEN=t.flatten, TMA=c.tma,
-        PRECISION=c.precision, num_warps=t.warps, num_stages=t.stages, **c.logit,
+        HAS_ALPHA=vectors[3] is not None, HAS_GAMMA=vectors[4] is not None, HAS_SIGMA=vectors[5] is not None,
+        GROUP=group, PROGRAMS=c.programs, **options,
     )  # fmt: skip
 
 
@@ -385,17 +440,22 @@ class _Products:
             self._hidden(first, e, entries, factors, scale if last else None)
 
     def _hidden(self, first: int, e: Tensor, entries: slice, factors: _Factors | None, scale: Tensor | None) -> None:
-        c, s, t = self.call, self.smoothing, tiles(self.call.dtype, HIDDEN)
+        c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN)
         if scale is None and self.hidden_sum is None:
             self.hidden_sum = c.empty(c.tokens, c.size)
-        kernels.hidden_kernel[(c.programs,)](
-            c.describe(e, t.bm, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries], self.hidden_sum,
-            self.hidden, factors.factor[first:] if factors else None, factors.target_value[first:] if factors else None,
-            c.row_target[first:], c.order, c.count, scale, self.smooth_rows, s.weighted_rows if s else None,
-            first, c.chunk, entries.stop - entries.start, c.size, c.weight.stride(0), c.weight,
-            ADD=entries.start > 0, FINAL=scale is not None, ROWS=factors is not None, SMOOTH=s is not None,
-            BM=t.bm, BN=t.bn, BK=t.bk, GROUP=t.group, PROGRAMS=c.programs, FLATTEN=t.flatten, TMA=c.tma,
-            PRECISION=c.precision, DEEP=t.deep, num_warps=t.warps, num_stages=2 if s else t.stages,
+        options: dict[str, Any] = t.options
+        if c.specialized:
+            options |= {"PIECES": 4}
+        else:
+            options |= {"FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision, "DEEP": t.deep}
+            options["num_stages"] = 2 if s else t.stages
+        c.products.hidden_kernel[(c.programs,)](
+            c.describe(e, t.block_rows, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries],
+            self.hidden_sum, self.hidden, factors.factor[first:] if factors else None,
+            factors.target_value[first:] if factors else None, c.row_target[first:], c.order, c.count, scale,
+            self.smooth_rows, s.weighted_rows if s else None, first, c.chunk, entries.stop - entries.start, c.size,
+            c.weight.stride(0), c.weight, ADD=entries.start > 0, FINAL=scale is not None, ROWS=factors is not None,
+            SMOOTH=s is not None, GROUP=t.group, PROGRAMS=c.programs, **options,
         )  # fmt: skip
 
     def _weight(self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None) -> None:
@@ -404,18 +464,22 @@ class _Products:
             whole = self.weight is not None and self.weight.dtype == torch.float32
             self.weight_sum = self.weight if whole else c.empty(c.vocab, c.size)
         out: Any = self.weight_sum if scale is None else self.weight
-        t = tiles(c.dtype, WEIGHT_SUM if out.dtype == torch.float32 else WEIGHT)
+        t = c.tiles(WEIGHT_SUM if out.dtype == torch.float32 else WEIGHT)
         tma = c.tma and (c.size * out.element_size()) % 16 == 0
-        bn = t.bn // 2 if t.split else t.bn
-        kernels.weight_kernel[(c.programs,)](
-            c.describe(e, t.bk, t.bm), c.describe(x, t.bk, t.bn), self.weight_sum,
-            c.describe(out[entries], t.bm, bn) if tma else None, out, c.count, scale, c.class_weight,
-            self.smooth_x_scaled if scale is not None else None,
+        options: dict[str, Any] = t.options
+        if c.specialized:
+            parts = t.bn // t.block_columns
+            several = scale is not None and (first > 0 or self.smoothing is not None)
+            options |= {"PARTS": parts, "PIECES": 4 if several else parts}
+        else:
+            options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": tma, "PRECISION": c.precision, "DEEP": t.deep}
+        c.products.weight_kernel[(c.programs,)](
+            c.describe(e, t.bk, t.block_rows), c.describe(x, t.bk, t.bn), self.weight_sum,
+            c.describe(out[entries], t.block_rows, t.block_columns) if tma else None, out, c.count, scale,
+            c.class_weight, self.smooth_x_scaled if scale is not None else None,
             first, c.chunk, entries.start, entries.stop - entries.start, c.size,
             ADD=first > 0, FINAL=scale is not None, SMOOTH=self.smoothing is not None,
-            HAS_CLASS=c.class_weight is not None, BM=t.bm, BN=t.bn, BK=t.bk, GROUP=t.group, PROGRAMS=c.programs,
-            SPLIT=t.split, FLATTEN=t.flatten, TMA=tma, PRECISION=c.precision, DEEP=t.deep, num_warps=t.warps,
-            num_stages=t.stages,
+            HAS_CLASS=c.class_weight is not None, GROUP=t.group, PROGRAMS=c.programs, **options,
         )  # fmt: skip
 
     @functools.cached_property
@@ -536,7 +600,7 @@ def known_gradients(
     unit = largest_factor(g)
     smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
     products = _Products(c, needs, smoothing, g / unit, unit)
-    tile = tiles(c.dtype, LOGITS)
+    tile = c.tiles(LOGITS)
     with c.on_device():
         vectors = _by_position(c, known, unit)
         lent = products.hidden if len(plan.token_slices) == 1 else None

@@ -190,15 +190,27 @@ def load_tile(source, pointer, row, column, rows, columns, stride, R: tl.constex
 
 
 @triton.jit
-def store_tile(desc, tile, row, column, BN: tl.constexpr, SPLIT: tl.constexpr):
+def store_tile(desc, tile, row, column, BN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr):
     """A tile to memory through its descriptor, in two halves where SPLIT (half the staging in shared memory)."""
     if SPLIT:
         halves = tl.permute(tl.reshape(tile, (tile.shape[0], 2, BN // 2)), (0, 2, 1))
         left, right = tl.split(halves)
-        desc.store([row, column], left.to(desc.dtype))
-        desc.store([row, column + BN // 2], right.to(desc.dtype))
+        store_part(desc, left.to(desc.dtype), row, column, ADD)
+        store_part(desc, right.to(desc.dtype), row, column + BN // 2, ADD)
     else:
-        desc.store([row, column], tile.to(desc.dtype))
+        store_part(desc, tile.to(desc.dtype), row, column, ADD)
+
+
+@triton.jit
+def store_part(desc, part, row, column, ADD: tl.constexpr):
+    """Store, or add to what is there: the memory adds, and no program waits for what it held."""
+    if ADD:
+        if INTERPRETED:
+            desc.store([row, column], desc.load([row, column]) + part)
+        else:
+            desc.atomic_add([row, column], part)
+    else:
+        desc.store([row, column], part)
 
 
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
@@ -256,7 +268,7 @@ def logits_kernel(
             is_target = (start + column)[None, :] == target[:, None]
             e = tl.where(is_target, tl.load(target_value_ptr + row, mask=row < chunk, other=0.0)[:, None], e)
             e = tl.where((row < rows)[:, None], e, 0.0)
-            store_tile(e_desc, e, m * BM, n * BN, BN, SPLIT)
+            store_tile(e_desc, e, m * BM, n * BN, BN, SPLIT, False)
         else:
             line = n * chunk + row
             inside = row < chunk
@@ -287,7 +299,7 @@ def logits_kernel(
             if MODE == ANCHORED:
                 if HAS_CAP:
                     e = e * (1.0 - (z / cap) * (z / cap))
-                store_tile(e_desc, e, m * BM, n * BN, BN, SPLIT)
+                store_tile(e_desc, e, m * BM, n * BN, BN, SPLIT, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -559,7 +571,7 @@ def weight_kernel(
         column = n * BN + tl.arange(0, BN)
         mask = (entry < columns)[:, None] & (column < size)[None, :]
         place = (start + entry).to(tl.int64)[:, None] * size + column[None, :]
-        if ADD:
+        if ADD and (FINAL or not TMA):
             value += tl.load(sum_ptr + place, mask=mask, other=0.0)
         if FINAL:
             if SMOOTH:
@@ -571,7 +583,7 @@ def weight_kernel(
                     value -= smooth_x[None, :]
             value = value * tl.load(scale_ptr)
         if TMA:
-            store_tile(out_desc, value, m * BM, n * BN, BN, SPLIT)
+            store_tile(out_desc, value, m * BM, n * BN, BN, SPLIT, ADD and not FINAL)
         else:
             tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=mask)
 
