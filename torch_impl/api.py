@@ -314,4 +314,6 @@ def _plan(
         )
 
     budget = tracing.number(memory_budget)
-    return tracing.symbolic_plan(tokens, choose, budget) if tracing.is_symbol(tokens) else choose(tokens)
+    if tracing.is_symbol(tokens):
+        return tracing.symbolic_plan(tokens, choose, budget, chunk_waits=backend == "triton")
+    return choose(tokens)

@@ -71,7 +71,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, call: Call
     ) -> tuple[Tensor, Tensor | None]:
         run: Any = ops if call.traced else steps
-        arrays = Arrays(hidden, weight, bias, target, None, None)
+        arrays = Arrays(hidden, weight, bias, target)
         made = run.log_probs(arrays, call, _needs(ctx, call, hidden, weight, bias))
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, target, *made.saved)
@@ -81,7 +81,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_log_prob: Tensor, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         call, kept = ctx.call, ctx.saved_tensors
-        arrays = Arrays(*kept[:4], None, None)
+        arrays = Arrays(*kept[:4])
         run: Any = ops if call.traced else steps
         needs = _needs(ctx, call, *arrays[:3])
         grads = run.log_probs_gradients(arrays, call, needs, kept[4:], g_log_prob, g_entropy)

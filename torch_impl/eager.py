@@ -29,8 +29,8 @@ class Arrays(NamedTuple):
     weight: Tensor  # [V, D]
     bias: Tensor | None  # [V]
     target: Tensor  # [...]
-    token_weight: Tensor | None  # [...]
-    class_weight: Tensor | None  # [V]
+    token_weight: Tensor | None = None  # [...]
+    class_weight: Tensor | None = None  # [V]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -590,7 +590,8 @@ def held_layout(
     """Shape and dtype of the gradients that wait for the upstream scalar, by name; ``tokens`` may be a symbol."""
     del options, token_chunk
     made = torch.float64 if dtype == torch.float64 else torch.float32
-    (vocab, size), layout = arrays.weight.shape, {}
+    vocab, size = arrays.weight.shape
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if needs.hidden:
         layout["hidden"] = ((tokens, size), made)
     if needs.weight:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 from typing import Any
 
 import torch
@@ -42,13 +43,12 @@ class Recipe:
     """Whether gradients of hidden, weight and bias are."""
     held: bool
     """Whether the forward makes them, and they wait."""
-    plan: tuple[Any, bool, int] | None
-    """Its order, one_pass and vocab_chunk; None: chosen when the call runs, within ``memory_budget``."""
-    memory_budget: int | None
+    plan: tuple[Any, bool, int | None]
+    """Its order, one_pass and vocab_chunk; or None, one_pass and a memory budget: chosen when the call runs."""
 
     @staticmethod
     def of(call: Call, needs: Needs) -> Recipe:
-        plan: ChunkPlan | LatePlan = call.plan
+        plan, late = call.plan, isinstance(call.plan, LatePlan)
         return Recipe(
             options=dataclasses.astuple(call.options),
             compute_dtype=str(call.compute_dtype).removeprefix("torch."),
@@ -56,12 +56,12 @@ class Recipe:
             backend=call.backend,
             wanted=(needs.hidden is not None, needs.weight is not None, needs.bias is not None),
             held=needs.any and call.one_pass,
-            plan=None if isinstance(plan, LatePlan) else (plan.order, plan.one_pass, plan.vocab_chunk),
-            memory_budget=plan.memory_budget if isinstance(plan, LatePlan) else None,
+            plan=(None, *dataclasses.astuple(plan)) if late else (plan.order, plan.one_pass, plan.vocab_chunk),
         )
 
     def text(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        # A NumPy number is none of JSON's.
+        return json.dumps(dataclasses.asdict(self), default=operator.methodcaller("item"))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,25 +79,33 @@ class Recipe:
 
     def call(self, arrays: Arrays, token_chunk: int) -> Call:
         """The call again, where sizes are numbers."""
-        plan = self._plan(arrays.target.numel(), *arrays.weight.shape, token_chunk, arrays.hidden.device.type)
+        plan = self._plan(arrays, token_chunk)
         return Call(self.loss_options, plan, self.dtype, self.statistics, True, self.backend)
 
-    def _plan(self, tokens: int, vocab: int, size: int, token_chunk: int, device: str) -> ChunkPlan:
-        fused = self.backend == "triton"
-        if self.plan is not None:
-            order, one_pass, vocab_chunk = self.plan
+    def _plan(self, arrays: Arrays, token_chunk: int) -> ChunkPlan:
+        tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
+        fused, (order, one_pass, number) = self.backend == "triton", self.plan
+        if order is not None:
             sizes = tokens, size, vocab, self.compute_dtype
-            return ChunkPlan(*sizes, order, one_pass, token_chunk, vocab_chunk, fused)
+            return ChunkPlan(*sizes, order, one_pass, token_chunk, number or 0, fused)
         return make_plan(
-            tokens=tokens, hidden=size, vocab=vocab, dtype=self.compute_dtype, memory_budget=self.memory_budget,
-            one_pass=False, device="cpu" if device == "cpu" else "gpu", fused=fused,
-        )  # fmt: skip
+            tokens=tokens,
+            hidden=size,
+            vocab=vocab,
+            dtype=self.compute_dtype,
+            memory_budget=number,
+            order="tokens" if one_pass else None,
+            one_pass=one_pass,
+            device="cpu" if arrays.hidden.device.type == "cpu" else "gpu",
+            fused=fused,
+        )
 
 
 @functools.lru_cache(maxsize=1024)
 def _recipe(text: str) -> Recipe:
-    made = json.loads(text)
-    return Recipe(**{name: tuple(value) if isinstance(value, list) else value for name, value in made.items()})
+    made: Any = json.loads(text)
+    made |= {name: tuple(value) for name, value in made.items() if isinstance(value, list)}
+    return Recipe(**made)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,7 +167,7 @@ def _loss_gradients(*arguments: Any) -> list[Tensor]:
 def _log_probs(*arguments: Any) -> list[Tensor]:
     """[log p, entropy if asked for, and for the backward the known sums]."""
     *given, text, token_chunk = arguments
-    arrays, recipe = Arrays(*given, None, None), _recipe(text)
+    arrays, recipe = Arrays(*given), _recipe(text)
     made = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
     return [value for value in (made.log_prob, made.entropy, *made.saved) if value is not None]
 
@@ -167,7 +175,7 @@ def _log_probs(*arguments: Any) -> list[Tensor]:
 @_log_probs.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     *given, text, _ = arguments
-    arrays, recipe = Arrays(*given, None, None), _recipe(text)
+    arrays, recipe = Arrays(*given), _recipe(text)
     dtype, kinds = steps.accumulation_dtype(recipe.dtype), 2 if recipe.statistics else 1
     made = [_new(arrays, arrays.target.shape, dtype) for _ in range(kinds)]
     if recipe.needs(arrays).any:
@@ -186,7 +194,7 @@ def _(*arguments: Any) -> list[Tensor]:
 def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_log_probs` left for them."""
     *given, saved, g_log_prob, g_entropy, text, token_chunk = arguments
-    arrays, recipe = Arrays(*given, None, None), _recipe(text)
+    arrays, recipe = Arrays(*given), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     sums = saved if recipe.statistics else [*saved, None]
     return _present(steps.log_probs_gradients(arrays, call, needs, tuple(sums), g_log_prob, g_entropy))
@@ -195,7 +203,7 @@ def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
 @_loss_gradients.register_fake
 @_log_probs_gradients.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    arrays, recipe = Arrays(*arguments[:4], None, None), _recipe(arguments[-2])
+    arrays, recipe = Arrays(*arguments[:4]), _recipe(arguments[-2])
     pairs = zip(arrays[:3], recipe.wanted, strict=True)
     return [array.new_empty(array.shape) for array, wanted in pairs if wanted and array is not None]
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, TokenStats
 from logitless.torch_impl import eager, fused
 from logitless.torch_impl.eager import Arrays
@@ -26,8 +25,10 @@ MODULES: dict[str, Any] = {"eager": eager, "triton": fused}
 
 @dataclasses.dataclass(frozen=True)
 class LatePlan:
-    """The plan of a call whose number of tokens is a symbol: chosen when the call runs, and never in one pass."""
+    """The plan of a call whose number of tokens is a symbol, where it is chosen when the call runs: nothing that waits
+    between forward and backward depends on it."""
 
+    one_pass: bool
     memory_budget: int | None
 
 
@@ -37,7 +38,7 @@ class Call:
 
     options: LossOptions
     plan: Any
-    """A ChunkPlan. Inside torch.compile its tokens and token_chunk may be symbols, or all of it a LatePlan."""
+    """A ChunkPlan. Inside torch.compile its tokens and token_chunk may be symbols, or it may be a LatePlan."""
     compute_dtype: torch.dtype
     """Of the products' operands: the arrays' own, or autocast's."""
     statistics: bool
@@ -51,8 +52,7 @@ class Call:
     @property
     def one_pass(self) -> bool:
         """Whether a loss's gradients are made with its forward, if there are any."""
-        possible = isinstance(self.plan, ChunkPlan) and self.plan.one_pass and self.options.separable
-        possible = possible and self.options.reduction != "none"
+        possible = self.plan.one_pass and self.options.separable and self.options.reduction != "none"
         return possible and bool(MODULES[self.backend].one_pass(self.compute_dtype))
 
 

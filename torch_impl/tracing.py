@@ -39,13 +39,16 @@ def number(value: Any) -> Any:
     return float(value) if isinstance(value, torch.SymFloat) else value
 
 
-def symbolic_plan(tokens: Any, choose: Callable[[int], ChunkPlan], memory_budget: int | None) -> ChunkPlan | LatePlan:
+def symbolic_plan(
+    tokens: Any, choose: Callable[[int], ChunkPlan], memory_budget: int | None, chunk_waits: bool
+) -> ChunkPlan | LatePlan:
     """The plan for a symbol ``tokens``; ``choose(n)`` is the plan for n tokens.
 
     One chunk holds all tokens up to the largest power of two whose plan is one chunk: one graph serves them all. Above,
     there is a graph for every doubling, whose chunk is that of the largest number of tokens it serves. Where the plan
-    takes two passes nothing in the graph depends on it, and it is chosen when the call runs. Where the largest number
-    of tokens does not fit the budget, the graph is for this number alone.
+    takes two passes nothing in the graph depends on it, and it is chosen when the call runs; so it is in one pass,
+    unless a chunk waits between forward and backward (``chunk_waits``) or a budget may ask for two. Where the largest
+    number of tokens does not fit the budget, the graph is for this number alone.
     """
 
     def fitting(bound: int) -> ChunkPlan | None:
@@ -55,8 +58,8 @@ def symbolic_plan(tokens: Any, choose: Callable[[int], ChunkPlan], memory_budget
             return None
 
     bound, chosen = TOKEN_TILE, fitting(TOKEN_TILE)
-    if chosen is not None and not chosen.one_pass:
-        return LatePlan(memory_budget)
+    if chosen is not None and not (chosen.one_pass and (chunk_waits or memory_budget is not None)):
+        return LatePlan(chosen.one_pass, memory_budget)
     while bound < MOST_TOKENS and _one_chunk(fitting(2 * bound)):
         bound *= 2
     while tokens > bound:
@@ -65,7 +68,7 @@ def symbolic_plan(tokens: Any, choose: Callable[[int], ChunkPlan], memory_budget
     if chosen is None:
         return choose(int(tokens))
     if not chosen.one_pass:
-        return LatePlan(memory_budget)
+        return LatePlan(False, memory_budget)
     return _resized(chosen, tokens, tokens if _one_chunk(chosen) else chosen.token_chunk)
 
 
