@@ -325,6 +325,34 @@ def test_no_tokens_and_all_ignored(device: str, backend: str, tokens: int, reduc
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
+@pytest.mark.case(31)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [256, 1024])
+def test_memory_is_that_of_eager_mode(dtype: Any, chunk: int) -> None:
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    x, w = torch.randn(1024, 64, dtype=dtype).requires_grad_(), torch.randn(4096, 64, dtype=dtype).requires_grad_()
+    y = torch.randint(0, 4096, (1024,))
+    name = str(dtype).removeprefix("torch.")
+    chosen = plan(tokens=1024, hidden=64, vocab=4096, dtype=name, order="tokens", chunk=chunk)
+
+    def used(function: Callable[..., Any]) -> int:
+        def step() -> None:
+            x.grad = w.grad = None
+            function(x, w, y).backward()
+
+        step()
+        x.grad = w.grad = None
+        return peak_scratch_bytes(step) - x.nbytes - w.nbytes
+
+    def loss(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, plan=chosen)
+
+    compiled = used(torch.compile(loss, fullgraph=True, backend="aot_eager"))
+    assert compiled <= chosen.scratch_bytes
+    assert compiled <= 1.02 * used(loss)
+
+
 def calls_of_operations(function: Callable[..., Any], arrays: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
     """The operations of ours that compiled training runs, with their arguments."""
     seen: list[tuple[Any, tuple[Any, ...]]] = []
