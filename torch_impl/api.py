@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from logitless import spec
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
-from logitless.torch_impl import fused
-from logitless.torch_impl.autograd import Call, LinearCrossEntropyFunction, LinearLogProbsFunction
+from logitless.torch_impl import fused, tracing
+from logitless.torch_impl.autograd import LinearCrossEntropyFunction, LinearLogProbsFunction
+from logitless.torch_impl.steps import Call, LatePlan
 
 BACKENDS = ("triton", "eager")
 
@@ -72,8 +72,7 @@ def linear_cross_entropy(
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
         backend: "triton" (kernels: bfloat16, float16, float32 on a CUDA GPU of compute capability 9.0 or newer, or CPU
-            tensors under TRITON_INTERPRET=1; not inside torch.compile), "eager" (plain operations, anywhere), or None:
-            the first that runs.
+            tensors under TRITON_INTERPRET=1), "eager" (plain operations, anywhere), or None: the first that runs.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
 
     Returns the loss in float32 (float64 for float64 input), or (loss, TokenStats). Gradients have each argument's dtype
@@ -102,8 +101,9 @@ def linear_cross_entropy(
     return (loss, TokenStats(*stats)) if return_stats else loss
 
 
-# torch.compile puts these two calls into its graph as they are and traces their tensor operations later: choosing a
-# plan is Python over integers, and nothing for a graph. Their arguments are tensors and constants for that reason.
+# torch.compile puts these two calls into its graph as they are and traces their tensor operations later, which are
+# those of ops.py: choosing a plan is Python over integers, and nothing for a graph. Their arguments are tensors and
+# constants for that reason.
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -122,7 +122,7 @@ def _linear_cross_entropy(
     backend: str | None,
 ) -> tuple[Tensor, ...]:
     """The loss and, if asked for, the statistics."""
-    options = LossOptions(*option_values)
+    options = LossOptions(*map(tracing.number, option_values))
     arrays = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
     constants = {"token_weight": token_weight, "class_weight": class_weight}
     dtype = _check_tensors(arrays, constants)
@@ -130,8 +130,8 @@ def _linear_cross_entropy(
     _check_targets(target, weight.shape[0], options.ignore_index)
     one_pass = options.reduction != "none" and options.separable
     name = _backend(backend, hidden, dtype)
-    chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, one_pass, name)
-    call = Call(options, chosen, dtype, statistics=return_stats, differentiate=torch.is_grad_enabled(), backend=name)
+    chosen = _plan(target, weight, dtype, plan_values, memory_budget, one_pass, name)
+    call = _call(options, chosen, dtype, return_stats, name, hidden)
     apply: Any = LinearCrossEntropyFunction.apply
     made = apply(hidden, weight, bias, target, token_weight, class_weight, normalizer, call)
     return tuple(value for value in made if value is not None)
@@ -185,12 +185,13 @@ def _linear_log_probs(
     backend: str | None,
 ) -> tuple[Tensor, ...]:
     """log p(target) and, if asked for, the entropy."""
+    ignore_index, logit_scale, softcap = map(tracing.number, (ignore_index, logit_scale, softcap))
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
     dtype = _check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     _check_targets(target, weight.shape[0], ignore_index)
     name = _backend(backend, hidden, dtype)
-    chosen = _plan(hidden, weight, dtype, plan_values, memory_budget, False, name)
-    call = Call(options, chosen, dtype, statistics=with_entropy, differentiate=torch.is_grad_enabled(), backend=name)
+    chosen = _plan(target, weight, dtype, plan_values, memory_budget, False, name)
+    call = _call(options, chosen, dtype, with_entropy, name, hidden)
     apply: Any = LinearLogProbsFunction.apply
     made = apply(hidden, weight, bias, target, call)
     return tuple(value for value in made if value is not None)
@@ -241,7 +242,8 @@ def _check_tensors(arrays: dict[str, Tensor | None], constants: dict[str, Tensor
 
 def _check_normalizer(normalizer: Tensor | float | None, reduction: str, device: torch.device) -> None:
     info = _info(normalizer) if isinstance(normalizer, Tensor) else None
-    spec.check_normalizer(normalizer, info, reduction)
+    # A symbol is some finite number; asking which would make the compiled code one for this number.
+    spec.check_normalizer(1.0 if tracing.is_symbol(normalizer) else normalizer, info, reduction)
     if not isinstance(normalizer, Tensor):
         return
     if normalizer.requires_grad:
@@ -252,7 +254,7 @@ def _check_normalizer(normalizer: Tensor | float | None, reduction: str, device:
 
 def _check_targets(target: Tensor, vocab: int, ignore_index: int) -> None:
     """Look at the ids where looking costs no synchronisation; elsewhere an id outside makes that token's loss NaN."""
-    if target.device.type != "cpu" or torch.compiler.is_compiling():
+    if target.device.type != "cpu" or tracing.is_traced(target):
         return
     outside = ((target < 0) | (target >= vocab)) & (target != ignore_index)
     if bool(outside.any()):
@@ -264,42 +266,54 @@ def _backend(name: str | None, hidden: Tensor, dtype: torch.dtype) -> str:
     """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
     device = hidden.device
     reason = fused.unavailable(device, dtype)
-    if reason is None and (torch.compiler.is_compiling() or is_fake(hidden)):
-        reason = "torch.compile cannot trace its kernels yet"
     if name == "triton" and reason is not None:
         raise spec.unavailable_error(name, reason, usable="eager")
     if name is None:
         name = "triton" if device.type == "cuda" and reason is None else "eager"
-    if name == "eager" and device.type == "cuda" and dtype.itemsize < 4 and is_fake(hidden):
-        raise NotImplementedError(
-            f"backend: 'eager' cannot run here: torch.compile cannot trace products of {_dtype_name(dtype)} that "
-            f"accumulate in float32; torch.compiler.disable around the call, or float32, can"
-        )
     return name
 
 
-def _plan(
+def _call(
+    options: LossOptions,
+    plan: ChunkPlan | LatePlan,
+    dtype: torch.dtype,
+    statistics: bool,
+    backend: str,
     hidden: Tensor,
+) -> Call:
+    grad = torch.is_grad_enabled()
+    return Call(options, plan, dtype, statistics, grad, backend, traced=tracing.is_traced(hidden))
+
+
+def _plan(
+    target: Tensor,
     weight: Tensor,
     dtype: torch.dtype,
     plan_values: tuple[Any, ...] | None,
     memory_budget: int | None,
     one_pass: bool,
     backend: str,
-) -> ChunkPlan:
-    tokens, (vocab, size) = hidden.shape.numel() // hidden.shape[-1], weight.shape
+) -> ChunkPlan | LatePlan:
+    tokens, vocab, size = target.numel(), *map(tracing.number, weight.shape)
     name = _dtype_name(dtype)
-    if plan_values is None:
+    if plan_values is not None:
+        given = ChunkPlan(*map(tracing.number, plan_values))
+        check_plan_sizes(given, tracing.number(tokens), size, vocab, name)
+        return given
+
+    def choose(tokens: int) -> ChunkPlan:
         return make_plan(
             tokens=tokens,
             hidden=size,
             vocab=vocab,
             dtype=name,
-            memory_budget=memory_budget,
+            memory_budget=budget,
             one_pass=one_pass,
-            device="cpu" if hidden.device.type == "cpu" else "gpu",
+            device="cpu" if target.device.type == "cpu" else "gpu",
             fused=backend == "triton",
         )
-    given = ChunkPlan(*plan_values)
-    check_plan_sizes(given, tokens, size, vocab, name)
-    return given
+
+    budget = tracing.number(memory_budget)
+    if tracing.is_symbol(tokens):
+        return tracing.symbolic_plan(tokens, choose, budget, chunk_waits=backend == "triton")
+    return choose(tokens)

@@ -12,13 +12,25 @@ of the logits' gradient is rounded to the input dtype on its way into the produc
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
+
+
+class Arrays(NamedTuple):
+    """A call's arrays as they were given, the normalizer apart."""
+
+    hidden: Tensor  # [..., D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    target: Tensor  # [...]
+    token_weight: Tensor | None = None  # [...]
+    class_weight: Tensor | None = None  # [V]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +89,10 @@ class Gradients:
             if gradient is not None:
                 gradient.mul_(upstream)
         return self
+
+    def tensors(self, layout: dict[str, Any]) -> list[Tensor]:
+        """The tensors of :func:`held_layout`, in its order."""
+        return [getattr(self, name).contiguous() for name in layout]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +276,7 @@ class _RunningSums:
 
 def _concatenate(parts: list[TokenSums], empty: Tensor) -> TokenSums:
     if not parts:
-        return TokenSums(*(empty for _ in dataclasses.fields(TokenSums)))
+        return TokenSums(*(empty.clone() for _ in dataclasses.fields(TokenSums)))
     columns: Any = ([getattr(part, field.name) for part in parts] for field in dataclasses.fields(TokenSums))
     joined: Any = (None if column[0] is None else torch.cat(column) for column in columns)
     return TokenSums(*joined)
@@ -566,6 +582,38 @@ def loss_gradients(
             gradients.add_block(e[:, start:stop], start, stop)
         gradients.finish_chunk()
     return _concatenate(parts, torch.empty(0, dtype=dtype, device=device)), gradients.finish()
+
+
+def held_layout(
+    tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of the gradients that wait for the upstream scalar, by name; ``tokens`` may be a symbol."""
+    del options, token_chunk
+    made = torch.float64 if dtype == torch.float64 else torch.float32
+    vocab, size = arrays.weight.shape
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if needs.hidden:
+        layout["hidden"] = ((tokens, size), made)
+    if needs.weight:
+        layout["weight"] = ((vocab, size), made if dtype.itemsize < made.itemsize else needs.weight)
+    if needs.bias:
+        layout["bias"] = ((vocab,), made)
+    return layout
+
+
+def held_gradients(
+    make_inputs: Callable[[Tensor | None], Inputs], arrays: Arrays, options: LossOptions, dtype: torch.dtype,
+    plan: ChunkPlan, needs: Needs, tensors: list[Tensor], upstream: Tensor,
+) -> Gradients:  # fmt: skip
+    """What :meth:`Gradients.finish` gives, from ``Gradients.tensors``, none of which is written to: cast as it is
+    multiplied, so that no second gradient is held."""
+    del make_inputs
+    layout = held_layout(plan.tokens, arrays, options, dtype, plan.token_chunk, needs)
+    made: dict[str, Tensor] = {}
+    for name, waiting in zip(layout, tensors, strict=True):
+        made[name] = torch.empty_like(waiting, dtype=getattr(needs, name))
+        torch.mul(waiting, upstream, out=made[name])
+    return Gradients(made.get("hidden"), made.get("weight"), made.get("bias"))
 
 
 def _known_block(z: Tensor, known: KnownRows, rows: slice, k: Tensor | None, options: LossOptions) -> Tensor:

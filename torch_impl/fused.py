@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from logitless.planning import SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
 from logitless.spec import LossOptions
-from logitless.torch_impl.eager import Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
+from logitless.torch_impl.eager import Arrays, Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
 
 try:
     import triton
@@ -156,7 +157,10 @@ def _is_hopper(index: int | None) -> bool:
 class _Call:
     """Everything that the launches of one call share: its rows, its matrices, its constants."""
 
-    def __init__(self, inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> None:
+    def __init__(
+        self, inputs: Inputs, options: LossOptions, plan: ChunkPlan, held: dict[str, Tensor] | None = None
+    ) -> None:
+        """``held``: tensors that a call with the same arguments left behind (:func:`held_layout`)."""
         self.inputs, self.options, self.plan = inputs, options, plan
         self.device, self.dtype = inputs.hidden.device, inputs.hidden.dtype
         self.hidden = inputs.hidden if inputs.hidden.stride(-1) == 1 else inputs.hidden.contiguous()
@@ -178,10 +182,13 @@ class _Call:
         self.has_cap = options.softcap is not None
         self.precision = precision(self.dtype)
         self.logit = {"HAS_BIAS": self.bias is not None, "HAS_SCALE": self.scale != 1.0, "HAS_CAP": self.has_cap}
-        padded = round_up(max(1, self.tokens), self.chunk) + TOKEN_TILE
+        self.target = inputs.target.masked_fill(~inputs.inside, -1)
+        if held is not None:
+            self.order, self.count, self.row_target = held["order"], held["count"], held["row_target"]
+            return
+        padded = _padded(self.tokens, self.chunk)
         self.order = self.empty(max(1, self.tokens), torch.int32)
         self.count = self.empty(1, torch.int32)
-        self.target = inputs.target.masked_fill(~inputs.inside, -1)
         self.row_target = self.empty(padded, torch.int32)
         self.anchor = self.empty(padded)
         with self.on_device():
@@ -201,8 +208,7 @@ class _Call:
 
     def matrix(self, rows: int, columns: int) -> Tensor:
         """[rows, columns] of the input dtype whose rows start on a boundary."""
-        stride = round_up(columns, ROW_ALIGNMENT // self.dtype.itemsize)
-        return self.empty(rows, stride, self.dtype)[:, :columns]
+        return self.empty(rows, _row_stride(columns, self.dtype), self.dtype)[:, :columns]
 
     def operand(self, lent: Tensor | None = None) -> Tensor:
         """x of a chunk, [C, D]; in ``lent``, a result of at least its size that is written after x was last read."""
@@ -235,6 +241,15 @@ class _Call:
 
     def describe_weight(self, rows: slice, block: tuple[int, int]) -> Any:
         return self.describe(self.weight[rows], *block) if self.tma else None
+
+
+def _padded(tokens: int, chunk: int) -> int:
+    """Length of a vector by position: whole chunks, and a tile that a kernel may read beyond them."""
+    return (chunk if chunk >= tokens else round_up(tokens, chunk)) + TOKEN_TILE
+
+
+def _row_stride(columns: int, dtype: torch.dtype) -> int:
+    return round_up(columns, ROW_ALIGNMENT // dtype.itemsize)
 
 
 def _power_of_two(value: int) -> int:
@@ -534,6 +549,39 @@ class _Products:
         return Gradients(self.hidden, self.weight, bias)
 
 
+def held_layout(
+    tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of everything in :class:`Held` that its end reads, by name; no array's values, nor a plan's
+    other numbers, matter. ``tokens`` and ``token_chunk`` may be symbols, as long as their order is known."""
+    (vocab, size), cast = arrays.weight.shape, arrays.weight.dtype != dtype
+    chunk, full, whole = max(1, token_chunk), torch.float32, torch.int32
+    padded, several = _padded(tokens, chunk), tokens > chunk
+    layout = {
+        "order": ((max(1, tokens),), whole),
+        "count": ((1,), whole),
+        "row_target": ((padded,), whole),
+        "unit": ((), full),
+        "g": ((tokens,), full),
+        "factor": ((padded,), full),
+        "target_value": ((padded,), full),
+        "token_value": ((tokens,), full),
+        "x": ((chunk, _row_stride(size, dtype)), dtype),
+        "e": ((chunk, _row_stride(vocab, dtype)), dtype),
+    }
+    if cast and needs.hidden:
+        layout["weight"] = ((vocab, size), dtype)
+    if options.label_smoothing:
+        layout |= {"weighted_rows": ((size,), full), "weighted_bias": ((), full), "smooth_x": ((size,), full)}
+    if several and needs.hidden:
+        layout["hidden_sum"] = ((tokens, size), full)
+    if several and needs.weight:
+        layout["weight_sum"] = ((vocab, size), full)
+    if several and needs.bias:
+        layout["bias"] = ((vocab,), full)
+    return layout
+
+
 class Held:
     """Gradients made in the forward, waiting for the upstream scalar: the last chunk's exponentials, and sums."""
 
@@ -545,14 +593,51 @@ class Held:
         p, c = self.products, self.products.call
         scale = p.unit * upstream
         with c.on_device():
-            several = self.first > 0
-            value = self.factors.token_value
-            if several:
-                p.add_targets(value, None)
             p.add(self.first, self.x, self.e, slice(0, c.vocab), self.factors, scale)
-            if not several:
-                p.add_targets(value, scale)
+            if not self.first:
+                p.add_targets(self.factors.token_value, scale)
             return p.finish(scale, self.first)
+
+    def tensors(self, layout: dict[str, Any]) -> list[Tensor]:
+        """The tensors of :func:`held_layout`, in its order; no two share memory."""
+        p, c, f, s = self.products, self.products.call, self.factors, self.products.smoothing
+        every: dict[str, Any] = {
+            "order": c.order, "count": c.count, "row_target": c.row_target, "unit": p.unit, "g": p.g,
+            "factor": f.factor, "target_value": f.target_value, "token_value": f.token_value, "x": _whole_rows(self.x),
+            "e": _whole_rows(self.e), "weight": c.weight, "smooth_x": p.smooth_x, "hidden_sum": p.hidden_sum,
+            "weight_sum": p.weight_sum, "bias": p.bias,
+        }  # fmt: skip
+        if s is not None:
+            every |= {"weighted_rows": s.weighted_rows, "weighted_bias": s.weighted_bias}
+        return [every[name] for name in layout]
+
+
+def _whole_rows(matrix: Tensor) -> Tensor:
+    """A matrix of :meth:`_Call.matrix` with the padding of its rows."""
+    stride = matrix.stride(0)
+    return matrix.as_strided((matrix.shape[0], stride), (stride, 1))
+
+
+def held_gradients(
+    make_inputs: Callable[[Tensor | None], Inputs], arrays: Arrays, options: LossOptions, dtype: torch.dtype,
+    plan: ChunkPlan, needs: Needs, tensors: list[Tensor], upstream: Tensor,
+) -> Gradients:  # fmt: skip
+    """What :meth:`Held.finish` gives, from ``Held.tensors``, none of which is written to."""
+    layout = held_layout(plan.tokens, arrays, options, dtype, plan.token_chunk, needs)
+    held = dict(zip(layout, tensors, strict=True))
+    c = _Call(make_inputs(held.get("weight")), options, plan, held)
+    smoothing = None
+    if options.label_smoothing:
+        smoothing = Smoothing(options.label_smoothing / c.vocab, held["weighted_rows"], held["weighted_bias"])
+    products = _Products(c, needs, smoothing, held["g"], held["unit"])
+    # A float32 dW is its own accumulator where the forward may keep it; here it is read beside the finished one.
+    products.hidden_sum, products.weight_sum = held.get("hidden_sum"), held.get("weight_sum")
+    products.smooth_x = held.get("smooth_x")
+    if "bias" in held:
+        products.bias = held["bias"].clone()
+    factors = _Factors(held["g"], None, None, held["factor"], held["target_value"], held["token_value"])
+    first = plan.token_slices[-1][0] if plan.token_slices else 0
+    return Held(products, factors, first, held["x"][:, : c.size], held["e"][:, : c.vocab]).finish(upstream)
 
 
 def one_pass(dtype: torch.dtype) -> bool:
@@ -589,7 +674,11 @@ def loss_gradients(
                 )
             if last < c.tokens:
                 products.add(first, x, e, slice(0, c.vocab), factors, None)
-    return sums.result(), Held(products, factors, slices[-1][0], x, e)
+        result = sums.result()
+        del sums  # its partial sums make room
+        if slices[-1][0]:
+            products.add_targets(factors.token_value, None)
+    return result, Held(products, factors, slices[-1][0], x, e)
 
 
 def known_gradients(

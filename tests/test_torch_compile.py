@@ -1,0 +1,388 @@
+"""torch.compile(fullgraph=True): the same numbers as eager mode, bit for bit, from the same code and kernels.
+
+Only exact operations (a multiplication by two) stand before the call, so that a compiler's other sums cannot differ.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
+
+from functorch.compile import make_boxed_func  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch.library import opcheck  # noqa: E402
+
+from logitless import plan  # noqa: E402
+from logitless.torch_impl import linear_cross_entropy, linear_log_probs, tracing  # noqa: E402
+from logitless.torch_impl.steps import LatePlan  # noqa: E402
+
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
+    reason="kernels are compiled where there is a GPU, and triton must be installed",
+)
+PLACES = (
+    pytest.param("cpu", "eager", id="eager"),
+    pytest.param("cpu", "triton", id="interpreted", marks=INTERPRETED),
+    pytest.param("cuda", "eager", id="eager_cuda", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", id="triton_cuda", marks=pytest.mark.gpu),
+)
+everywhere = pytest.mark.parametrize(("device", "backend"), PLACES)
+
+TOKENS, HIDDEN, VOCAB = 40, 16, 70
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    torch._dynamo.reset()
+
+
+def tensors(device: str, tokens: int = TOKENS, dtype: Any = torch.float32, wrt: str = "xwb") -> tuple[Any, ...]:
+    """hidden, weight, bias, target; 25 % ignored."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (tokens, HIDDEN), "w": (VOCAB, HIDDEN), "b": (VOCAB,)}
+    made = [torch.randn(shape, generator=generator) for shape in shapes.values()]
+    y = torch.randint(0, VOCAB, (tokens,), generator=generator)
+    y[::4] = -100
+    floats = (t.to(device, dtype).requires_grad_(name in wrt) for name, t in zip(shapes, made, strict=True))
+    return *floats, y.to(device)
+
+
+def plan_of(backend: str, dtype: str = "float32", **how: Any) -> Any:
+    return plan(tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, dtype=dtype, fused=backend == "triton", **how)
+
+
+def results(function: Callable[..., Any], arrays: tuple[Any, ...], training: bool = True) -> list[Any]:
+    """Everything that comes out, then every gradient of a weighted sum of it."""
+    with torch.set_grad_enabled(training):
+        made = function(*arrays)
+    outs = [made] if torch.is_tensor(made) else [out for out in made if out is not None]
+    found = [out.detach() for out in outs]
+    if training:
+        total = sum((out.double() * (1.3 + index)).sum() for index, out in enumerate(outs) if out.requires_grad)
+        found += torch.autograd.grad(total, [array for array in arrays if array.requires_grad])
+    return found
+
+
+def assert_same(function: Callable[..., Any], arrays: tuple[Any, ...], training: bool = True, **how: Any) -> None:
+    plain = results(function, arrays, training)
+    compiled = torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **how})
+    made = results(compiled, arrays, training)
+    assert [(t.dtype, t.shape) for t in made] == [(t.dtype, t.shape) for t in plain]
+    assert all(torch.equal(one, other) for one, other in zip(made, plain, strict=True))
+
+
+def loss_with(backend: str, **options: Any) -> Callable[..., Any]:
+    def function(x: Any, w: Any, b: Any, y: Any) -> Any:
+        made = linear_cross_entropy(x * 2, w, y, b, backend=backend, **options)
+        return (made[0], *made[1]) if options.get("return_stats") else made
+
+    return function
+
+
+def options_named(name: str, device: str, backend: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    classes, tokens = (torch.rand(size, generator=generator).to(device) + 0.5 for size in (VOCAB, TOKENS))
+    smooth = {"label_smoothing": 0.1, "class_weight": classes, "token_weight": tokens}
+    return {
+        "plain": {},
+        "sum_z": {"reduction": "sum", "z_loss": 1e-3},
+        "none": {"reduction": "none"},
+        "smooth": smooth,
+        "softcap": {"softcap": 3.0, "logit_scale": 0.7},
+        "softcap_smooth": {"softcap": 3.0, "label_smoothing": 0.1},
+        "statistics": {"return_stats": True},
+        "number": {"normalizer": 7.3},
+        "tensor": {"normalizer": torch.tensor(7.3, device=device)},
+        "chunks": {"plan": plan_of(backend, order="tokens", chunk=16)},
+        "chunks_smooth": {"plan": plan_of(backend, order="tokens", chunk=16), **smooth},
+        "two_passes": {"plan": plan_of(backend, order="tokens", chunk=16, one_pass=False)},
+        "vocab": {"plan": plan_of(backend, order="vocab", chunk=32)},
+    }[name]
+
+
+OPTIONS = (
+    "plain", "sum_z", "none", "smooth", "softcap", "softcap_smooth", "statistics", "number", "tensor", "chunks",
+    "chunks_smooth", "two_passes", "vocab",
+)  # fmt: skip
+
+
+@pytest.mark.case(24)
+@everywhere
+@pytest.mark.parametrize("name", OPTIONS)
+def test_training(device: str, backend: str, name: str) -> None:
+    assert_same(loss_with(backend, **options_named(name, device, backend)), tensors(device))
+
+
+@pytest.mark.case(24)
+@everywhere
+@pytest.mark.parametrize("name", ["plain", "none", "statistics", "chunks"])
+def test_no_grad(device: str, backend: str, name: str) -> None:
+    function = loss_with(backend, **options_named(name, device, backend))
+    assert_same(function, tensors(device), training=False)
+
+
+@pytest.mark.case(24)
+@everywhere
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_log_probs(device: str, backend: str, with_entropy: bool, training: bool) -> None:
+    def function(x: Any, w: Any, b: Any, y: Any) -> Any:
+        return linear_log_probs(x * 2, w, y, b, with_entropy=with_entropy, logit_scale=0.7, backend=backend)
+
+    assert_same(function, tensors(device), training)
+
+
+@pytest.mark.case(24)
+@everywhere
+@pytest.mark.parametrize("name", ["none", "chunks"])
+@pytest.mark.parametrize("wrt", ["x", "w", "b"])
+def test_only_the_wanted_gradients(device: str, backend: str, name: str, wrt: str) -> None:
+    function = loss_with(backend, **options_named(name, device, backend))
+    assert_same(function, tensors(device, wrt=wrt))
+
+
+@pytest.mark.case(24)
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(device: str, backend: str, dtype: Any) -> None:
+    chunks = plan_of(backend, str(dtype).removeprefix("torch."), order="tokens", chunk=16)
+    assert_same(loss_with(backend), tensors(device, dtype=dtype))
+    assert_same(loss_with(backend, plan=chunks), tensors(device, dtype=dtype))
+
+
+@pytest.mark.case(24)
+@pytest.mark.case(25)
+@everywhere
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_autocast(device: str, backend: str, reduction: str) -> None:
+    def function(x: Any, w: Any, b: Any, y: Any) -> Any:
+        with torch.autocast(device, torch.bfloat16):
+            return linear_cross_entropy(x * 2, w, y, b, reduction=reduction, backend=backend)
+
+    assert_same(function, tensors(device))
+
+
+@pytest.mark.case(24)
+@everywhere
+def test_leading_axes_and_strides(device: str, backend: str) -> None:
+    def function(x: Any, w: Any, b: Any, y: Any) -> Any:
+        turned = (x * 2).t().contiguous().t()
+        grid = linear_cross_entropy(x.view(5, 8, HIDDEN) * 2, w, y.view(5, 8), b, reduction="none", backend=backend)
+        return linear_cross_entropy(turned, w, y, b, backend=backend), grid
+
+    assert_same(function, tensors(device))
+
+
+@pytest.mark.case(24)
+@everywhere
+def test_inductor_and_tied_weights(device: str, backend: str) -> None:
+    """A small model whose embedding is its head, by the default compiler."""
+
+    def function(w: Any, b: Any, y: Any) -> Any:
+        x = torch.nn.functional.embedding(y.clamp(min=0).roll(1), w) * 2
+        return linear_cross_entropy(x, w, y, b, z_loss=1e-3, backend=backend, return_stats=True)[0] * 2
+
+    _, w, b, y = tensors(device)
+    compiled = torch.compile(function, fullgraph=True)
+    for training in (True, False):
+        plain, made = (results(f, (w, b, y), training) for f in (function, compiled))
+        assert torch.equal(made[0], plain[0])
+        for one, other in zip(made, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.case(24)
+@everywhere
+def test_the_graph_holds_one_operation(device: str, backend: str) -> None:
+    """Not the chunks' own operations: what a compiler would make of those is neither as fast nor as small."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    function = loss_with(backend, **options_named("chunks", device, backend))
+    results(torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=keep)), tensors(device))
+    forward, backward = ([name for name in graph if "getitem" not in name] for graph in graphs)
+    assert forward == ["aten.mul.Tensor", "logitless.loss.default"]
+    assert [name for name in backward if "logitless" in name] == ["logitless.loss_gradients.default"]
+
+
+@pytest.mark.case(5)
+@everywhere
+@pytest.mark.parametrize("name", ["plain", "chunks", "none"])
+def test_two_backwards(device: str, backend: str, name: str) -> None:
+    """Nothing that waits is used up: the same bits again."""
+    arrays = tensors(device)
+    function = loss_with(backend, **options_named(name, device, backend))
+    loss = torch.compile(function, fullgraph=True, backend="aot_eager")(*arrays).sum()
+    first = [grad.clone() for grad in torch.autograd.grad(loss, arrays[:3], retain_graph=True)]
+    for one, other in zip(first, torch.autograd.grad(loss, arrays[:3]), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.case(22)
+@everywhere
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [("mean", None), ("mean", True), ("none", True), ("log_probs", None), ("length", None)]
+)
+def test_a_changing_number_of_tokens(device: str, backend: str, name: str, dynamic: bool | None) -> None:
+    """One graph for all, after that of the first number; ``length``: the normalizer is a symbol too."""
+
+    def function(x: Any, w: Any, b: Any, y: Any) -> Any:
+        if name == "log_probs":
+            return linear_log_probs(x * 2, w, y, b, with_entropy=True, backend=backend)
+        how = {"normalizer": x.shape[0]} if name == "length" else {"reduction": name}
+        return linear_cross_entropy(x * 2, w, y, b, backend=backend, **how)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
+    for tokens in (15, 26, 40) if backend == "triton" and device == "cpu" else (15, 26, 128, 513, 2048, 8192):
+        arrays = tensors(device, tokens)
+        plain, made = results(function, arrays), results(compiled, arrays)
+        assert all(torch.equal(one, other) for one, other in zip(made, plain, strict=True)), tokens
+    assert graphs_of(counter) <= 2
+
+
+def graphs_of(counter: Any) -> int:
+    """How many graphs with a call were compiled; one that holds nothing may come first."""
+    return sum(any(node.op == "call_function" for node in graph.graph.nodes) for graph in counter.graphs)
+
+
+def few_chunks(tokens: int) -> Any:
+    """A rule that takes two chunks above 32 tokens, in one pass up to 128."""
+    order: Any = "tokens" if tokens <= 128 else "vocab"
+    chunk = {"tokens": max(1, tokens if tokens <= 32 else tokens // 2), "vocab": 32}[order]
+    sizes = {"tokens": tokens, "hidden": HIDDEN, "vocab": VOCAB, "dtype": "float32"}
+    return plan(**sizes, fused=True, order=order, chunk=chunk)
+
+
+@pytest.mark.case(22)
+def test_the_plan_for_a_changing_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen by comparisons alone: here with numbers in the place of symbols."""
+    monkeypatch.setattr(tracing, "TOKEN_TILE", 16)
+    made = {n: tracing.symbolic_plan(n, few_chunks, None, chunk_waits=True) for n in (1, 16, 31, 32, 33, 64, 65, 127)}
+    assert {n: (p.tokens, p.token_chunk) for n, p in made.items()} == {
+        **{n: (n, n) for n in (1, 16, 31, 32)}, 33: (33, 32), 64: (64, 32), 65: (65, 64), 127: (127, 64),
+    }  # fmt: skip
+    assert tracing.symbolic_plan(129, few_chunks, None, chunk_waits=True) == LatePlan(False, None)
+    assert tracing.symbolic_plan(64, few_chunks, None, chunk_waits=False) == LatePlan(True, None)
+    assert tracing.symbolic_plan(64, few_chunks, 10**6, chunk_waits=False).token_chunk == 32
+
+
+def test_a_budget_too_small_for_the_next_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(tokens: int) -> Any:
+        if tokens > 100:
+            raise ValueError("memory_budget: got too little")
+        return few_chunks(tokens)
+
+    monkeypatch.setattr(tracing, "TOKEN_TILE", 16)
+    assert tracing.symbolic_plan(90, choose, 10**6, chunk_waits=True) == few_chunks(90)
+    with pytest.raises(ValueError, match="too little"):
+        tracing.symbolic_plan(101, choose, 10**6, chunk_waits=True)
+
+
+@pytest.mark.case(22)
+@everywhere
+def test_a_changing_number_of_chunks(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from logitless.torch_impl import api
+
+    monkeypatch.setattr(tracing, "TOKEN_TILE", 16)
+    monkeypatch.setattr(api, "make_plan", lambda *, tokens, **_: few_chunks(tokens))
+    counter = CompileCounterWithBackend("aot_eager")
+    function = loss_with(backend, label_smoothing=0.1)
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    for tokens in (20, 40, 70, 50):
+        arrays = tensors(device, tokens)
+        for one, other in zip(results(compiled, arrays), results(function, arrays), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert graphs_of(counter) == (3 if backend == "triton" else 1)
+
+
+@everywhere
+def test_ids_outside_the_vocabulary_make_nan(device: str, backend: str) -> None:
+    x, w, b, y = tensors(device)
+    y[1], y[2] = VOCAB, -1
+    compiled = torch.compile(loss_with(backend, reduction="none"), fullgraph=True, backend="aot_eager")
+    assert torch.isnan(compiled(x, w, b, y)).nonzero().flatten().tolist() == [1, 2]
+
+
+@everywhere
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_tokens_and_all_ignored(device: str, backend: str, tokens: int, reduction: str) -> None:
+    x, w, b, y = tensors(device, tokens)
+    assert_same(loss_with(backend, reduction=reduction), (x, w, b, torch.full_like(y, -100)))
+
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.case(31)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [256, 1024])
+def test_memory_is_that_of_eager_mode(dtype: Any, chunk: int) -> None:
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    x, w = torch.randn(1024, 64, dtype=dtype).requires_grad_(), torch.randn(4096, 64, dtype=dtype).requires_grad_()
+    y = torch.randint(0, 4096, (1024,))
+    name = str(dtype).removeprefix("torch.")
+    chosen = plan(tokens=1024, hidden=64, vocab=4096, dtype=name, order="tokens", chunk=chunk)
+
+    def used(function: Callable[..., Any]) -> int:
+        def step() -> None:
+            x.grad = w.grad = None
+            function(x, w, y).backward()
+
+        step()
+        x.grad = w.grad = None
+        return peak_scratch_bytes(step) - x.nbytes - w.nbytes
+
+    def loss(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, plan=chosen)
+
+    compiled = used(torch.compile(loss, fullgraph=True, backend="aot_eager"))
+    assert compiled <= chosen.scratch_bytes
+    assert compiled <= 1.02 * used(loss)
+
+
+def calls_of_operations(function: Callable[..., Any], arrays: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The operations of ours that compiled training runs, with their arguments."""
+    seen: list[tuple[Any, tuple[Any, ...]]] = []
+
+    class Watch(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if "logitless" in str(target):
+                seen.append((target, args))
+            return super().call_function(target, args, kwargs)
+
+    def watch(graph: Any, _: Any) -> Any:
+        return make_boxed_func(Watch(graph).run)
+
+    results(torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=watch)), arrays)
+    return seen
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["plain", "chunks_smooth", "statistics", "two_passes", "log_probs"])
+def test_operations_keep_their_promises(device: str, backend: str, name: str) -> None:
+    """Schema, shapes, strides and dtypes in advance, no aliases, nothing written: PyTorch's own checks."""
+
+    def log_probs(x: Any, w: Any, b: Any, y: Any) -> Any:
+        return linear_log_probs(x * 2, w, y, b, with_entropy=True, backend=backend)
+
+    function = log_probs if name == "log_probs" else loss_with(backend, **options_named(name, device, backend))
+    calls = calls_of_operations(function, tensors(device))
+    assert len(calls) == 2
+    for operation, arguments in calls:
+        detached = tuple(a.detach() if torch.is_tensor(a) else a for a in arguments)
+        # The kernels' matrices have places that are never written or read: those cannot be compared.
+        held = backend == "triton" and operation is torch.ops.logitless.loss.default
+        opcheck(operation, detached, test_utils=CHECKS[:3] if held else CHECKS)

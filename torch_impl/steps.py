@@ -1,0 +1,208 @@
+"""A call's forward and its backward, on tensors alone: what autograd runs directly, and torch.compile through ops.py.
+
+| caller | forward | backward | flops |
+| --- | --- | --- | --- |
+| nothing to differentiate | sums | – | 2·N·D·V |
+| mean, sum, a plan in one pass | sums and gradients | multiply by the upstream scalar, in the last cast | 6 |
+| none, log-probs, a plan that knows lse first | sums | gradients with what arrived | 8 |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.spec import LossOptions, TokenStats
+from logitless.torch_impl import eager, fused
+from logitless.torch_impl.eager import Arrays
+
+# Backends are modules with the same functions.
+MODULES: dict[str, Any] = {"eager": eager, "triton": fused}
+
+
+@dataclasses.dataclass(frozen=True)
+class LatePlan:
+    """The plan of a call whose number of tokens is a symbol, where it is chosen when the call runs: nothing that waits
+    between forward and backward depends on it."""
+
+    one_pass: bool
+    memory_budget: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Everything about a call that is not an array."""
+
+    options: LossOptions
+    plan: Any
+    """A ChunkPlan. Inside torch.compile its tokens and token_chunk may be symbols, or it may be a LatePlan."""
+    compute_dtype: torch.dtype
+    """Of the products' operands: the arrays' own, or autocast's."""
+    statistics: bool
+    differentiate: bool
+    """Whether autograd is recording."""
+    backend: str
+    """A key of MODULES."""
+    traced: bool = False
+    """Whether torch.compile is looking: then the steps are the opaque ones of ops.py."""
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether a loss's gradients are made with its forward, if there are any."""
+        possible = self.plan.one_pass and self.options.separable and self.options.reduction != "none"
+        return possible and bool(MODULES[self.backend].one_pass(self.compute_dtype))
+
+
+class Loss(NamedTuple):
+    """What a loss's forward leaves."""
+
+    loss: Tensor
+    stats: tuple[Tensor | None, ...]
+    saved: tuple[Tensor | None, ...]
+    """For the backward: what autograd may save as it does any tensor."""
+    waiting: Any
+    """Gradients that wait for the upstream scalar and may be finished once, or None."""
+
+
+class LogProbs(NamedTuple):
+    """What the forward of log-probabilities leaves."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+    saved: tuple[Tensor | None, ...]
+
+
+def prepare(arrays: Arrays, ignore_index: int, dtype: torch.dtype) -> eager.Inputs:
+    """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
+    hidden, weight, bias, target, token_weight, class_weight = arrays
+    accumulation = accumulation_dtype(dtype)
+    flat = target.reshape(-1).long()
+    valid = flat != ignore_index
+    inside = ~valid | ((flat >= 0) & (flat < weight.shape[0]))
+    ones = torch.ones(flat.shape, dtype=accumulation, device=flat.device)
+    weights = ones if token_weight is None else token_weight.reshape(-1).to(accumulation)
+    return eager.Inputs(
+        hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype),
+        weight=weight.to(dtype),
+        bias=None if bias is None else bias.to(dtype),
+        target=flat.masked_fill(~(valid & inside), 0),
+        valid=valid,
+        inside=inside,
+        token_weight=weights.masked_fill(~valid, 0.0),
+        class_weight=None if class_weight is None else class_weight.to(accumulation),
+    )
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of sums, losses and statistics."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _no_autocast(arrays: Arrays) -> torch.autocast:
+    # The products inside choose their dtypes themselves.
+    return torch.autocast(arrays.hidden.device.type, enabled=False)
+
+
+def _row_upstream(inputs: eager.Inputs, options: LossOptions, upstream: Tensor) -> Tensor:
+    """g_i: upstream (per token or one for all) times token weight and logit_scale; exactly 0 for an ignored token."""
+    rows = upstream.to(inputs.accumulation_dtype) * inputs.token_weight * options.logit_scale
+    return rows.masked_fill(~inputs.valid, 0.0)
+
+
+def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
+    """The last cast: each argument's dtype and shape."""
+
+    def like(gradient: Tensor | None, argument: Tensor | None) -> Tensor | None:
+        if gradient is None or argument is None:
+            return None
+        return gradient.to(argument.dtype).reshape(argument.shape)
+
+    return eager.Gradients(
+        like(gradients.hidden, arrays.hidden), like(gradients.weight, arrays.weight), like(gradients.bias, arrays.bias)
+    )
+
+
+def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: eager.Needs) -> Loss:
+    """The loss, the eight statistics (or Nones), and what the backward needs for the gradients ``needs``."""
+    options, backend, waiting = call.options, MODULES[call.backend], None
+    with _no_autocast(arrays):
+        inputs = prepare(arrays, options.ignore_index, call.compute_dtype)
+        norm = eager.normalizer(inputs, options, normalizer)
+        if needs.any and call.one_pass:
+            g = _row_upstream(inputs, options, norm)
+            sums, waiting = backend.loss_gradients(inputs, options, call.plan, g, needs, call.statistics)
+        else:
+            sums = backend.token_sums(inputs, options, call.plan, call.statistics)
+        losses = eager.losses(inputs, options, sums)
+        total = losses.reshape(arrays.target.shape) if options.reduction == "none" else losses.sum() * norm
+        stats = eager.token_stats(inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
+        shaped = tuple(None if value is None else value.reshape(arrays.target.shape) for value in stats)
+    saved = (norm, sums.target_logit, sums.anchor, sums.log_total) if needs.any else ()
+    return Loss(total, shaped, saved, waiting)
+
+
+def loss_gradients(
+    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], waiting: Any, upstream: Tensor
+) -> eager.Gradients:
+    """The gradients: finished from what waits, else recomputed (the per-token upstream has just arrived, or what waited
+    is used up)."""
+    options = call.options
+    norm, target_logit, anchor, log_total = saved
+    with _no_autocast(arrays):
+        if waiting is not None:
+            return _cast(waiting.finish(upstream.to(norm.dtype)), arrays)
+        inputs = prepare(arrays, options.ignore_index, call.compute_dtype)
+        per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
+        g = _row_upstream(inputs, options, per_token)
+        sums = eager.TokenSums(target_logit, anchor, log_total, None, None, None, None, None)
+        known = eager.known_loss_rows(inputs, options, sums, g)
+        return _cast(MODULES[call.backend].known_gradients(inputs, options, call.plan, known, g, needs), arrays)
+
+
+def held_gradients(
+    arrays: Arrays, call: Call, needs: eager.Needs, held: list[Tensor], upstream: Tensor
+) -> eager.Gradients:
+    """The gradients from what waited as a list of tensors (``waiting.tensors()``), none of which is written to."""
+
+    def inputs(weight: Tensor | None) -> eager.Inputs:
+        """Made where they are read; ``weight``: autocast's copy, if it waited too."""
+        given = arrays if weight is None else arrays._replace(weight=weight)
+        return prepare(given, call.options.ignore_index, call.compute_dtype)
+
+    with _no_autocast(arrays):
+        dtype = call.compute_dtype
+        upstream = upstream.to(accumulation_dtype(dtype))
+        backend = MODULES[call.backend]
+        made = backend.held_gradients(inputs, arrays, call.options, dtype, call.plan, needs, held, upstream)
+        return _cast(made, arrays)
+
+
+def log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
+    """log p(target) and entropy (or None) per token, and what the backward needs if any gradient is wanted."""
+    with _no_autocast(arrays):
+        inputs = prepare(arrays, call.options.ignore_index, call.compute_dtype)
+        sums = MODULES[call.backend].token_sums(inputs, call.options, call.plan, call.statistics)
+        ignored, shape = ~inputs.valid, arrays.target.shape
+        log_prob = (-sums.nll).masked_fill(ignored, 0.0).reshape(shape)
+        entropy = None if sums.entropy is None else sums.entropy.masked_fill(ignored, 0.0).reshape(shape)
+    saved = (sums.target_logit, sums.anchor, sums.log_total, sums.entropy) if needs.any else ()
+    return LogProbs(log_prob, entropy, saved)
+
+
+def log_probs_gradients(
+    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
+) -> eager.Gradients:
+    """The gradients, when both upstream gradients have arrived."""
+    target_logit, anchor, log_total, entropy = saved
+    with _no_autocast(arrays):
+        inputs = prepare(arrays, call.options.ignore_index, call.compute_dtype)
+        sums = eager.TokenSums(target_logit, anchor, log_total, None, entropy, None, None, None)
+        g1 = _row_upstream(inputs, call.options, g_log_prob.reshape(-1))
+        g2 = None if g_entropy is None else _row_upstream(inputs, call.options, g_entropy.reshape(-1))
+        known = eager.known_log_prob_rows(call.options, sums, g1, g2)
+        backend = MODULES[call.backend]
+        made = backend.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
+        return _cast(made, arrays)

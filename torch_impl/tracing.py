@@ -1,0 +1,83 @@
+"""What torch.compile asks of a call's Python: numbers that may be symbols, and a plan for a symbolic number of tokens.
+
+Comparing a symbol makes a guard: the compiled code is for the sizes that compare as this one did, and another size
+compiles again. So a plan is chosen here by few comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from logitless.planning import TOKEN_TILE, ChunkPlan
+from logitless.torch_impl.steps import LatePlan
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+# One graph serves at most this many tokens in one chunk; a doubling has one of its own above.
+MOST_TOKENS = 2**17
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether there is no data to look at: inside torch.compile, or on fake tensors."""
+    return torch.compiler.is_compiling() or is_fake(tensor)
+
+
+def is_symbol(value: Any) -> bool:
+    """Whether ``value`` is a number that torch.compile has left open."""
+    return isinstance(value, SYMBOLS)
+
+
+def number(value: Any) -> Any:
+    """``value``, or the number behind a symbol: compiled code is then for this number."""
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    return float(value) if isinstance(value, torch.SymFloat) else value
+
+
+def symbolic_plan(
+    tokens: Any, choose: Callable[[int], ChunkPlan], memory_budget: int | None, chunk_waits: bool
+) -> ChunkPlan | LatePlan:
+    """The plan for a symbol ``tokens``; ``choose(n)`` is the plan for n tokens.
+
+    One chunk holds all tokens up to the largest power of two whose plan is one chunk: one graph serves them all. Above,
+    there is a graph for every doubling, whose chunk is that of the largest number of tokens it serves. Where the plan
+    takes two passes nothing in the graph depends on it, and it is chosen when the call runs; so it is in one pass,
+    unless a chunk waits between forward and backward (``chunk_waits``) or a budget may ask for two. Where the largest
+    number of tokens does not fit the budget, the graph is for this number alone.
+    """
+
+    def fitting(bound: int) -> ChunkPlan | None:
+        try:
+            return choose(bound)
+        except ValueError:
+            return None
+
+    bound, chosen = TOKEN_TILE, fitting(TOKEN_TILE)
+    if chosen is not None and not (chosen.one_pass and (chunk_waits or memory_budget is not None)):
+        return LatePlan(chosen.one_pass, memory_budget)
+    while bound < MOST_TOKENS and _one_chunk(fitting(2 * bound)):
+        bound *= 2
+    while tokens > bound:
+        bound *= 2
+    chosen = fitting(bound)
+    if chosen is None:
+        return choose(int(tokens))
+    if not chosen.one_pass:
+        return LatePlan(False, memory_budget)
+    return _resized(chosen, tokens, tokens if _one_chunk(chosen) else chosen.token_chunk)
+
+
+def _one_chunk(plan: ChunkPlan | None) -> bool:
+    return plan is not None and plan.one_pass and plan.token_chunk >= plan.tokens
+
+
+def _resized(plan: ChunkPlan, tokens: Any, token_chunk: Any) -> ChunkPlan:
+    return ChunkPlan(
+        tokens, plan.hidden, plan.vocab, plan.dtype, plan.order, plan.one_pass, token_chunk, plan.vocab_chunk,
+        plan.fused,
+    )  # fmt: skip
