@@ -22,6 +22,11 @@ from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of sums, losses and statistics: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Arrays(NamedTuple):
     """A call's arrays as they were given, the normalizer apart."""
 
@@ -48,7 +53,7 @@ class Inputs:
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
-        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+        return accumulation_dtype(self.hidden.dtype)
 
     @property
     def operand_dtype(self) -> torch.dtype:
@@ -310,6 +315,33 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
 # From sums to losses and row factors
 
 
+def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype) -> Inputs:
+    """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
+    hidden, weight, bias, target, token_weight, class_weight = arrays
+    accumulation = accumulation_dtype(dtype)
+    flat = target.reshape(-1).long()
+    valid = flat != options.ignore_index
+    inside = ~valid | ((flat >= 0) & (flat < weight.shape[0]))
+    ones = torch.ones(flat.shape, dtype=accumulation, device=flat.device)
+    weights = ones if token_weight is None else token_weight.reshape(-1).to(accumulation)
+    return Inputs(
+        hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype),
+        weight=weight.to(dtype),
+        bias=None if bias is None else bias.to(dtype),
+        target=flat.masked_fill(~(valid & inside), 0),
+        valid=valid,
+        inside=inside,
+        token_weight=weights.masked_fill(~valid, 0.0),
+        class_weight=None if class_weight is None else class_weight.to(accumulation),
+    )
+
+
+def row_upstream(inputs: Inputs, options: LossOptions, upstream: Tensor) -> Tensor:
+    """g_i: upstream (per token or one for all) times token weight and logit_scale; exactly 0 for an ignored token."""
+    rows = upstream.to(inputs.accumulation_dtype) * inputs.token_weight * options.logit_scale
+    return rows.masked_fill(~inputs.valid, 0.0)
+
+
 def normalizer(inputs: Inputs, options: LossOptions, given: Tensor | float | None) -> Tensor:
     """What the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 0 where no token counts."""
     one = torch.ones((), dtype=inputs.accumulation_dtype, device=inputs.hidden.device)
@@ -331,6 +363,11 @@ def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Tensor:
     if options.z_loss:
         loss = loss + options.z_loss * sums.lse.square()
     return (loss * inputs.token_weight).masked_fill_(~inputs.valid, 0.0)
+
+
+def total_loss(inputs: Inputs, options: LossOptions, sums: TokenSums, norm: Tensor) -> Tensor:
+    """Σ ℓ_i times norm."""
+    return losses(inputs, options, sums).sum() * norm
 
 
 def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
@@ -541,14 +578,14 @@ def one_pass(dtype: torch.dtype) -> bool:
 
 
 def loss_gradients(
-    inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Tensor, needs: Needs, statistics: bool
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:
     """Sums and gradients in one pass, 6·N·D·V flops: the exponentials of a chunk are held, anchored at the target.
 
-    g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored. For a plan in one pass and
-    separable options.
+    norm: what the sum of the token losses is multiplied by. For a plan in one pass and separable options.
     """
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
+    g = row_upstream(inputs, options, norm)
     vocab = inputs.weight.shape[0]
     held = torch.empty((plan.token_chunk, plan.row_stride), dtype=dtype, device=device)
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
@@ -589,7 +626,7 @@ def held_layout(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of the gradients that wait for the upstream scalar, by name; ``tokens`` may be a symbol."""
     del options, token_chunk
-    made = torch.float64 if dtype == torch.float64 else torch.float32
+    made = accumulation_dtype(dtype)
     vocab, size = arrays.weight.shape
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if needs.hidden:
@@ -640,7 +677,8 @@ def known_gradients(
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan: one block [C, B] at a time.
 
-    g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part reads it.
+    g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored; only label smoothing's
+    rank-one part reads it.
     """
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from logitless.planning import SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
 from logitless.spec import LossOptions
+from logitless.torch_impl import eager
 from logitless.torch_impl.eager import Arrays, Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
 
 try:
@@ -38,7 +39,7 @@ try:
 
     from logitless.torch_impl import hopper
 except (ImportError, AttributeError):  # a Triton without Gluon, or with another one: kernels.py has every product
-    hopper = None
+    hopper = None  # type: ignore[assignment]
 
 ROW_ALIGNMENT = 128  # bytes: rows of our own matrices start on such a boundary
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -150,6 +151,96 @@ def _is_hopper(index: int | None) -> bool:
     return index is not None and torch.cuda.get_device_capability(index)[0] == 9
 
 
+def _on_device(device: torch.device) -> Any:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is known of the tokens before the first product, and the losses after it, in few launches
+
+# Tokens of a program, and of a turn of the programs that go through all of them alone.
+TOKEN_BLOCK, TURN_BLOCK = 1024, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Inputs):
+    """A call's arrays, and its tokens in the forms that the kernels read."""
+
+    index: Tensor  # [N] int32 target, −1 for an id outside the vocabulary
+    key: Tensor  # [N] int32 target, V for an ignored token and for an id outside the vocabulary
+    order: Tensor  # [N] int32: the valid tokens, then the ignored ones
+    count: Tensor  # [1] int32: how many are valid
+    relative: Tensor  # [N] token_weight over the largest of them
+    summary: Tensor  # [2]: 1 / Σ t k_y (1 for a sum), and logit_scale times the largest token weight
+
+
+def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype) -> Rows:
+    """:func:`eager.prepare`, and the tokens' order."""
+    hidden, weight, bias, target, token_weight, class_weight = arrays
+    tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
+    flat = target.reshape(-1)
+    wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
+    inside, key = torch.empty_like(flag), torch.empty_like(whole)
+    order, count = (torch.empty(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
+    weights, relative, summary = (torch.empty(n, device=device) for n in (tokens, tokens, 2))
+    class_weight = None if class_weight is None else class_weight.float().contiguous()
+    with _on_device(device):
+        if tokens:
+            kernels.prepare_kernel[(triton.cdiv(tokens, TOKEN_BLOCK),)](
+                flat, None if token_weight is None else token_weight.reshape(-1), wide, flag.view(torch.int8),
+                inside.view(torch.int8), weights, whole, key, tokens, vocab, options.ignore_index,
+                HAS_WEIGHT=token_weight is not None, BLOCK=TOKEN_BLOCK,
+            )  # fmt: skip
+        kernels.compact_kernel[(1,)](
+            flag.view(torch.int8), weights, wide, class_weight, order, count, relative, summary, tokens,
+            float(options.logit_scale), MEAN=options.reduction == "mean", HAS_CLASS=class_weight is not None,
+            BLOCK=TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return Rows(
+        hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight=weight.to(dtype),
+        bias=None if bias is None else bias.to(dtype), target=wide, valid=flag, inside=inside, token_weight=weights,
+        class_weight=class_weight, index=whole, key=key, order=order, count=count, relative=relative, summary=summary,
+    )  # fmt: skip
+
+
+def normalizer(inputs: Rows, options: LossOptions, given: Tensor | float | None) -> Tensor:
+    """:func:`eager.normalizer`."""
+    if options.reduction == "mean" and given is not None:
+        return eager.normalizer(inputs, options, given)
+    return inputs.summary[0]
+
+
+def losses(inputs: Rows, options: LossOptions, sums: TokenSums) -> Tensor:
+    """:func:`eager.losses`."""
+    out = torch.empty_like(sums.log_total)
+    if out.numel():
+        _launch_losses(inputs, options, sums, None, out)
+    return out
+
+
+def total_loss(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor) -> Tensor:
+    """:func:`eager.total_loss`, summed in a fixed order."""
+    out = torch.empty((), device=norm.device)
+    _launch_losses(inputs, options, sums, norm, out)
+    return out
+
+
+def _launch_losses(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor | None, out: Tensor) -> None:
+    tokens, vocab = sums.log_total.shape[0], inputs.weight.shape[0]
+    several = norm is not None and tokens > TOKEN_BLOCK
+    smooth = options.label_smoothing > 0
+    class_sum = inputs.class_weight_sum() if smooth and inputs.class_weight is not None else None
+    with _on_device(out.device):
+        kernels.loss_kernel[(1 if norm is not None else triton.cdiv(tokens, TOKEN_BLOCK),)](
+            sums.target_logit, sums.anchor, sums.log_total, sums.weighted_logits, inputs.valid.view(torch.int8),
+            inputs.token_weight, inputs.target, inputs.class_weight, class_sum, norm, out, tokens, vocab,
+            1.0 - options.label_smoothing, float(options.z_loss), options.label_smoothing / vocab,
+            HAS_CLASS=inputs.class_weight is not None, SMOOTHING=smooth, HAS_Z=options.z_loss != 0,
+            SUM=norm is not None, BLOCK=TURN_BLOCK if several else TOKEN_BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A call's rows and matrices
 
@@ -158,7 +249,7 @@ class _Call:
     """Everything that the launches of one call share: its rows, its matrices, its constants."""
 
     def __init__(
-        self, inputs: Inputs, options: LossOptions, plan: ChunkPlan, held: dict[str, Tensor] | None = None
+        self, inputs: Rows, options: LossOptions, plan: ChunkPlan, held: dict[str, Tensor] | None = None
     ) -> None:
         """``held``: tensors that a call with the same arguments left behind (:func:`held_layout`)."""
         self.inputs, self.options, self.plan = inputs, options, plan
@@ -182,22 +273,16 @@ class _Call:
         self.has_cap = options.softcap is not None
         self.precision = precision(self.dtype)
         self.logit = {"HAS_BIAS": self.bias is not None, "HAS_SCALE": self.scale != 1.0, "HAS_CAP": self.has_cap}
-        self.target = inputs.target.masked_fill(~inputs.inside, -1)
+        self.order, self.count, self.target = inputs.order, inputs.count, inputs.index
         if held is not None:
-            self.order, self.count, self.row_target = held["order"], held["count"], held["row_target"]
+            self.row_target = held["row_target"]
             return
         padded = _padded(self.tokens, self.chunk)
-        self.order = self.empty(max(1, self.tokens), torch.int32)
-        self.count = self.empty(1, torch.int32)
         self.row_target = self.empty(padded, torch.int32)
         self.anchor = self.empty(padded)
-        with self.on_device():
-            valid = inputs.valid.view(torch.uint8)
-            kernels.compact_kernel[(1,)](valid, self.order, self.count, self.tokens, BLOCK=1024)
 
     def on_device(self) -> Any:
-        """Triton launches on the current device, which need not be the tensors'."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+        return _on_device(self.device)
 
     def empty(self, *shape: Any) -> Tensor:
         dtype = torch.float32
@@ -368,7 +453,7 @@ def launch_logits(
     )  # fmt: skip
 
 
-def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
+def token_sums(inputs: Rows, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
     c = _Call(inputs, options, plan)
     sums = _Sums(c, statistics)
@@ -509,9 +594,7 @@ class _Products:
         out = self.weight_sum if scale is None else self.weight
         if (out is None and self.bias is None) or not c.tokens:
             return
-        # Ignored tokens, and ids outside the vocabulary, come last and are none.
-        key = c.target.masked_fill(~(c.inputs.valid & c.inputs.inside), c.vocab).int()
-        key, token = torch.sort(key, stable=True)
+        key, token = torch.sort(c.inputs.key, stable=True)  # what is not in the vocabulary comes last
         blocks, columns = triton.cdiv(c.tokens, TARGET_RUN), 1
         part = share = c.empty(2 * blocks)
         if out is not None:
@@ -558,8 +641,6 @@ def held_layout(
     chunk, full, whole = max(1, token_chunk), torch.float32, torch.int32
     padded, several = _padded(tokens, chunk), tokens > chunk
     layout = {
-        "order": ((max(1, tokens),), whole),
-        "count": ((1,), whole),
         "row_target": ((padded,), whole),
         "unit": ((), full),
         "g": ((tokens,), full),
@@ -602,7 +683,7 @@ class Held:
         """The tensors of :func:`held_layout`, in its order; no two share memory."""
         p, c, f, s = self.products, self.products.call, self.factors, self.products.smoothing
         every: dict[str, Any] = {
-            "order": c.order, "count": c.count, "row_target": c.row_target, "unit": p.unit, "g": p.g,
+            "row_target": c.row_target, "unit": p.unit, "g": p.g,
             "factor": f.factor, "target_value": f.target_value, "token_value": f.token_value, "x": _whole_rows(self.x),
             "e": _whole_rows(self.e), "weight": c.weight, "smooth_x": p.smooth_x, "hidden_sum": p.hidden_sum,
             "weight_sum": p.weight_sum, "bias": p.bias,
@@ -619,7 +700,7 @@ def _whole_rows(matrix: Tensor) -> Tensor:
 
 
 def held_gradients(
-    make_inputs: Callable[[Tensor | None], Inputs], arrays: Arrays, options: LossOptions, dtype: torch.dtype,
+    make_inputs: Callable[[Tensor | None], Rows], arrays: Arrays, options: LossOptions, dtype: torch.dtype,
     plan: ChunkPlan, needs: Needs, tensors: list[Tensor], upstream: Tensor,
 ) -> Gradients:  # fmt: skip
     """What :meth:`Held.finish` gives, from ``Held.tensors``, none of which is written to."""
@@ -646,19 +727,19 @@ def one_pass(dtype: torch.dtype) -> bool:
 
 
 def loss_gradients(
-    inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Tensor, needs: Needs, statistics: bool
+    inputs: Rows, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Held]:
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
     c = _Call(inputs, options, plan)
     sums = _Sums(c, statistics)
-    unit = largest_factor(g)
+    unit = norm * inputs.summary[1]
     k = None if inputs.class_weight is None else inputs.class_weight[inputs.target]
     smooth = None
     if options.label_smoothing:
         share = options.label_smoothing / c.vocab * inputs.class_weight_sum()
         smooth = share if isinstance(share, Tensor) else torch.full((), share, device=c.device)  # no copy from the host
     padded = c.row_target.shape[0]
-    factors = _Factors(g / unit, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
+    factors = _Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
     products = _Products(c, needs, sums.smoothing, factors.g, unit)
     with c.on_device():
         x, e = c.operand(), c.matrix(c.chunk, c.vocab)
@@ -682,7 +763,7 @@ def loss_gradients(
 
 
 def known_gradients(
-    inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor, needs: Needs
+    inputs: Rows, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor, needs: Needs
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`eager.known_gradients`."""
     c = _Call(inputs, options, plan)

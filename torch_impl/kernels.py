@@ -45,21 +45,112 @@ KNOWN = tl.constexpr(2)  # the gradient's matrix, from lse
 # Rows
 
 
+@triton.jit(do_not_specialize=["tokens", "ignore_index"])
+def prepare_kernel(
+    given_ptr, given_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
+    tokens, vocab, ignore_index, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens: what torch_impl.eager.Inputs knows of each, and two more forms of its target: see fused.Rows."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    target = tl.load(given_ptr + token, mask=mask, other=0).to(tl.int64)
+    valid = target != ignore_index
+    inside = (target >= 0) & (target < vocab)
+    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(given_weight_ptr + token, mask=mask, other=0.0).to(tl.float32)
+    target = tl.where(valid & inside, target, 0)
+    tl.store(target_ptr + token, target, mask=mask)
+    tl.store(valid_ptr + token, valid.to(tl.int8), mask=mask)
+    tl.store(inside_ptr + token, (inside | ~valid).to(tl.int8), mask=mask)
+    tl.store(weight_ptr + token, tl.where(valid, weight, 0.0), mask=mask)
+    tl.store(index_ptr + token, tl.where(inside | ~valid, target, -1).to(tl.int32), mask=mask)
+    tl.store(key_ptr + token, tl.where(valid & inside, target, vocab).to(tl.int32), mask=mask)
+
+
 @triton.jit(do_not_specialize=["tokens"])
-def compact_kernel(valid_ptr, order_ptr, count_ptr, tokens, BLOCK: tl.constexpr):
-    """One program: order = the valid tokens, then the ignored ones, each in their own order; count = how many valid."""
+def compact_kernel(
+    valid_ptr, weight_ptr, target_ptr, class_weight_ptr, order_ptr, count_ptr, relative_ptr, summary_ptr,
+    tokens, scale, MEAN: tl.constexpr, HAS_CLASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: order = the valid tokens, then the ignored ones, each in their own order; count = how many valid.
+
+    summary = [what the sum of the losses is multiplied by: 1 / Σ t k_y for a mean, 0 where no token counts; m · scale];
+    relative = t / m, where m is the largest |t|, or 1.
+    """
     count = 0
+    total = tl.zeros((BLOCK,), tl.float32)
+    counting = tl.zeros((BLOCK,), tl.int32)
+    largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
         keep = (tl.load(valid_ptr + token, mask=token < tokens, other=0) != 0).to(tl.int32)
         tl.store(order_ptr + count + tl.cumsum(keep, 0) - 1, token, mask=keep != 0)
         count += tl.sum(keep, 0)
+        weight = tl.load(weight_ptr + token, mask=token < tokens, other=0.0)
+        largest = tl.maximum(largest, tl.abs(weight))
+        if MEAN:
+            if HAS_CLASS:
+                target = tl.load(target_ptr + token, mask=token < tokens, other=0)
+                weight = weight * tl.load(class_weight_ptr + target, mask=token < tokens, other=0.0)
+            total += weight
+            counting = tl.maximum(counting, (weight != 0).to(tl.int32))
     tl.store(count_ptr, count)
+    unit = tl.max(largest, 0)
+    unit = tl.where(unit > 0, unit, 1.0)
+    norm = 1.0
+    if MEAN:
+        norm = tl.where(tl.max(counting, 0) > 0, 1.0 / tl.sum(total, 0), 0.0)
+    tl.store(summary_ptr, norm)
+    tl.store(summary_ptr + 1, unit * scale)
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
         drop = (tl.load(valid_ptr + token, mask=token < tokens, other=1) == 0).to(tl.int32)
         tl.store(order_ptr + count + tl.cumsum(drop, 0) - 1, token, mask=drop != 0)
         count += tl.sum(drop, 0)
+        weight = tl.load(weight_ptr + token, mask=token < tokens, other=0.0)
+        tl.store(relative_ptr + token, weight / unit, mask=token < tokens)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def loss_kernel(
+    target_logit_ptr, anchor_ptr, log_total_ptr, weighted_ptr, valid_ptr, weight_ptr, target_ptr, class_weight_ptr,
+    class_sum_ptr, norm_ptr, out_ptr, tokens, vocab, keep, z_loss, per_entry,
+    HAS_CLASS: tl.constexpr, SMOOTHING: tl.constexpr, HAS_Z: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ℓ of BLOCK tokens a program; with SUM one program, and norm · Σ ℓ.
+
+    ℓ_i = t_i [ (1−ε) k_y nll_i + (ε/V) (Σ_j k_j · lse_i − Σ_j k_j z_ij) + z_loss · lse_i² ]
+    """
+    total = tl.zeros((BLOCK,), tl.float32)
+    stop = tokens if SUM else (tl.program_id(0) + 1) * BLOCK
+    for start in range(tl.program_id(0) * BLOCK, stop, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        mask = token < tokens
+        anchor = tl.load(anchor_ptr + token, mask=mask, other=0.0)
+        log_total = tl.load(log_total_ptr + token, mask=mask, other=0.0)
+        lse = anchor + log_total
+        loss = keep * ((anchor - tl.load(target_logit_ptr + token, mask=mask, other=0.0)) + log_total)
+        if HAS_CLASS:
+            target = tl.load(target_ptr + token, mask=mask, other=0)
+            loss = loss * tl.load(class_weight_ptr + target, mask=mask, other=0.0)
+        if SMOOTHING:
+            weighted = tl.load(weighted_ptr + token, mask=mask, other=0.0)
+            class_sum = vocab * 1.0
+            if HAS_CLASS:
+                class_sum = tl.load(class_sum_ptr)
+            loss += per_entry * (class_sum * lse - weighted)
+        if HAS_Z:
+            loss += z_loss * lse * lse
+        loss = loss * tl.load(weight_ptr + token, mask=mask, other=0.0)
+        valid = tl.load(valid_ptr + token, mask=mask, other=0) != 0
+        loss = tl.where(valid & mask, loss, 0.0)
+        if SUM:
+            total += loss
+        else:
+            tl.store(out_ptr + token, loss, mask=mask)
+    if SUM:
+        tl.store(out_ptr, tl.sum(total, 0) * tl.load(norm_ptr))
 
 
 @triton.jit(do_not_specialize=["first", "chunk"])

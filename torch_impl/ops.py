@@ -24,7 +24,7 @@ from logitless.planning import ChunkPlan
 from logitless.planning import plan as make_plan
 from logitless.spec import LossOptions, TokenStats
 from logitless.torch_impl import steps
-from logitless.torch_impl.eager import Arrays, Gradients, Needs
+from logitless.torch_impl.eager import Arrays, Gradients, Needs, accumulation_dtype
 from logitless.torch_impl.steps import Call, LatePlan
 
 _ARRAYS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? class_weight"
@@ -131,7 +131,7 @@ def _loss(*arguments: Any) -> list[Tensor]:
 def _(*arguments: Any) -> list[Tensor]:
     *given, _, text, token_chunk = arguments
     arrays, recipe = Arrays(*given), _recipe(text)
-    dtype, shape = steps.accumulation_dtype(recipe.dtype), arrays.target.shape
+    dtype, shape = accumulation_dtype(recipe.dtype), arrays.target.shape
     made = [_new(arrays, shape if recipe.loss_options.reduction == "none" else (), dtype)]
     if recipe.statistics:
         dtypes = {"argmax": torch.int32, "correct": torch.bool}
@@ -176,7 +176,7 @@ def _log_probs(*arguments: Any) -> list[Tensor]:
 def _(*arguments: Any) -> list[Tensor]:
     *given, text, _ = arguments
     arrays, recipe = Arrays(*given), _recipe(text)
-    dtype, kinds = steps.accumulation_dtype(recipe.dtype), 2 if recipe.statistics else 1
+    dtype, kinds = accumulation_dtype(recipe.dtype), 2 if recipe.statistics else 1
     made = [_new(arrays, arrays.target.shape, dtype) for _ in range(kinds)]
     if recipe.needs(arrays).any:
         made += [_new(arrays, (arrays.target.numel(),), dtype) for _ in range(kinds + 2)]
@@ -239,7 +239,7 @@ def _chunk(call: Call) -> int:
 
 def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> steps.Loss:
     """:func:`steps.loss`."""
-    dtype, device = steps.accumulation_dtype(call.compute_dtype), arrays.hidden.device
+    dtype, device = accumulation_dtype(call.compute_dtype), arrays.hidden.device
     if normalizer is not None and not isinstance(normalizer, Tensor):  # a number here may be a symbol
         normalizer = torch.full((), normalizer, dtype=dtype, device=device)
     made = torch.ops.logitless.loss(*arrays, normalizer, Recipe.of(call, needs).text(), _chunk(call))

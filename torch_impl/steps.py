@@ -75,41 +75,9 @@ class LogProbs(NamedTuple):
     saved: tuple[Tensor | None, ...]
 
 
-def prepare(arrays: Arrays, ignore_index: int, dtype: torch.dtype) -> eager.Inputs:
-    """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
-    hidden, weight, bias, target, token_weight, class_weight = arrays
-    accumulation = accumulation_dtype(dtype)
-    flat = target.reshape(-1).long()
-    valid = flat != ignore_index
-    inside = ~valid | ((flat >= 0) & (flat < weight.shape[0]))
-    ones = torch.ones(flat.shape, dtype=accumulation, device=flat.device)
-    weights = ones if token_weight is None else token_weight.reshape(-1).to(accumulation)
-    return eager.Inputs(
-        hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype),
-        weight=weight.to(dtype),
-        bias=None if bias is None else bias.to(dtype),
-        target=flat.masked_fill(~(valid & inside), 0),
-        valid=valid,
-        inside=inside,
-        token_weight=weights.masked_fill(~valid, 0.0),
-        class_weight=None if class_weight is None else class_weight.to(accumulation),
-    )
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of sums, losses and statistics."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _no_autocast(arrays: Arrays) -> torch.autocast:
     # The products inside choose their dtypes themselves.
     return torch.autocast(arrays.hidden.device.type, enabled=False)
-
-
-def _row_upstream(inputs: eager.Inputs, options: LossOptions, upstream: Tensor) -> Tensor:
-    """g_i: upstream (per token or one for all) times token weight and logit_scale; exactly 0 for an ignored token."""
-    rows = upstream.to(inputs.accumulation_dtype) * inputs.token_weight * options.logit_scale
-    return rows.masked_fill(~inputs.valid, 0.0)
 
 
 def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
@@ -129,15 +97,16 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: e
     """The loss, the eight statistics (or Nones), and what the backward needs for the gradients ``needs``."""
     options, backend, waiting = call.options, MODULES[call.backend], None
     with _no_autocast(arrays):
-        inputs = prepare(arrays, options.ignore_index, call.compute_dtype)
-        norm = eager.normalizer(inputs, options, normalizer)
+        inputs = backend.prepare(arrays, options, call.compute_dtype)
+        norm = backend.normalizer(inputs, options, normalizer)
         if needs.any and call.one_pass:
-            g = _row_upstream(inputs, options, norm)
-            sums, waiting = backend.loss_gradients(inputs, options, call.plan, g, needs, call.statistics)
+            sums, waiting = backend.loss_gradients(inputs, options, call.plan, norm, needs, call.statistics)
         else:
             sums = backend.token_sums(inputs, options, call.plan, call.statistics)
-        losses = eager.losses(inputs, options, sums)
-        total = losses.reshape(arrays.target.shape) if options.reduction == "none" else losses.sum() * norm
+        if options.reduction == "none":
+            total = backend.losses(inputs, options, sums).reshape(arrays.target.shape)
+        else:
+            total = backend.total_loss(inputs, options, sums, norm)
         stats = eager.token_stats(inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
         shaped = tuple(None if value is None else value.reshape(arrays.target.shape) for value in stats)
     saved = (norm, sums.target_logit, sums.anchor, sums.log_total) if needs.any else ()
@@ -154,9 +123,9 @@ def loss_gradients(
     with _no_autocast(arrays):
         if waiting is not None:
             return _cast(waiting.finish(upstream.to(norm.dtype)), arrays)
-        inputs = prepare(arrays, options.ignore_index, call.compute_dtype)
+        inputs = MODULES[call.backend].prepare(arrays, options, call.compute_dtype)
         per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
-        g = _row_upstream(inputs, options, per_token)
+        g = eager.row_upstream(inputs, options, per_token)
         sums = eager.TokenSums(target_logit, anchor, log_total, None, None, None, None, None)
         known = eager.known_loss_rows(inputs, options, sums, g)
         return _cast(MODULES[call.backend].known_gradients(inputs, options, call.plan, known, g, needs), arrays)
@@ -166,25 +135,27 @@ def held_gradients(
     arrays: Arrays, call: Call, needs: eager.Needs, held: list[Tensor], upstream: Tensor
 ) -> eager.Gradients:
     """The gradients from what waited as a list of tensors (``waiting.tensors()``), none of which is written to."""
+    backend = MODULES[call.backend]
 
     def inputs(weight: Tensor | None) -> eager.Inputs:
         """Made where they are read; ``weight``: autocast's copy, if it waited too."""
         given = arrays if weight is None else arrays._replace(weight=weight)
-        return prepare(given, call.options.ignore_index, call.compute_dtype)
+        made: eager.Inputs = backend.prepare(given, call.options, call.compute_dtype)
+        return made
 
     with _no_autocast(arrays):
         dtype = call.compute_dtype
-        upstream = upstream.to(accumulation_dtype(dtype))
-        backend = MODULES[call.backend]
+        upstream = upstream.to(eager.accumulation_dtype(dtype))
         made = backend.held_gradients(inputs, arrays, call.options, dtype, call.plan, needs, held, upstream)
         return _cast(made, arrays)
 
 
 def log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
     """log p(target) and entropy (or None) per token, and what the backward needs if any gradient is wanted."""
+    backend = MODULES[call.backend]
     with _no_autocast(arrays):
-        inputs = prepare(arrays, call.options.ignore_index, call.compute_dtype)
-        sums = MODULES[call.backend].token_sums(inputs, call.options, call.plan, call.statistics)
+        inputs = backend.prepare(arrays, call.options, call.compute_dtype)
+        sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
         ignored, shape = ~inputs.valid, arrays.target.shape
         log_prob = (-sums.nll).masked_fill(ignored, 0.0).reshape(shape)
         entropy = None if sums.entropy is None else sums.entropy.masked_fill(ignored, 0.0).reshape(shape)
@@ -197,12 +168,12 @@ def log_probs_gradients(
 ) -> eager.Gradients:
     """The gradients, when both upstream gradients have arrived."""
     target_logit, anchor, log_total, entropy = saved
+    backend = MODULES[call.backend]
     with _no_autocast(arrays):
-        inputs = prepare(arrays, call.options.ignore_index, call.compute_dtype)
+        inputs = backend.prepare(arrays, call.options, call.compute_dtype)
         sums = eager.TokenSums(target_logit, anchor, log_total, None, entropy, None, None, None)
-        g1 = _row_upstream(inputs, call.options, g_log_prob.reshape(-1))
-        g2 = None if g_entropy is None else _row_upstream(inputs, call.options, g_entropy.reshape(-1))
+        g1 = eager.row_upstream(inputs, call.options, g_log_prob.reshape(-1))
+        g2 = None if g_entropy is None else eager.row_upstream(inputs, call.options, g_entropy.reshape(-1))
         known = eager.known_log_prob_rows(call.options, sums, g1, g2)
-        backend = MODULES[call.backend]
         made = backend.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
         return _cast(made, arrays)
