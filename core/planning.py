@@ -60,6 +60,8 @@ FUSED_COST_SLACK = 1.01
 # TFLOP/s; measured on an H200).
 KERNEL_TILE = (128, 256)
 MULTIPROCESSORS = 132
+# Tiles of dX are split where less than this share of its turns would be used.
+FULL_TURNS = 0.93
 CHUNK_OVERHEAD_FLOPS = 4e10
 SLICE_OVERHEAD_FLOPS = 4e9
 
@@ -161,6 +163,15 @@ class ChunkPlan:
         return self.vocab if self.order == "tokens" else self.vocab_chunk
 
     @property
+    def splits_hidden(self) -> bool:
+        """Whether the kernels split tiles of dX along the vocabulary: the last turn of the programs would be idle."""
+        tiles = self._hidden_tiles(min(self.token_chunk, self.tokens))
+        return ITEMSIZE[self.dtype] < 4 and tiles < FULL_TURNS * MULTIPROCESSORS * math.ceil(tiles / MULTIPROCESSORS)
+
+    def _hidden_tiles(self, rows: int) -> int:
+        return math.ceil(rows / KERNEL_TILE[0]) * math.ceil(self.hidden / KERNEL_TILE[1])
+
+    @property
     def _fused_scratch_bytes(self) -> int:
         item = ITEMSIZE[self.dtype]
         rows = self.token_chunk
@@ -176,6 +187,8 @@ class ChunkPlan:
             sums += self.tokens * self.hidden * 4 if self.one_pass else 0
         if self.fused_columns < self.vocab:
             sums += self.tokens * self.hidden * 4
+        if self.splits_hidden:
+            vectors += MULTIPROCESSORS * KERNEL_TILE[0] * KERNEL_TILE[1] * 4
         if self.one_pass:
             return matrix + operand + lines + sums + smoothing + vectors
         # Where lse is known and there is one chunk of tokens, dX's own buffer holds the operand until dX is written.
@@ -205,9 +218,12 @@ class ChunkPlan:
             tiles = math.ceil(rows / KERNEL_TILE[0]) * math.ceil(columns / KERNEL_TILE[1])
             return math.ceil(tiles / MULTIPROCESSORS)
 
-        def block(rows: int, columns: int) -> int:
+        def block(rows: int, columns: int) -> float:
             first = waves(rows, columns) * self.hidden
-            return first + waves(rows, self.hidden) * columns + waves(columns, self.hidden) * rows
+            turns: float = waves(rows, self.hidden)
+            if self.splits_hidden:
+                turns = self._hidden_tiles(rows) / MULTIPROCESSORS
+            return first + turns * columns + waves(columns, self.hidden) * rows
 
         if not self.tokens:
             return 1.0

@@ -502,6 +502,7 @@ class _Products:
         self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
         self.hidden_sum: Tensor | None = None
         self.weight_sum: Tensor | None = None
+        self.parts: Tensor | None = None
         self.hidden = self._new(c.tokens, needs.hidden)
         self.weight = self._new(c.vocab, needs.weight)
         self.bias = torch.zeros(c.vocab, device=c.device) if needs.bias else None
@@ -543,20 +544,32 @@ class _Products:
         c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN)
         if scale is None and self.hidden_sum is None:
             self.hidden_sum = c.empty(c.tokens, c.size)
+        split = c.specialized and c.plan.splits_hidden
+        if split and self.parts is None:
+            self.parts = c.empty(c.programs, t.bm, t.bn)
         options: dict[str, Any] = t.options
         if c.specialized:
-            options |= {"PIECES": 4}
+            options |= {"PIECES": 4, "SPLIT": split, "parts_ptr": self.parts}
         else:
             options |= {"FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision, "DEEP": t.deep}
             options["num_stages"] = 2 if s else t.stages
-        c.products.hidden_kernel[(c.programs,)](
-            c.describe(e, t.block_rows, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries],
+        results = (
             self.hidden_sum, self.hidden, factors.factor[first:] if factors else None,
             factors.target_value[first:] if factors else None, c.row_target[first:], c.order, c.count, scale,
             self.smooth_rows, s.weighted_rows if s else None, first, c.chunk, entries.stop - entries.start, c.size,
-            c.weight.stride(0), c.weight, ADD=entries.start > 0, FINAL=scale is not None, ROWS=factors is not None,
-            SMOOTH=s is not None, GROUP=t.group, PROGRAMS=c.programs, **options,
+            c.weight.stride(0), c.weight,
         )  # fmt: skip
+        kinds = {"ADD": entries.start > 0, "FINAL": scale is not None, "ROWS": factors is not None}
+        kinds |= {"SMOOTH": s is not None, "GROUP": t.group, "PROGRAMS": c.programs}
+        c.products.hidden_kernel[(c.programs,)](
+            c.describe(e, t.block_rows, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries], *results,
+            **kinds, **options,
+        )  # fmt: skip
+        if split:
+            rows = 32
+            kernels.combine_hidden_kernel[(c.programs * t.bm // rows,)](
+                self.parts, *results, BM=t.bm, BN=t.bn, BK=t.bk, SLICE=rows, **kinds, num_warps=8
+            )
 
     def _weight(self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None) -> None:
         c = self.call

@@ -38,6 +38,7 @@ ANCHORED = gl.constexpr(kernels.ANCHORED.value)
 KNOWN = gl.constexpr(kernels.KNOWN.value)
 # Beyond it an anchor in units of log 2 is not corrected for its rounding: it is no logit.
 CORRECTED_ANCHOR = gl.constexpr(1e20)
+MOST_PARTS = gl.constexpr(kernels.MOST_PARTS.value)
 BIGGEST_INDEX = gl.constexpr(2147483647)
 
 
@@ -69,16 +70,56 @@ def tile_of(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def unit_of(unit, tiles, steps, PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
+    """A program's piece of work: (tile, its first step, how many steps, whether it is a part of a tile).
+
+    Without SPLIT units are tiles. With it, the tiles that would leave most programs idle in a last turn are split along
+    their depth, so that the last turn is as short as it has few tiles.
+    """
+    if SPLIT:
+        whole, left, parts = turns_of(tiles, steps, PROGRAMS)
+        index = unit - whole
+        part = index // gl.maximum(left, 1)
+        is_part = unit >= whole
+        begin = gl.where(is_part, part * steps // parts, 0)
+        end = gl.where(is_part, (part + 1) * steps // parts, steps)
+        return gl.where(is_part, whole + index % gl.maximum(left, 1), unit), begin, end - begin, is_part
+    else:
+        return unit, 0, steps, False
+
+
+@gluon.jit
+def units_of(tiles, steps, PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
+    """How many units there are."""
+    if SPLIT:
+        whole, left, parts = turns_of(tiles, steps, PROGRAMS)
+        return whole + left * parts
+    else:
+        return tiles
+
+
+@gluon.jit
+def turns_of(tiles, steps, PROGRAMS: gl.constexpr):
+    """(tiles of the full turns, tiles that are left, parts that each of these is split into); see kernels.turns_of."""
+    whole = tiles // PROGRAMS * PROGRAMS
+    left = tiles - whole
+    parts = gl.minimum(gl.minimum(PROGRAMS // gl.maximum(left, 1), MOST_PARTS), gl.maximum(steps // 8, 1))
+    return whole, left, parts
+
+
+@gluon.jit
 def load_tiles(
     a_desc, b_desc, a_smem, b_smem, ready, free, row_tiles, column_tiles, steps,
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: a's two halves and b of every step. DEPTH_FIRST: the depth is the matrix's first axis."""
     i = 0
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+    tiles = row_tiles * column_tiles
+    for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
+        tile, begin, depth, _ = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
-        for k in range(steps):
+        for k in range(begin, begin + depth):
             slot = i % STAGES
             mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
             bar = ready.index(slot)
@@ -98,20 +139,20 @@ def load_tiles(
 
 @gluon.jit
 def multiply(
-    a_smem, b_smem, ready, free, turn, number, steps,
+    a_smem, b_smem, ready, free, turn, number, steps, depth,
     HALF: gl.constexpr, A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """One group's half of the program's tile ``number``, [BM/2, BN] in float32.
+    """One group's half of the program's unit ``number``, [BM/2, BN] in float32: ``depth`` steps of a tile's ``steps``.
 
-    Tiles of fewer steps than stages are not paced: the first group could be two turns ahead, and a turn's two phases
+    Units of fewer steps than stages are not paced: the first group could be two turns ahead, and a turn's two phases
     could no longer be told apart.
     """
-    paced = steps >= STAGES
+    paced = depth >= STAGES
     if HALF == 1:
         mbarrier.wait(turn, number & 1, pred=paced)
     total = gl.zeros((BM // 2, BN), gl.float32, layout)
-    for k in range(steps):
+    for k in range(depth):
         i = number * steps + k
         slot = i % STAGES
         mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
@@ -127,7 +168,7 @@ def multiply(
         if HALF == 0:
             mbarrier.arrive(turn, pred=paced & (k == SKEW))
     total = warpgroup_mma_wait(0, deps=[total])
-    mbarrier.arrive(free.index((number * steps + steps + STAGES - 1) % STAGES), pred=steps > 0)
+    mbarrier.arrive(free.index((number * steps + depth + STAGES - 1) % STAGES), pred=depth > 0)
     return total
 
 
@@ -290,7 +331,22 @@ def logits_tiles(
         target = gl.load(row_target_ptr + row, mask=inside, other=-1)
         anchor = gl.load(anchor_ptr + row, mask=inside, other=NO_ROW)
         whole = multiply(
-            x_smem, w_smem, ready, free, turn, tile // PROGRAMS, steps, HALF, False, False, BM, BN, STAGES, SKEW, layout
+            x_smem,
+            w_smem,
+            ready,
+            free,
+            turn,
+            tile // PROGRAMS,
+            steps,
+            steps,
+            HALF,
+            False,
+            False,
+            BM,
+            BN,
+            STAGES,
+            SKEW,
+            layout,
         )
         # Few tiles hold a target or the end of the vocabulary: the others skip two comparisons an element.
         local = target - (start + n * BN)
@@ -399,7 +455,7 @@ def logits_kernel(
             )),
             (load_tiles, (
                 x_desc, w_desc, x_smem, w_smem, ready, free, row_tiles, column_tiles, steps, False, False, BM, BN, BK,
-                GROUP, PROGRAMS, STAGES,
+                GROUP, PROGRAMS, STAGES, False,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -411,59 +467,84 @@ def logits_kernel(
 
 
 @gluon.jit
+def put_hidden(
+    value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, scale_ptr,
+    smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
+):  # fmt: skip
+    """e w of some rows and columns of a chunk's dX, to where it goes: see kernels.put_hidden."""
+    exists = row < rows
+    mask = exists[:, None] & (column < size)[None, :]
+    if ROWS:
+        value = value * gl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
+        target = gl.load(row_target_ptr + row, mask=exists, other=0).to(gl.int64)
+        w_place = all_w_ptr + gl.maximum(target, 0)[:, None] * w_stride + column[None, :]
+        share = gl.load(target_value_ptr + row, mask=exists, other=0.0)
+        value += share[:, None] * gl.load(w_place, mask=mask, other=0.0).to(gl.float32)
+    position = first + row
+    place = position.to(gl.int64)[:, None] * size + column[None, :]
+    if ADD:
+        value += gl.load(sum_ptr + place, mask=mask, other=0.0)
+    if FINAL:
+        token = gl.load(order_ptr + position, mask=exists, other=0).to(gl.int64)
+        if SMOOTH:
+            weights = gl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
+            value += gl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
+        value = (value * gl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
+        gl.store(out_ptr + token[:, None] * size + column[None, :], value, mask=mask)
+    else:
+        gl.store(sum_ptr + place, value, mask=mask)
+
+
+@gluon.jit
 def hidden_tiles(
     e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
-    scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
+    scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
     rows, row_tiles, column_tiles, steps, first, size, w_stride, HALF: gl.constexpr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, PIECES: gl.constexpr,
+    SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`hidden_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+    tiles = row_tiles * column_tiles
+    for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
+        tile, _, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         whole = multiply(
-            e_smem, w_smem, ready, free, turn, tile // PROGRAMS, steps, HALF, False, True, BM, BN, STAGES, SKEW, layout
-        )
+            e_smem, w_smem, ready, free, turn, unit // PROGRAMS, steps, depth, HALF, False, True, BM, BN, STAGES, SKEW,
+            layout,
+        )  # fmt: skip
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
-            row = m * BM + HALF * (BM // 2) + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
-            column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
-            column += n * BN + q * (BN // PIECES)
-            exists = row < rows
-            mask = exists[:, None] & (column < size)[None, :]
-            if ROWS:
-                value = value * gl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
-                target = gl.load(row_target_ptr + row, mask=exists, other=0).to(gl.int64)
-                w_place = all_w_ptr + gl.maximum(target, 0)[:, None] * w_stride + column[None, :]
-                share = gl.load(target_value_ptr + row, mask=exists, other=0.0)
-                value += share[:, None] * gl.load(w_place, mask=mask, other=0.0).to(gl.float32)
-            position = first + row
-            place = position.to(gl.int64)[:, None] * size + column[None, :]
-            if ADD:
-                value += gl.load(sum_ptr + place, mask=mask, other=0.0)
-            if FINAL:
-                token = gl.load(order_ptr + position, mask=exists, other=0).to(gl.int64)
-                if SMOOTH:
-                    weights = gl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
-                    value += gl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
-                value = (value * gl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
-                gl.store(out_ptr + token[:, None] * size + column[None, :], value, mask=mask)
+            inner_row = HALF * (BM // 2) + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
+            inner_column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
+            inner_column += q * (BN // PIECES)
+            if SPLIT and is_part:
+                part = parts_ptr + (unit - tiles // PROGRAMS * PROGRAMS) * (BM * BN)
+                gl.store(part + inner_row[:, None] * BN + inner_column[None, :], value)
             else:
-                gl.store(sum_ptr + place, value, mask=mask)
+                put_hidden(
+                    value, m * BM + inner_row, n * BN + inner_column, rows, sum_ptr, out_ptr, factor_ptr,
+                    target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
+                    first, size, w_stride, ADD, FINAL, ROWS, SMOOTH,
+                )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
     e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
-    first, chunk, columns, size, w_stride, all_w_ptr,
+    first, chunk, columns, size, w_stride, all_w_ptr, parts_ptr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """kernels.hidden_kernel, with the same arguments: dX of a chunk from S vocabulary entries."""
+    """kernels.hidden_kernel, with the same arguments: dX of a chunk from S vocabulary entries.
+
+    With SPLIT the parts of split tiles lie in ``parts`` [PROGRAMS, BM, BN] for kernels.combine_hidden_kernel.
+    """
     rows = rows_of(count_ptr, first, chunk)
     row_tiles = (rows + BM - 1) // BM
     column_tiles = (size + BN - 1) // BN
@@ -475,19 +556,19 @@ def hidden_kernel(
         [
             (hidden_tiles, (
                 e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr,
-                order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
+                order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
                 rows, row_tiles, column_tiles, steps, first, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
-                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
             )),
             (hidden_tiles, (
                 e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr,
-                order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
+                order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
                 rows, row_tiles, column_tiles, steps, first, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
-                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
             )),
             (load_tiles, (
                 e_desc, w_desc, e_smem, w_smem, ready, free, row_tiles, column_tiles, steps, False, True, BM, BN, BK,
-                GROUP, PROGRAMS, STAGES,
+                GROUP, PROGRAMS, STAGES, SPLIT,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -507,7 +588,22 @@ def weight_tiles(
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         whole = multiply(
-            e_smem, x_smem, ready, free, turn, tile // PROGRAMS, steps, HALF, True, True, BM, BN, STAGES, SKEW, layout
+            e_smem,
+            x_smem,
+            ready,
+            free,
+            turn,
+            tile // PROGRAMS,
+            steps,
+            steps,
+            HALF,
+            True,
+            True,
+            BM,
+            BN,
+            STAGES,
+            SKEW,
+            layout,
         )
         top = m * BM + HALF * (BM // 2)
         for q in gl.static_range(PIECES):
@@ -564,7 +660,7 @@ def weight_kernel(
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, row_tiles, column_tiles, steps, True, True, BM, BN, BK,
-                GROUP, PROGRAMS, STAGES,
+                GROUP, PROGRAMS, STAGES, False,
             )),
         ],
         [4, 1], [REGISTERS, 24],

@@ -35,6 +35,9 @@ ALPHA_FLOOR = tl.constexpr(spec.ALPHA_FLOOR)
 # Triton's interpreter multiplies the bits of bfloat16: there, products read float32.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
+# Parts at most that a tile of a last, short turn is split into along its depth.
+MOST_PARTS = tl.constexpr(8)
+
 # What the epilogue of the first product makes.
 SUMS = tl.constexpr(0)  # sums per row only
 ANCHORED = tl.constexpr(1)  # sums, and exponentials relative to the anchor, 0 at the target
@@ -555,6 +558,50 @@ def rescue_kernel(
 # The two products of the gradients
 
 
+@triton.jit
+def turns_of(tiles, steps, PROGRAMS: tl.constexpr):
+    """(tiles of the full turns, tiles that are left, parts that each of these is split into)."""
+    whole = tiles // PROGRAMS * PROGRAMS
+    left = tiles - whole
+    parts = tl.minimum(tl.minimum(PROGRAMS // tl.maximum(left, 1), MOST_PARTS), tl.maximum(steps // 8, 1))
+    return whole, left, parts
+
+
+@triton.jit
+def put_hidden(
+    value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, scale_ptr,
+    smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """e w of some rows and columns of a chunk's dX, to where it goes:
+
+    with ROWS: value = factor ⊙ (e w) + target_value ⊙ w_y (the target's element, exact in float32)
+    not FINAL: sum[p] = value (+ sum[p] with ADD)          [N, D] float32, by position
+    FINAL:     out[order[p]] = scale · (value + sum[p] with ADD + smooth_p Σ_j k_j w_j)
+    """
+    exists = row < rows
+    mask = exists[:, None] & (column < size)[None, :]
+    if ROWS:
+        value = value * tl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
+        target = tl.load(row_target_ptr + row, mask=exists, other=0).to(tl.int64)
+        w_place = all_w_ptr + tl.maximum(target, 0)[:, None] * w_stride + column[None, :]
+        share = tl.load(target_value_ptr + row, mask=exists, other=0.0)
+        value += share[:, None] * tl.load(w_place, mask=mask, other=0.0).to(tl.float32)
+    position = first + row
+    place = position.to(tl.int64)[:, None] * size + column[None, :]
+    if ADD:
+        value += tl.load(sum_ptr + place, mask=mask, other=0.0)
+    if FINAL:
+        token = tl.load(order_ptr + position, mask=exists, other=0).to(tl.int64)
+        if SMOOTH:
+            weights = tl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
+            value += tl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
+        value = value * tl.load(scale_ptr)
+        tl.store(out_ptr + token[:, None] * size + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(sum_ptr + place, value, mask=mask)
+
+
 @triton.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
     e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
@@ -564,12 +611,7 @@ def hidden_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """dX of a chunk from S vocabulary entries; one program owns every PROGRAMS-th tile [BM rows, BN of D].
-
-    value = e w        with ROWS: factor ⊙ (e w) + target_value ⊙ w_y (the target's element, exact in float32)
-    not FINAL: sum[p] = value (+ sum[p] with ADD)          [N, D] float32, by position
-    FINAL:     out[order[p]] = scale · (value + sum[p] with ADD + smooth_p Σ_j k_j w_j)
-    """
+    """dX of a chunk from S vocabulary entries; one program owns every PROGRAMS-th tile [BM rows, BN of D]."""
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     row_tiles = tl.cdiv(rows, BM)
     column_tiles = tl.cdiv(size, BN)
@@ -584,29 +626,40 @@ def hidden_kernel(
             part = dot(a, b, part, PRECISION)
             value, part = add_part(value, part, k, DEEP)
         value += part
-        row = m * BM + tl.arange(0, BM)
-        column = n * BN + tl.arange(0, BN)
-        exists = row < rows
-        mask = exists[:, None] & (column < size)[None, :]
-        if ROWS:
-            value = value * tl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
-            target = tl.load(row_target_ptr + row, mask=exists, other=0).to(tl.int64)
-            w_place = all_w_ptr + tl.maximum(target, 0)[:, None] * w_stride + column[None, :]
-            share = tl.load(target_value_ptr + row, mask=exists, other=0.0)
-            value += share[:, None] * tl.load(w_place, mask=mask, other=0.0).to(tl.float32)
-        position = first + row
-        place = position.to(tl.int64)[:, None] * size + column[None, :]
-        if ADD:
-            value += tl.load(sum_ptr + place, mask=mask, other=0.0)
-        if FINAL:
-            token = tl.load(order_ptr + position, mask=exists, other=0).to(tl.int64)
-            if SMOOTH:
-                weights = tl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
-                value += tl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
-            value = value * tl.load(scale_ptr)
-            tl.store(out_ptr + token[:, None] * size + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            tl.store(sum_ptr + place, value, mask=mask)
+        put_hidden(
+            value, m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), rows, sum_ptr, out_ptr, factor_ptr,
+            target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
+            first, size, w_stride, ADD, FINAL, ROWS, SMOOTH,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "chunk"])
+def combine_hidden_kernel(
+    parts_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
+    scale_ptr, smooth_ptr, weighted_rows_ptr, first, chunk, columns, size, w_stride, all_w_ptr,
+    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    SLICE: tl.constexpr,
+):  # fmt: skip
+    """SLICE rows of a tile that hopper.hidden_kernel split: its parts, added in order, to where they go."""
+    rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
+    row_tiles = tl.cdiv(rows, BM)
+    column_tiles = tl.cdiv(size, BN)
+    whole, left, parts = turns_of(row_tiles * column_tiles, tl.cdiv(columns, BK), PROGRAMS)
+    index = tl.program_id(0) // (BM // SLICE)
+    if index < left:
+        m, n = tile_of(whole + index, row_tiles, column_tiles, GROUP)
+        row = tl.program_id(0) % (BM // SLICE) * SLICE + tl.arange(0, SLICE)
+        column = tl.arange(0, BN)
+        value = tl.zeros((SLICE, BN), tl.float32)
+        for part in range(parts):
+            place = parts_ptr + (part * left + index) * (BM * BN)
+            value += tl.load(place + row[:, None] * BN + column[None, :])
+        put_hidden(
+            value, m * BM + row, n * BN + column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+            row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+            ADD, FINAL, ROWS, SMOOTH,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["done_from"])
