@@ -36,6 +36,7 @@ PLACES = (
 everywhere = pytest.mark.parametrize(("device", "backend"), PLACES)
 
 TOKENS, HIDDEN, VOCAB = 40, 16, 70
+# Of 40 tokens 30 are valid: chunks of 24 leave some for the second.
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +101,9 @@ def options_named(name: str, device: str, backend: str) -> dict[str, Any]:
         "statistics": {"return_stats": True},
         "number": {"normalizer": 7.3},
         "tensor": {"normalizer": torch.tensor(7.3, device=device)},
-        "chunks": {"plan": plan_of(backend, order="tokens", chunk=16)},
-        "chunks_smooth": {"plan": plan_of(backend, order="tokens", chunk=16), **smooth},
-        "two_passes": {"plan": plan_of(backend, order="tokens", chunk=16, one_pass=False)},
+        "chunks": {"plan": plan_of(backend, order="tokens", chunk=24)},
+        "chunks_smooth": {"plan": plan_of(backend, order="tokens", chunk=24), **smooth},
+        "two_passes": {"plan": plan_of(backend, order="tokens", chunk=24, one_pass=False)},
         "vocab": {"plan": plan_of(backend, order="vocab", chunk=32)},
     }[name]
 
@@ -152,7 +153,7 @@ def test_only_the_wanted_gradients(device: str, backend: str, name: str, wrt: st
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(device: str, backend: str, dtype: Any) -> None:
-    chunks = plan_of(backend, str(dtype).removeprefix("torch."), order="tokens", chunk=16)
+    chunks = plan_of(backend, str(dtype).removeprefix("torch."), order="tokens", chunk=24)
     assert_same(loss_with(backend), tensors(device, dtype=dtype))
     assert_same(loss_with(backend, plan=chunks), tensors(device, dtype=dtype))
 
@@ -212,7 +213,9 @@ def test_the_graph_holds_one_operation(device: str, backend: str) -> None:
     results(torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=keep)), tensors(device))
     forward, backward = ([name for name in graph if "getitem" not in name] for graph in graphs)
     assert forward == ["aten.mul.Tensor", "logitless.loss.default"]
-    assert [name for name in backward if "logitless" in name] == ["logitless.loss_gradients.default"]
+    # Plain operations leave a multiplication by the upstream scalar, which a compiler may fuse.
+    ours = [name for name in backward if "logitless" in name]
+    assert ours == (["logitless.loss_gradients.default"] if backend == "triton" else [])
 
 
 @pytest.mark.case(5)
@@ -327,14 +330,14 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 @pytest.mark.case(31)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [256, 1024])
+@pytest.mark.parametrize("chunk", [64, 256])
 def test_memory_is_that_of_eager_mode(dtype: Any, chunk: int) -> None:
     from logitless.torch_impl.memory import peak_scratch_bytes
 
-    x, w = torch.randn(1024, 64, dtype=dtype).requires_grad_(), torch.randn(4096, 64, dtype=dtype).requires_grad_()
-    y = torch.randint(0, 4096, (1024,))
+    x, w = torch.randn(256, 512, dtype=dtype).requires_grad_(), torch.randn(4096, 512, dtype=dtype).requires_grad_()
+    y = torch.randint(0, 4096, (256,))
     name = str(dtype).removeprefix("torch.")
-    chosen = plan(tokens=1024, hidden=64, vocab=4096, dtype=name, order="tokens", chunk=chunk)
+    chosen = plan(tokens=256, hidden=512, vocab=4096, dtype=name, order="tokens", chunk=chunk)
 
     def used(function: Callable[..., Any]) -> int:
         def step() -> None:
@@ -348,7 +351,7 @@ def test_memory_is_that_of_eager_mode(dtype: Any, chunk: int) -> None:
     def loss(x: Any, w: Any, y: Any) -> Any:
         return linear_cross_entropy(x, w, y, plan=chosen)
 
-    compiled = used(torch.compile(loss, fullgraph=True, backend="aot_eager"))
+    compiled = used(torch.compile(loss, fullgraph=True))
     assert compiled <= chosen.scratch_bytes
     assert compiled <= 1.02 * used(loss)
 
@@ -380,7 +383,8 @@ def test_operations_keep_their_promises(device: str, backend: str, name: str) ->
 
     function = log_probs if name == "log_probs" else loss_with(backend, **options_named(name, device, backend))
     calls = calls_of_operations(function, tensors(device))
-    assert len(calls) == 2
+    assert {operation.namespace for operation, _ in calls} == {"logitless"}
+    assert len(calls) == (2 if backend == "triton" or name in ("two_passes", "log_probs") else 1)
     for operation, arguments in calls:
         detached = tuple(a.detach() if torch.is_tensor(a) else a for a in arguments)
         # The kernels' matrices have places that are never written or read: those cannot be compared.

@@ -621,6 +621,10 @@ def loss_gradients(
     return _concatenate(parts, torch.empty(0, dtype=dtype, device=device)), gradients.finish()
 
 
+# A compiler may have the end of what is held as it is: elementwise, to be fused and done in place.
+ELEMENTWISE_END = True
+
+
 def held_layout(
     tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -642,15 +646,14 @@ def held_gradients(
     make_inputs: Callable[[Tensor | None], Inputs], arrays: Arrays, options: LossOptions, dtype: torch.dtype,
     plan: ChunkPlan, needs: Needs, tensors: list[Tensor], upstream: Tensor,
 ) -> Gradients:  # fmt: skip
-    """What :meth:`Gradients.finish` gives, from ``Gradients.tensors``, none of which is written to: cast as it is
-    multiplied, so that no second gradient is held."""
-    del make_inputs
-    layout = held_layout(plan.tokens, arrays, options, dtype, plan.token_chunk, needs)
-    made: dict[str, Tensor] = {}
-    for name, waiting in zip(layout, tensors, strict=True):
-        made[name] = torch.empty_like(waiting, dtype=getattr(needs, name))
-        torch.mul(waiting, upstream, out=made[name])
-    return Gradients(made.get("hidden"), made.get("weight"), made.get("bias"))
+    """What :meth:`Gradients.finish` gives, from ``Gradients.tensors``, none of which is written to."""
+    del make_inputs, arrays, options, dtype, plan
+    left = iter(tensors)
+
+    def finished(wanted: torch.dtype | None) -> Tensor | None:
+        return None if wanted is None else (next(left) * upstream).to(wanted)
+
+    return Gradients(finished(needs.hidden), finished(needs.weight), finished(needs.bias))
 
 
 def _known_block(z: Tensor, known: KnownRows, rows: slice, k: Tensor | None, options: LossOptions) -> Tensor:

@@ -645,6 +645,10 @@ class _Products:
         return Gradients(self.hidden, self.weight, bias)
 
 
+# The end of what is held are products: for torch.compile an operation of its own.
+ELEMENTWISE_END = False
+
+
 def held_layout(
     tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -254,8 +254,11 @@ def loss_gradients(
 ) -> Gradients:
     """:func:`steps.loss_gradients`; what waits is in ``saved``, and may be used more than once."""
     del waiting
-    recipe = Recipe.of(call, needs).text()
-    return _named(torch.ops.logitless.loss_gradients(*arrays, list(saved), upstream, recipe, _chunk(call)), needs)
+    recipe = Recipe.of(call, needs)
+    if recipe.held and steps.MODULES[call.backend].ELEMENTWISE_END:
+        return steps.held_gradients(arrays, call, needs, list(saved), upstream)
+    made = torch.ops.logitless.loss_gradients(*arrays, list(saved), upstream, recipe.text(), _chunk(call))
+    return _named(made, needs)
 
 
 def log_probs(arrays: Arrays, call: Call, needs: Needs) -> steps.LogProbs:
