@@ -49,11 +49,13 @@ ROW_ALIGNMENT_BYTES = 128
 # T of the cost formula. gpu: from one H200, bf16, 16384 × 4096 × 128256 at C = 1024 to 8192 (150 to 163).
 # cpu: from a 2-core AVX-512 machine, fp32, 2048 × 512 × 32768 at C = 128 to 1024.
 ACCUMULATOR_TOKENS = {"gpu": 150, "cpu": 12}
+# T of the kernels, by the same shapes and three more: the first chunk's dW is float32 instead of its own dtype, too.
+FUSED_ACCUMULATOR_TOKENS = 240
 
 # A default plan may cost this much more than the fastest one, if it holds less. The kernels' is finer: they are chosen
 # for speed.
 COST_SLACK = 1.03
-FUSED_COST_SLACK = 1.01
+FUSED_COST_SLACK = 1.005
 
 # What the kernels' cost counts in: rows and columns of a product's tile, multiprocessors of an H100 or H200, and what
 # the small launches around a chunk of tokens and around a slice of the vocabulary take, in flops (60 and 6 µs at 680
@@ -62,6 +64,7 @@ KERNEL_TILE = (128, 256)
 MULTIPROCESSORS = 132
 # Tiles of dX are split where less than this share of its turns would be used.
 FULL_TURNS = 0.93
+SPLIT_OVERHEAD_TURNS = 0.1
 CHUNK_OVERHEAD_FLOPS = 4e10
 SLICE_OVERHEAD_FLOPS = 4e9
 
@@ -222,7 +225,7 @@ class ChunkPlan:
             first = waves(rows, columns) * self.hidden
             turns: float = waves(rows, self.hidden)
             if self.splits_hidden:
-                turns = self._hidden_tiles(rows) / MULTIPROCESSORS
+                turns = self._hidden_tiles(rows) / MULTIPROCESSORS + SPLIT_OVERHEAD_TURNS
             return first + turns * columns + waves(columns, self.hidden) * rows
 
         if not self.tokens:
@@ -253,7 +256,7 @@ class ChunkPlan:
     def relative_cost(self, device: Device) -> float:
         """Modelled time relative to 6·N·D·V flops (the formula is in the module's docstring)."""
         if self.fused:
-            return self._fused_cost(ACCUMULATOR_TOKENS[device])
+            return self._fused_cost(FUSED_ACCUMULATOR_TOKENS)
         passes = 1.0 if self.one_pass else 4.0 / 3.0
         length = self.tokens if self.order == "tokens" else self.vocab
         return passes + max(0, self.chunks - 1) * ACCUMULATOR_TOKENS[device] / max(1, length)

@@ -14,7 +14,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -32,6 +34,11 @@ try:
     from logitless.torch_impl import kernels
 except ImportError:  # a CPU-only install; unavailable() says so before anything here is called
     triton = None
+
+try:
+    from triton import AsyncCompileMode
+except ImportError:  # a Triton that compiles one kernel at a time
+    AsyncCompileMode = None
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -61,6 +68,40 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
         return "its kernels need an NVIDIA GPU of compute capability 9.0 or newer"
     return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launches, and their rehearsal
+
+
+class _Rehearsal(threading.local):
+    """Whether this thread's launches only compile."""
+
+    active = False
+
+
+_rehearsal = _Rehearsal()
+_rehearsed: set[Any] = set()
+COMPILERS = 8  # threads
+
+
+def launch(kernel: Any, *grid: int) -> Any:
+    """What launches ``kernel`` on the grid; while a call is rehearsed, what has it compiled."""
+    return functools.partial(kernel.warmup, grid=grid) if _rehearsal.active else kernel[grid]
+
+
+def rehearse(kind: Any, step: Callable[[], Any]) -> None:
+    """Run ``step`` once for each ``kind`` of call, launching nothing: its kernels are compiled side by side and not one
+    after another, so that a first call waits for the slowest and not for all."""
+    if AsyncCompileMode is None or interpreted() or kind in _rehearsed:
+        return
+    _rehearsed.add(kind)
+    _rehearsal.active = True
+    try:
+        with ThreadPoolExecutor(COMPILERS) as pool, AsyncCompileMode(pool):
+            step()
+    finally:
+        _rehearsal.active = False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,19 +221,20 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype) -> Rows:
     hidden, weight, bias, target, token_weight, class_weight = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
     flat = target.reshape(-1)
-    wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
+    make = torch.zeros if _rehearsal.active else torch.empty  # what indexes must be an index, also in a rehearsal
+    wide, whole, flag = (make(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
     inside, key = torch.empty_like(flag), torch.empty_like(whole)
-    order, count = (torch.empty(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
+    order, count = (make(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
     weights, relative, summary = (torch.empty(n, device=device) for n in (tokens, tokens, 2))
     class_weight = None if class_weight is None else class_weight.float().contiguous()
     with _on_device(device):
         if tokens:
-            kernels.prepare_kernel[(triton.cdiv(tokens, TOKEN_BLOCK),)](
+            launch(kernels.prepare_kernel, triton.cdiv(tokens, TOKEN_BLOCK))(
                 flat, None if token_weight is None else token_weight.reshape(-1), wide, flag.view(torch.int8),
                 inside.view(torch.int8), weights, whole, key, tokens, vocab, options.ignore_index,
                 HAS_WEIGHT=token_weight is not None, BLOCK=TOKEN_BLOCK,
             )  # fmt: skip
-        kernels.compact_kernel[(1,)](
+        launch(kernels.compact_kernel, 1)(
             flag.view(torch.int8), weights, wide, class_weight, order, count, relative, summary, tokens,
             float(options.logit_scale), MEAN=options.reduction == "mean", HAS_CLASS=class_weight is not None,
             BLOCK=TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, num_warps=8,
@@ -232,7 +274,7 @@ def _launch_losses(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Te
     smooth = options.label_smoothing > 0
     class_sum = inputs.class_weight_sum() if smooth and inputs.class_weight is not None else None
     with _on_device(out.device):
-        kernels.loss_kernel[(1 if norm is not None else triton.cdiv(tokens, TOKEN_BLOCK),)](
+        launch(kernels.loss_kernel, 1 if norm is not None else triton.cdiv(tokens, TOKEN_BLOCK))(
             sums.target_logit, sums.anchor, sums.log_total, sums.weighted_logits, inputs.valid.view(torch.int8),
             inputs.token_weight, inputs.target, inputs.class_weight, class_sum, norm, out, tokens, vocab,
             1.0 - options.label_smoothing, float(options.z_loss), options.label_smoothing / vocab,
@@ -307,7 +349,7 @@ class _Call:
         flagged: Tensor | None = None, weighted_rows: Tensor | None = None, weighted: Tensor | None = None,
     ) -> None:  # fmt: skip
         """A chunk's hidden states into x, and its targets; its anchors and label smoothing's sums where asked for."""
-        kernels.rows_kernel[(self.chunk,)](
+        launch(kernels.rows_kernel, self.chunk)(
             self.hidden, self.weight, self.bias, self.target, self.order, self.count, weighted_rows, x,
             self.row_target[first:], anchor, highest, weighted, flagged,
             first, self.chunk, self.hidden.stride(0), self.weight.stride(0), x.stride(0), self.size, self.scale,
@@ -394,7 +436,7 @@ class _Sums:
 
     def _finish(self, first: int, factors: _Factors | None, flagged: bool) -> None:
         c, o, f = self.call, self.call.options, factors
-        kernels.finish_kernel[(8 if flagged else triton.cdiv(c.chunk, 16),)](
+        launch(kernels.finish_kernel, 8 if flagged else triton.cdiv(c.chunk, 16))(
             self.partial, self.partial_gap, self.partial_highest, self.partial_argmax, self.partial_lowest,
             self.partial_logits, c.order, c.count, c.anchor[first:], self.highest, self.list, self.flagged,
             f.g if f else None, f.class_weight if f else None, f.smooth if f else None,
@@ -408,7 +450,7 @@ class _Sums:
 
     def _rescue(self, first: int, x: Tensor, e: Tensor | None, maximum: bool) -> None:
         c = self.call
-        kernels.rescue_kernel[(c.programs,)](
+        launch(kernels.rescue_kernel, c.programs)(
             x, c.weight, c.bias, c.row_target[first:], self.list, self.flagged, self.highest, e, self.partial,
             self.partial_gap, c.chunk, c.size, x.stride(0), c.weight.stride(0), 0 if e is None else e.stride(0),
             c.vocab, c.scale, c.cap,
@@ -442,7 +484,7 @@ def launch_logits(
         options |= {"PIECES": 1 if plain else 4}
     else:
         options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision}
-    c.products.logits_kernel[(c.programs,)](
+    launch(c.products.logits_kernel, c.programs)(
         c.describe(x, t.block_rows, t.bk), c.describe_weight(entries, (t.bn, t.bk)),
         None if e is None else c.describe(e, t.block_rows, t.block_columns), c.weight[entries], c.bias, c.class_weight,
         c.row_target[first:], part(k.anchor) if k else c.anchor[first:], c.count, *partial, *vectors,
@@ -519,7 +561,7 @@ class _Products:
 
     def _column_sums(self, matrix: Tensor, factor: Tensor | None, first: int, out: Tensor, by_token: bool) -> None:
         c = self.call
-        kernels.column_sums_kernel[(triton.cdiv(matrix.shape[1], 128),)](
+        launch(kernels.column_sums_kernel, triton.cdiv(matrix.shape[1], 128))(
             matrix, factor, c.order, c.count, out, first, c.chunk, matrix.stride(0), matrix.shape[1],
             BY_TOKEN=by_token, HAS_FACTOR=factor is not None, BR=32, BC=128,
         )  # fmt: skip
@@ -561,13 +603,13 @@ class _Products:
         )  # fmt: skip
         kinds = {"ADD": entries.start > 0, "FINAL": scale is not None, "ROWS": factors is not None}
         kinds |= {"SMOOTH": s is not None, "GROUP": t.group, "PROGRAMS": c.programs}
-        c.products.hidden_kernel[(c.programs,)](
+        launch(c.products.hidden_kernel, c.programs)(
             c.describe(e, t.block_rows, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries], *results,
             **kinds, **options,
         )  # fmt: skip
         if split:
             rows = 32
-            kernels.combine_hidden_kernel[(c.programs * t.bm // rows,)](
+            launch(kernels.combine_hidden_kernel, c.programs * t.bm // rows)(
                 self.parts, *results, BM=t.bm, BN=t.bn, BK=t.bk, SLICE=rows, **kinds, num_warps=8
             )
 
@@ -586,7 +628,7 @@ class _Products:
             options |= {"PARTS": parts, "PIECES": 4 if several else parts}
         else:
             options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": tma, "PRECISION": c.precision, "DEEP": t.deep}
-        c.products.weight_kernel[(c.programs,)](
+        launch(c.products.weight_kernel, c.programs)(
             c.describe(e, t.bk, t.block_rows), c.describe(x, t.bk, t.bn), self.weight_sum,
             c.describe(out[entries], t.block_rows, t.block_columns) if tma else None, out, c.count, scale,
             c.class_weight, self.smooth_x_scaled if scale is not None else None,
@@ -618,11 +660,11 @@ class _Products:
             "SCALED": scale is not None,
         }
         options |= {"RUN": TARGET_RUN, "BC": c.block}
-        kernels.add_targets_kernel[(c.tokens, columns)](
+        launch(kernels.add_targets_kernel, c.tokens, columns)(
             key, token, value, c.hidden, scale, out, self.bias, part, share, c.tokens, c.vocab, c.hidden.stride(0),
             c.size, BR=4, **options,
         )  # fmt: skip
-        kernels.add_long_runs_kernel[(blocks, columns)](
+        launch(kernels.add_long_runs_kernel, blocks, columns)(
             key, scale, out, self.bias, part, share, c.tokens, c.vocab, c.size, **options
         )
 
@@ -630,7 +672,7 @@ class _Products:
         """Rows of dX that still lack the scale (positions before ``done_from``), zero rows, and the bias."""
         c, s = self.call, self.smoothing
         if self.hidden is not None and c.tokens:
-            kernels.finish_hidden_kernel[(c.tokens,)](
+            launch(kernels.finish_hidden_kernel, c.tokens)(
                 scale if self.hidden_sum is None else self.hidden_sum, self.hidden, c.order, c.count, scale,
                 self.smooth_rows, s.weighted_rows if s else None, done_from, c.size, SMOOTH=s is not None,
                 BLOCK=c.block,
@@ -767,7 +809,7 @@ def loss_gradients(
             sums.finish(first, x, e, factors)
             products.add_smooth_x(first, x)
             if needs.weight:
-                kernels.scale_rows_kernel[(c.chunk,)](
+                launch(kernels.scale_rows_kernel, c.chunk)(
                     x, factors.factor[first:], c.count, first, c.chunk, x.stride(0), c.size, BLOCK=c.block
                 )
             if last < c.tokens:

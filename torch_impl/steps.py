@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,23 @@ def _no_autocast(arrays: Arrays) -> torch.autocast:
     return torch.autocast(arrays.hidden.device.type, enabled=False)
 
 
+def _rehearse(step: str, arrays: Arrays, call: Call, needs: eager.Needs, run: Callable[[], Any]) -> None:
+    """Have the kernels of a step compiled that is the first of its kind: a kind is what kernels are compiled for."""
+    plan, options = call.plan, call.options
+    sizes = (arrays.target.numel(), *arrays.weight.shape, *arrays.weight.stride(), plan.vocab_chunk)
+    given = tuple(None if array is None else array.dtype for array in arrays)
+    flags = (plan.order, plan.one_pass, plan.chunks > 1, plan.splits_hidden, call.statistics, call.compute_dtype)
+    chosen = (options.reduction, options.separable, *(bool(v) for v in dataclasses.astuple(options)[2:]))
+    kind = (step, arrays.hidden.device, given, tuple((n % 16 == 0, n == 1) for n in sizes), flags, chosen, needs)
+
+    def rehearsal() -> None:
+        waiting = getattr(run(), "waiting", None)
+        if waiting is not None:
+            waiting.finish(torch.ones((), device=arrays.hidden.device))
+
+    MODULES[call.backend].rehearse(kind, rehearsal)
+
+
 def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
     """The last cast: each argument's dtype and shape."""
 
@@ -95,6 +113,11 @@ def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
 
 def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: eager.Needs) -> Loss:
     """The loss, the eight statistics (or Nones), and what the backward needs for the gradients ``needs``."""
+    _rehearse("loss", arrays, call, needs, lambda: _loss(arrays, normalizer, call, needs))
+    return _loss(arrays, normalizer, call, needs)
+
+
+def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: eager.Needs) -> Loss:
     options, backend, waiting = call.options, MODULES[call.backend], None
     with _no_autocast(arrays):
         inputs = backend.prepare(arrays, options, call.compute_dtype)
@@ -118,11 +141,19 @@ def loss_gradients(
 ) -> eager.Gradients:
     """The gradients: finished from what waits, else recomputed (the per-token upstream has just arrived, or what waited
     is used up)."""
+    if waiting is not None:
+        with _no_autocast(arrays):
+            return _cast(waiting.finish(upstream.to(saved[0].dtype)), arrays)
+    _rehearse("loss_gradients", arrays, call, needs, lambda: _known_loss(arrays, call, needs, saved, upstream))
+    return _known_loss(arrays, call, needs, saved, upstream)
+
+
+def _known_loss(
+    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], upstream: Tensor
+) -> eager.Gradients:
     options = call.options
     norm, target_logit, anchor, log_total = saved
     with _no_autocast(arrays):
-        if waiting is not None:
-            return _cast(waiting.finish(upstream.to(norm.dtype)), arrays)
         inputs = MODULES[call.backend].prepare(arrays, options, call.compute_dtype)
         per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
         g = eager.row_upstream(inputs, options, per_token)
@@ -152,6 +183,11 @@ def held_gradients(
 
 def log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
     """log p(target) and entropy (or None) per token, and what the backward needs if any gradient is wanted."""
+    _rehearse("log_probs", arrays, call, needs, lambda: _log_probs(arrays, call, needs))
+    return _log_probs(arrays, call, needs)
+
+
+def _log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
     backend = MODULES[call.backend]
     with _no_autocast(arrays):
         inputs = backend.prepare(arrays, call.options, call.compute_dtype)
@@ -167,6 +203,14 @@ def log_probs_gradients(
     arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
 ) -> eager.Gradients:
     """The gradients, when both upstream gradients have arrived."""
+    given = arrays, call, needs, saved, g_log_prob, g_entropy
+    _rehearse("log_probs_gradients", arrays, call, needs, lambda: _known_log_probs(*given))
+    return _known_log_probs(*given)
+
+
+def _known_log_probs(
+    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
+) -> eager.Gradients:
     target_logit, anchor, log_total, entropy = saved
     backend = MODULES[call.backend]
     with _no_autocast(arrays):
