@@ -144,7 +144,7 @@ class Tiles:
         return sizes | {"STAGES": self.stages, "SKEW": self.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}
 
 
-LOGITS, HIDDEN, WEIGHT, WEIGHT_SUM = "logits", "hidden", "weight", "weight_sum"
+LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM = "logits", "hidden", "hidden_sum", "weight", "weight_sum"
 
 # Places of the sorted targets that one program may sum.
 TARGET_RUN = 32
@@ -152,14 +152,16 @@ TARGET_RUN = 32
 LOW_TILES = {
     LOGITS: Tiles(128, 256, 64, split=True, flatten=True),
     HIDDEN: Tiles(128, 256, 64, group=4),
+    HIDDEN_SUM: Tiles(128, 256, 64, group=4),
     WEIGHT: Tiles(128, 256, 64, split=True, stages=4),
     WEIGHT_SUM: Tiles(128, 256, 64, split=True),  # a float32 tile on its way out leaves room for three stages
 }
-KERNELS = (LOGITS, HIDDEN, WEIGHT, WEIGHT_SUM)
+KERNELS = (LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM)
 # Three stages leave shared memory for a tile of results on its way out.
 HOPPER_TILES = {
     LOGITS: Tiles(128, 256, 64, skew=1),
     HIDDEN: Tiles(128, 256, 64, skew=1, group=4, stages=4),
+    HIDDEN_SUM: Tiles(128, 256, 64, skew=1, group=4, split=True),
     WEIGHT: Tiles(128, 256, 64, skew=1),
     WEIGHT_SUM: Tiles(128, 256, 64, skew=1, split=True),
 }
@@ -583,7 +585,7 @@ class _Products:
             self._hidden(first, e, entries, factors, scale if last else None)
 
     def _hidden(self, first: int, e: Tensor, entries: slice, factors: _Factors | None, scale: Tensor | None) -> None:
-        c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN)
+        c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN if scale is not None else HIDDEN_SUM)
         if scale is None and self.hidden_sum is None:
             self.hidden_sum = c.empty(c.tokens, c.size)
         split = c.specialized and c.plan.splits_hidden
@@ -591,7 +593,10 @@ class _Products:
             self.parts = c.empty(c.programs, t.bm, t.bn)
         options: dict[str, Any] = t.options
         if c.specialized:
-            options |= {"PIECES": 4, "SPLIT": split, "parts_ptr": self.parts}
+            block = t.block_rows, t.block_columns
+            summed = None if scale is not None or self.hidden_sum is None else c.describe(self.hidden_sum, *block)
+            options |= {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split}
+            options |= {"parts_ptr": self.parts, "sum_desc": summed}
         else:
             options |= {"FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision, "DEEP": t.deep}
             options["num_stages"] = 2 if s else t.stages

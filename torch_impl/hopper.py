@@ -467,39 +467,19 @@ def logits_kernel(
 
 
 @gluon.jit
-def put_hidden(
-    value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, scale_ptr,
-    smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
-    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
-):  # fmt: skip
-    """e w of some rows and columns of a chunk's dX, to where it goes: see kernels.put_hidden."""
-    exists = row < rows
-    mask = exists[:, None] & (column < size)[None, :]
-    if ROWS:
-        value = value * gl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
-        target = gl.load(row_target_ptr + row, mask=exists, other=0).to(gl.int64)
-        w_place = all_w_ptr + gl.maximum(target, 0)[:, None] * w_stride + column[None, :]
-        share = gl.load(target_value_ptr + row, mask=exists, other=0.0)
-        value += share[:, None] * gl.load(w_place, mask=mask, other=0.0).to(gl.float32)
-    position = first + row
-    place = position.to(gl.int64)[:, None] * size + column[None, :]
-    if ADD:
-        value += gl.load(sum_ptr + place, mask=mask, other=0.0)
-    if FINAL:
-        token = gl.load(order_ptr + position, mask=exists, other=0).to(gl.int64)
-        if SMOOTH:
-            weights = gl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
-            value += gl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
-        value = (value * gl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
-        gl.store(out_ptr + token[:, None] * size + column[None, :], value, mask=mask)
-    else:
-        gl.store(sum_ptr + place, value, mask=mask)
+def scale_rows(value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr, w_stride):
+    """factor ⊙ value + target_value ⊙ w_y: the row factors, and the target's element, exact in float32."""
+    value = value * gl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
+    target = gl.load(row_target_ptr + row, mask=exists, other=0).to(gl.int64)
+    w_place = all_w_ptr + gl.maximum(target, 0)[:, None] * w_stride + column[None, :]
+    share = gl.load(target_value_ptr + row, mask=exists, other=0.0)
+    return value + share[:, None] * gl.load(w_place, mask=mask, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def hidden_tiles(
-    e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
-    scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
+    sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
     rows, row_tiles, column_tiles, steps, first, size, w_stride, HALF: gl.constexpr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
@@ -520,30 +500,50 @@ def hidden_tiles(
             inner_row = HALF * (BM // 2) + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
             inner_column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
             inner_column += q * (BN // PIECES)
+            row = m * BM + inner_row
+            column = n * BN + inner_column
+            exists = row < rows
+            mask = exists[:, None] & (column < size)[None, :]
             if SPLIT and is_part:
                 part = parts_ptr + (unit - tiles // PROGRAMS * PROGRAMS) * (BM * BN)
                 gl.store(part + inner_row[:, None] * BN + inner_column[None, :], value)
             else:
-                put_hidden(
-                    value, m * BM + inner_row, n * BN + inner_column, rows, sum_ptr, out_ptr, factor_ptr,
-                    target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
-                    first, size, w_stride, ADD, FINAL, ROWS, SMOOTH,
-                )  # fmt: skip
+                if ROWS:
+                    value = scale_rows(
+                        value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr,
+                        w_stride,
+                    )  # fmt: skip
+                if FINAL:
+                    position = first + row
+                    if ADD:
+                        place = position.to(gl.int64)[:, None] * size + column[None, :]
+                        value += gl.load(sum_ptr + place, mask=mask, other=0.0)
+                    token = gl.load(order_ptr + position, mask=exists, other=0).to(gl.int64)
+                    if SMOOTH:
+                        weights = gl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
+                        value += gl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
+                    result = (value * gl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
+                    gl.store(out_ptr + token[:, None] * size + column[None, :], result, mask=mask)
+                else:
+                    put(sum_desc, staging.index(HALF), value, first + m * BM + HALF * (BM // 2), n * BN, q, PIECES, ADD)
+    if not FINAL:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
     e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
-    first, chunk, columns, size, w_stride, all_w_ptr, parts_ptr,
+    first, chunk, columns, size, w_stride, all_w_ptr, parts_ptr, sum_desc,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """kernels.hidden_kernel, with the same arguments: dX of a chunk from S vocabulary entries.
 
-    With SPLIT the parts of split tiles lie in ``parts`` [PROGRAMS, BM, BN] for kernels.combine_hidden_kernel.
+    Beside its arguments: the sum's descriptor, so that the memory itself adds; and with SPLIT ``parts``
+    [PROGRAMS, BM, BN], where the parts of split tiles are left for kernels.combine_hidden_kernel.
     """
     rows = rows_of(count_ptr, first, chunk)
     row_tiles = (rows + BM - 1) // BM
@@ -551,18 +551,21 @@ def hidden_kernel(
     steps = (columns + BK - 1) // BK
     e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BM // 2, BK], e_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
+    staging = e_smem
+    if not FINAL:
+        staging = gl.allocate_shared_memory(gl.float32, [2, BM // 2, BN // PARTS], sum_desc.layout)
     ready, free, turn = barriers(STAGES)
     gl.warp_specialize(
         [
             (hidden_tiles, (
-                e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr,
-                order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
                 rows, row_tiles, column_tiles, steps, first, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
                 BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
             )),
             (hidden_tiles, (
-                e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr,
-                order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
                 rows, row_tiles, column_tiles, steps, first, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
                 BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
             )),

@@ -1,0 +1,143 @@
+"""Compile hopper.py's kernels for sm_90 where there is no GPU, and print what came out as JSON: run by test_hopper.py.
+
+A process of its own, because where Triton interprets kernels it compiles none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from logitless.torch_impl import hopper
+from logitless.torch_impl.fused import GROUP_REGISTERS, HIDDEN, HIDDEN_SUM, HOPPER_TILES, LOGITS, WEIGHT, WEIGHT_SUM
+
+FLAGS = ("BIAS", "SCALE", "CAP", "CLASS", "ALPHA", "GAMMA", "SIGMA")
+# The pointer that an option reads, for those that read one; it is None without the option.
+READS = {
+    "HAS_BIAS": ("bias_ptr",),
+    "HAS_CLASS": ("class_weight_ptr",),
+    "HAS_ALPHA": ("alpha_ptr",),
+    "HAS_GAMMA": ("gamma_ptr",),
+    "HAS_SIGMA": ("sigma_ptr",),
+    "STATISTICS": ("gap_ptr", "highest_ptr", "argmax_ptr", "lowest_ptr"),
+    "SUM_LOGITS": ("logit_sum_ptr",),
+    "ROWS": ("factor_ptr", "target_value_ptr"),
+    "SMOOTH": ("smooth_ptr", "weighted_rows_ptr", "smooth_x_ptr"),
+    "SPLIT": ("parts_ptr",),
+}
+
+
+def block(dtype: str, rows: int, columns: int) -> str:
+    layout = NVMMASharedLayout(128, 32 if dtype == "fp32" else 16, rank=2)
+    return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
+
+
+def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]:
+    t = HOPPER_TILES[LOGITS]
+    options = {"STATISTICS": False, "SUM_LOGITS": False, **{f"HAS_{flag}": False for flag in FLAGS}, **chosen}
+    known = ("log_total_ptr", "factor_ptr", "target_value_ptr")
+    return {
+        "kernel": hopper.logits_kernel,
+        "tiles": t,
+        "constants": options | {"MODE": mode, "PIECES": pieces},
+        "none": (() if mode == 2 else known) + (("sum_ptr",) if mode == 2 else ()) + (("e_desc",) if mode == 0 else ()),
+        "blocks": {
+            "x_desc": block(dtype, t.block_rows, t.bk),
+            "w_desc": block(dtype, t.bn, t.bk),
+            "e_desc": block(dtype, t.block_rows, t.bn),
+        },
+        "dtype": dtype,
+    }
+
+
+def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
+    t = HOPPER_TILES[HIDDEN if final else HIDDEN_SUM]
+    options = {"ADD": False, "FINAL": final, "ROWS": False, "SMOOTH": False, "SPLIT": False, **chosen}
+    return {
+        "kernel": hopper.hidden_kernel,
+        "tiles": t,
+        "constants": options | {"PIECES": 4, "PARTS": t.bn // t.block_columns},
+        "none": ("sum_desc",) if final else ("scale_ptr",),
+        "blocks": {
+            "e_desc": block(dtype, t.block_rows, t.bk),
+            "w_desc": block(dtype, t.bk, t.bn),
+            "sum_desc": block("fp32", t.block_rows, t.block_columns),
+        },
+        "dtype": dtype,
+    }
+
+
+def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, Any]:
+    t = HOPPER_TILES[WEIGHT if final else WEIGHT_SUM]
+    options = {"ADD": False, "FINAL": final, "SMOOTH": False, "HAS_CLASS": False, **chosen}
+    return {
+        "kernel": hopper.weight_kernel,
+        "tiles": t,
+        "constants": options | {"PIECES": pieces, "PARTS": t.bn // t.block_columns},
+        "none": () if final else ("scale_ptr",),
+        "blocks": {
+            "e_desc": block(dtype, t.bk, t.block_rows),
+            "x_desc": block(dtype, t.bk, t.bn),
+            "out_desc": block(dtype if final else "fp32", t.block_rows, t.block_columns),
+        },
+        "dtype": dtype,
+    }
+
+
+CONFIGURATIONS = {
+    "sums": lambda: logits("bf16", 0, 1),
+    "anchored": lambda: logits("bf16", 1, 1),
+    "known": lambda: logits("bf16", 2, 1),
+    "known fp16": lambda: logits("fp16", 2, 1),
+    "statistics": lambda: logits("bf16", 0, 4, STATISTICS=True),
+    "anchored, all": lambda: logits(
+        "bf16", 1, 4, STATISTICS=True, SUM_LOGITS=True, HAS_BIAS=True, HAS_SCALE=True, HAS_CAP=True, HAS_CLASS=True
+    ),
+    "known, all": lambda: logits("bf16", 2, 4, **{f"HAS_{flag}": True for flag in FLAGS}),
+    "hidden": lambda: hidden("bf16", True, ROWS=True),
+    "hidden, split": lambda: hidden("bf16", True, ROWS=True, SPLIT=True),
+    "hidden, all": lambda: hidden("bf16", True, ROWS=True, ADD=True, SMOOTH=True),
+    "hidden sum": lambda: hidden("bf16", False, ROWS=True),
+    "hidden sum, add": lambda: hidden("bf16", False, ADD=True),
+    "weight": lambda: weight("bf16", True, 1),
+    "weight, all": lambda: weight("bf16", True, 4, ADD=True, SMOOTH=True, HAS_CLASS=True),
+    "weight sum": lambda: weight("bf16", False, 2),
+    "weight sum, add": lambda: weight("bf16", False, 2, ADD=True),
+}
+
+
+def compile_one(what: dict[str, Any]) -> dict[str, Any]:
+    kernel, t, names = what["kernel"], what["tiles"], what["kernel"].arg_names
+    constants = {k: v for k, v in t.options.items() if k in names} | what["constants"] | {"GROUP": 8, "PROGRAMS": 132}
+    constants["REGISTERS"] = GROUP_REGISTERS
+    unread = [pointer for option, pointers in READS.items() if constants.get(option) is False for pointer in pointers]
+    fixed = {"anchor_ptr", "row_target_ptr"}
+    constants |= {name: None for name in (*unread, *what["none"]) if name in names and name not in fixed}
+    own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr")}
+    whole = dict.fromkeys(("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr"), "*i32")
+    out = {"out_ptr": "*" + what["dtype"] if constants.get("FINAL") else "*fp32"}
+    kinds = own | whole | out | what["blocks"] | {"scale": "fp32", "cap": "fp32"}
+    signature = {
+        n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names
+    }
+    paths = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")}
+    source = GluonASTSource(kernel, signature, paths, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    ptx, sass = made.asm["ptx"], made.asm["sass"]
+    return {
+        "shared": made.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "reductions": ptx.count("cp.reduce.async.bulk"),
+        "spills": sass.count("STL") + sass.count("LDL"),
+    }
+
+
+if __name__ == "__main__":
+    json.dump({name: compile_one(make()) for name, make in CONFIGURATIONS.items()}, sys.stdout)

@@ -1,0 +1,62 @@
+"""The kernels of torch_impl/hopper.py, compiled for sm_90 without a GPU: they cannot be interpreted.
+
+What they compute is judged on a GPU (marker ``gpu``: there tests/implementations.py adds the kernels to every test).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="these tests are about PyTorch")
+pytest.importorskip("triton", reason="triton is not installed")
+
+SHARED_MEMORY = 232448  # bytes a program may have on an H100 or H200
+# What is on the way of every training step. A spilled accumulator is what makes such a kernel slow.
+PLAIN = (
+    "sums",
+    "anchored",
+    "known",
+    "known fp16",
+    "hidden",
+    "hidden, split",
+    "hidden sum",
+    "hidden sum, add",
+    "weight",
+)
+PLAIN += ("weight sum", "weight sum, add")
+OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    script = Path(__file__).with_name("compile_hopper.py")
+    made = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr[-3000:]
+    return json.loads(made.stdout)
+
+
+@pytest.mark.parametrize("name", PLAIN + OTHERS)
+def test_compiles_for_hopper(name: str, compiled: Any) -> None:
+    made = compiled[name]
+    assert made["wgmma"] > 0
+    assert made["shared"] <= SHARED_MEMORY
+    assert (made["reductions"] > 0) == name.endswith(", add")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_nothing_is_spilled(name: str, compiled: Any) -> None:
+    assert compiled[name]["spills"] == 0
+
+
+def test_every_configuration_is_judged(compiled: Any) -> None:
+    assert set(compiled) == set(PLAIN + OTHERS)
