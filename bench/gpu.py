@@ -1,12 +1,14 @@
 """One registry of problems and implementations for a GPU, and one runner: time, scratch and error, side by side.
 
-Every variant of a shape runs in turn, round after round, so that clocks and temperature are the same for all; a time is
-the median of all rounds, a ratio is of one run. Inputs are random. A peer that is not installed is left out.
+Every variant of a shape runs in turn, round after round and in another order each, so that clocks and temperature are
+the same for all; a time is the median of all rounds, a ratio is of one run. Inputs are random. A peer that is not
+installed is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -124,7 +126,7 @@ def ours(shape: Shape, arrays: Arrays) -> dict[str, tuple[Step, int | None]]:
     return made
 
 
-def event_ms(step: Step, warm_s: float = 0.15, repeats: int = 4) -> list[float]:
+def event_ms(step: Step, warm_s: float = 0.25, repeats: int = 4) -> list[float]:
     """CUDA-event times of single steps in a row, after as many untimed ones as settle the clock: power limits it, and
     what ran before would be seen in it."""
     torch.cuda.synchronize()
@@ -149,6 +151,12 @@ def measure(name: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
     variants |= ours(shape, arrays)
     if with_peers:
         variants |= {peer: (arrays.step(loss), None) for peer, loss in peers()}
+    return _rows(name, shape, arrays, variants, rounds)
+
+
+def _rows(
+    name: str, shape: Shape, arrays: Arrays, variants: dict[str, tuple[Step, int | None]], rounds: int
+) -> list[dict[str, Any]]:
     rows, gradients = {}, arrays.x.nbytes + arrays.w.nbytes
     for variant, (step, promised) in variants.items():
         row: dict[str, Any] = {"shape": name, **shape.sizes(), "variant": variant, "promised_bytes": promised}
@@ -163,13 +171,37 @@ def measure(name: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
         rows[variant] = row
         arrays.x.grad = arrays.w.grad = None
     running = [variant for variant in variants if "error" not in rows[variant]]
+    order = random.Random(0)
     for _ in range(rounds):
-        for variant in running:
+        for variant in order.sample(running, len(running)):
             rows[variant]["times_ms"] += event_ms(variants[variant][0])
     for variant in running:
         rows[variant]["time_ms"] = statistics.median(rows[variant].pop("times_ms"))
         rows[variant]["over_floor"] = rows[variant]["time_ms"] / rows["floor"]["time_ms"]
     return list(rows.values())
+
+
+# One size varies, the others stay: for the plots.
+SWEEPS = {
+    "tokens": [Shape(tokens, 2048, 65536) for tokens in (1024, 4096, 16384, 65536)],
+    "vocab": [Shape(8192, 2048, vocab) for vocab in (8192, 32768, 131072, 262144)],
+    "memory": [Shape(16384, 4096, 128256, tuple(mib * MIB for mib in (400, 800, 1600, 2560, 3072, 3800)))],
+}
+
+
+def sweep(kind: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
+    """Rows of one sweep: the kernels and the peers that compile nothing for a new size."""
+    made = []
+    for shape in SWEEPS[kind]:
+        arrays = Arrays(shape)
+        variants: dict[str, tuple[Step, int | None]] = {"floor": (torch_floor(arrays.x, arrays.w), None)}
+        variants |= {name: what for name, what in ours(shape, arrays).items() if name != "eager"}
+        if with_peers:
+            variants |= {name: (arrays.step(loss), None) for name, loss in peers() if "compile" not in name}
+        made += _rows(kind, shape, arrays, variants, rounds)
+        del arrays, variants
+        torch.cuda.empty_cache()
+    return made
 
 
 def errors(tokens: int = 2048, hidden: int = 1024, vocab: int = 32768) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5, help="rounds of four timed steps of every variant")
     parser.add_argument("--peers", action="store_true", help="also time what else is installed")
+    parser.add_argument("--sweeps", nargs="*", default=[], choices=["tokens", "vocab", "memory"])
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -60,11 +61,16 @@ def main() -> int:
         result: dict[str, Any] = {"machine": machine.describe(arguments.commit), "tests_exit_status": failed}
         result["first_call_s"] = gpu.first_call_seconds()
         result["rows"] = []
-        for name in arguments.shapes:
-            rows = gpu.measure(name, arguments.rounds, arguments.peers)
-            result["rows"] += rows
-            for row in rows:
-                print({k: v for k, v in row.items() if k not in ("tokens", "hidden", "vocab", "dtype")}, flush=True)
+        result["sweeps"] = []
+        for key, names, measure in (
+            ("rows", arguments.shapes, gpu.measure),
+            ("sweeps", arguments.sweeps, gpu.sweep),
+        ):
+            for name in names:
+                rows = measure(name, arguments.rounds, arguments.peers)
+                result[key] += rows
+                for row in rows:
+                    print({k: v for k, v in row.items() if k not in ("hidden", "dtype")}, flush=True)
         result["errors"] = gpu.errors() if arguments.shapes else []
         print(*result["errors"], result["first_call_s"], sep="\n", flush=True)
         (arguments.output / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -114,6 +114,36 @@ def gpu(results: dict[str, Any]) -> None:
     plt.close(figure)
 
 
+def gpu_sweeps(results: dict[str, Any]) -> None:
+    """Time per token against N, time against V, and time against the memory that is allowed."""
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for panel, kind in zip(panels, ("tokens", "vocab", "memory"), strict=True):
+        rows = [row for row in results["sweeps"] if row["shape"] == kind and "time_ms" in row]
+        for name, colour in {"floor": "grey", **GPU_COLOURS}.items():
+            own = [row for row in rows if (_family(row["variant"]) if kind == "memory" else row["variant"]) == name]
+            if kind == "memory":
+                own.sort(key=lambda row: int(row["scratch_bytes"]))
+                points = [(max(row["scratch_bytes"] / 2**20, 1), row["time_ms"]) for row in own if name != "floor"]
+            else:
+                points = [(row[kind], 1e3 * row["time_ms"] / row[kind]) for row in own]
+            if points:
+                panel.plot(
+                    *zip(*points, strict=True), "o-", color=colour, label=name, ls=":" if name == "floor" else "-"
+                )
+        panel.set(xscale="log", xlabel={"memory": "scratch [MiB]"}.get(kind, kind))
+        fixed = {"tokens": ("hidden", "vocab"), "vocab": ("tokens", "hidden"), "memory": ("tokens", "hidden", "vocab")}
+        panel.set_title(", ".join(f"{rows[0][key]} {key}" for key in fixed[kind]))
+        if kind == "memory":
+            panel.axhline(next(r["time_ms"] for r in rows if r["variant"] == "floor"), color="grey", ls=":")
+    panels[0].set(ylabel="time per token [µs]", yscale="log")
+    panels[1].set(ylabel="time per vocabulary entry [µs]", yscale="log")
+    panels[2].set(ylabel="time [ms]")
+    panels[0].legend(fontsize=8)
+    figure.suptitle(f"{results['machine']['gpu']}, bfloat16, loss and both gradients; dotted: three bare products")
+    figure.savefig(FIGURES / "gpu_sweeps.png", dpi=130)
+    plt.close(figure)
+
+
 def gpu_table(results: dict[str, Any]) -> str:
     """A Markdown table of every variant that ran, shape by shape."""
     lines = [
@@ -135,6 +165,8 @@ def main() -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
     on_gpu = json.loads((RESULTS / "gpu_check.json").read_text())
     gpu(on_gpu)
+    if on_gpu.get("sweeps"):
+        gpu_sweeps(on_gpu)
     (FIGURES / "gpu.md").write_text(gpu_table(on_gpu))
     results = json.loads((RESULTS / "portable.json").read_text())
     portable(results)

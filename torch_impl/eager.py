@@ -315,9 +315,9 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
 # From sums to losses and row factors
 
 
-def rehearse(kind: Any, step: Callable[[], Any]) -> None:
+def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
     """Nothing is compiled here."""
-    del kind, step
+    del kind, device, step
 
 
 def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype) -> Inputs:

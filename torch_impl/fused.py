@@ -75,33 +75,46 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class _Rehearsal(threading.local):
-    """Whether this thread's launches only compile."""
+    """What this thread's launches only compile, while a call is rehearsed; else None."""
 
-    active = False
+    kernels: list[Any] | None = None
 
 
 _rehearsal = _Rehearsal()
 _rehearsed: set[Any] = set()
-COMPILERS = 8  # threads
+COMPILERS = 16  # threads
 
 
 def launch(kernel: Any, *grid: int) -> Any:
     """What launches ``kernel`` on the grid; while a call is rehearsed, what has it compiled."""
-    return functools.partial(kernel.warmup, grid=grid) if _rehearsal.active else kernel[grid]
+    return kernel[grid] if _rehearsal.kernels is None else functools.partial(_compile, kernel, grid)
 
 
-def rehearse(kind: Any, step: Callable[[], Any]) -> None:
-    """Run ``step`` once for each ``kind`` of call, launching nothing: its kernels are compiled side by side and not one
-    after another, so that a first call waits for the slowest and not for all."""
-    if AsyncCompileMode is None or interpreted() or kind in _rehearsed:
+def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    assert _rehearsal.kernels is not None
+    _rehearsal.kernels.append(kernel.warmup(*arguments, grid=grid, **options))
+
+
+def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
+    """Run ``step`` once for each ``kind`` of call, launching nothing: its kernels are compiled and loaded side by side
+    and not one after another, so that a first call waits for the slowest and not for all."""
+    if AsyncCompileMode is None or device.type != "cuda" or kind in _rehearsed:
         return
     _rehearsed.add(kind)
-    _rehearsal.active = True
+    _rehearsal.kernels = []
+
+    def load(kernel: Any) -> None:
+        with torch.cuda.device(device):
+            made = kernel.result() if hasattr(kernel, "result") else kernel
+            _ = made.run  # builds what launches it
+
     try:
-        with ThreadPoolExecutor(COMPILERS) as pool, AsyncCompileMode(pool):
-            step()
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            with AsyncCompileMode(pool):
+                step()
+            list(pool.map(load, _rehearsal.kernels))
     finally:
-        _rehearsal.active = False
+        _rehearsal.kernels = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,7 +236,9 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype) -> Rows:
     hidden, weight, bias, target, token_weight, class_weight = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
     flat = target.reshape(-1)
-    make = torch.zeros if _rehearsal.active else torch.empty  # what indexes must be an index, also in a rehearsal
+    make = (
+        torch.empty if _rehearsal.kernels is None else torch.zeros
+    )  # what indexes must be an index, also in a rehearsal
     wide, whole, flag = (make(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
     inside, key = torch.empty_like(flag), torch.empty_like(whole)
     order, count = (make(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))

@@ -95,7 +95,7 @@ def _rehearse(step: str, arrays: Arrays, call: Call, needs: eager.Needs, run: Ca
         if waiting is not None:
             waiting.finish(torch.ones((), device=arrays.hidden.device))
 
-    MODULES[call.backend].rehearse(kind, rehearsal)
+    MODULES[call.backend].rehearse(kind, arrays.hidden.device, rehearsal)
 
 
 def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
