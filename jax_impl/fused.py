@@ -230,9 +230,7 @@ def _sums(c: _Call, rows: _Rows, statistics: bool, holds: bool) -> tuple[Any, Ar
     return sums, weighted, made.get("e")
 
 
-def _rescued(
-    c: _Call, rows: _Rows, sums: Any, arguments: dict[str, Any], statistics: bool
-) -> tuple[Array, Array]:
+def _rescued(c: _Call, rows: _Rows, sums: Any, arguments: dict[str, Any], statistics: bool) -> tuple[Array, Array]:
     """Row tiles to be done again, and every row's anchor: its maximum where its exponents grew too large."""
     flagged = rows.exists & (sums.s > RESCUE_SUM)
     tiles = flagged.reshape(-1, kernels.TILE_ROWS).any(axis=1)
@@ -398,9 +396,7 @@ class _Products:
                 if c.class_weight is not None:
                     arguments["class_weight"] = c.class_weight
         shape = jax.ShapeDtypeStruct(c.weight.shape, jnp.float32 if scale is None else c.dtype)
-        made = _into(
-            lambda a, o: kernels.weight(a, o, columns=columns, adds=adds), arguments, state.weight, shape
-        )
+        made = _into(lambda a, o: kernels.weight(a, o, columns=columns, adds=adds), arguments, state.weight, shape)
         return state._replace(weight=made)
 
     def bias(self, state: _State, rows: _Rows, e: Array, start: Any, columns: int, factor: Array | None) -> _State:
@@ -455,7 +451,8 @@ def _into(
         return made
     reference = jax.new_ref(out)
     kernel(arguments | {"out": reference}, {})
-    return reference[...]
+    written: Array = reference[...]
+    return written
 
 
 class Held(NamedTuple):
@@ -593,7 +590,8 @@ def _add_targets(c: _Call, weight: Array, values: Array, scale: Array) -> Array:
     out = jax.new_ref(weight)
     part = kernels.add_targets(shared | lists | {"out": out})["part"]
     kernels.add_long_runs(shared | {"part": part, "out": out})
-    return out[...]
+    written: Array = out[...]
+    return written
 
 
 def _add_target_sums(c: _Call, bias: Array, values: Array) -> Array:
@@ -618,10 +616,7 @@ def known_gradients(
     c = _Call(inputs, options, plan)
     unit = _unit(g)
     p = _Products(c, needs, g, unit)
-    if c.columns < c.vocab:
-        state = _known_slices(c, p, known)
-    else:
-        state = _known_chunks(c, p, known)
+    state = _known_slices(c, p, known) if c.columns < c.vocab else _known_chunks(c, p, known)
     one = jnp.ones((), jnp.float32)
     return Gradients(
         p.finished_hidden(state.hidden, unit if c.columns < c.vocab else one),

@@ -37,6 +37,8 @@ from jax import lax
 from logitless import spec
 from logitless.planning import MULTIPROCESSORS
 
+# Its load and some names differ between the two lines of jax that are supported.
+_PLGPU: Any = plgpu
 LOG2E = math.log2(math.e)
 # The anchor of a row that does not exist: its exponentials are 0.
 NO_ROW = 1e30
@@ -87,10 +89,8 @@ def _launch(
         kernel,
         out_type=tuple(outputs.values()),
         mesh=plgpu.Mesh(grid=(grid,), grid_names=("program",), **threaded),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True
-        ),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if INTERPRETED else None,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+        interpret=_PLGPU.InterpretGPUParams(detect_races=True) if INTERPRETED else None,
         name=name,
     )
     return dict(zip(outputs, call(*arguments.values()), strict=True))
@@ -100,8 +100,8 @@ def _load(reference: Any, start: Any, size: int, layout: Any) -> Any:
     """``size`` elements of a vector from ``start``, laid out along a product's rows or columns."""
     part = reference.at[pl.ds(start, size)]
     if jax.__version_info__ < (0, 11):
-        return plgpu.load(part, (), layout=layout, optimized=False)
-    return plgpu.load(part, layout=layout, optimized=False)
+        return _PLGPU.load(part, (), layout=layout, optimized=False)
+    return _PLGPU.load(part, layout=layout, optimized=False)
 
 
 def _scalar(r: dict[str, Any], name: str) -> Any:
@@ -119,7 +119,7 @@ def _along_columns(vector: Any, shape: tuple[int, int]) -> Any:
 
 def _transposed(reference: Any) -> Any:
     if jax.__version_info__ < (0, 11):
-        return plgpu.transpose_ref(reference, (1, 0))
+        return _PLGPU.transpose_ref(reference, (1, 0))
     return reference.transpose((1, 0))
 
 
@@ -218,7 +218,7 @@ def _product(
             tile = _Tile(row_tile(i), n, warpgroup)
 
             def context(evaluate: Any) -> None:
-                @functools.partial(pl.run_scoped, total=plgpu.ACC(SHAPE, jnp.float32))
+                @functools.partial(pl.run_scoped, total=_PLGPU.ACC(SHAPE, jnp.float32))
                 def accumulate(total: Any) -> None:
                     if begin is not None:
                         begin(tile)
@@ -482,7 +482,10 @@ def _with_sums(
 def _gradient_scratch(out_dtype: Any, adds: bool) -> dict[str, Any]:
     scratch = {"staging": _staging(out_dtype, STAGED_FLOAT32)}
     if adds:
-        scratch |= {"loading": _staging(jnp.float32, STAGED_FLOAT32), "arrived": plgpu.Barrier(num_barriers=2 * MULTIPLYING)}
+        scratch |= {
+            "loading": _staging(jnp.float32, STAGED_FLOAT32),
+            "arrived": plgpu.Barrier(num_barriers=2 * MULTIPLYING),
+        }
     return scratch
 
 
@@ -545,7 +548,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
             stages=3,
         )
 
-    out = outputs.get("out", arguments.get("out"))
+    out: Any = outputs.get("out", arguments.get("out"))
     return _launch(
         body, arguments, outputs, name="hidden", grid=programs(), threads=MULTIPLYING + 1,
         scratch=_gradient_scratch(out.dtype, adds),
@@ -555,8 +558,8 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
 def _load_matrix(part: Any) -> Any:
     """A part of a matrix in global memory, as float32 in a product's layout."""
     if jax.__version_info__ < (0, 11):
-        return plgpu.load(part, (), layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-    return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        return _PLGPU.load(part, (), layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+    return _PLGPU.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
 
 
 def weight(
@@ -579,7 +582,7 @@ def weight(
         if adds and "sum" not in r:
             r["sum"] = out
         rows, final = r["rows"][0], "scale" in r
-        row_tiles = pl.cdiv(columns, TILE_ROWS)
+        row_tiles: Any = pl.cdiv(columns, TILE_ROWS)
         if adds and not final:
             row_tiles = jnp.where(rows > 0, row_tiles, 0)
 
@@ -615,7 +618,7 @@ def weight(
             stages=3 if adds else STAGES,
         )
 
-    out = outputs.get("out", arguments.get("out"))
+    out: Any = outputs.get("out", arguments.get("out"))
     return _launch(
         body, arguments, outputs, name="weight", grid=programs(), threads=MULTIPLYING + 1,
         scratch=_gradient_scratch(out.dtype, adds),
@@ -648,7 +651,10 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
 
     def body(r: dict[str, Any]) -> None:
         program = lax.axis_index("program")
-        block, columns = lax.div(program, column_tiles), pl.ds(lax.rem(program, column_tiles) * RUN_COLUMNS, RUN_COLUMNS)
+        block, columns = (
+            lax.div(program, column_tiles),
+            pl.ds(lax.rem(program, column_tiles) * RUN_COLUMNS, RUN_COLUMNS),
+        )
         for name in ("key", "token", "value"):
             plgpu.copy_gmem_to_smem(r[name].at[pl.ds(block * RUN, RUN)], r[f"{name}_here"], r["listed"])
         plgpu.barrier_wait(r["listed"])
@@ -670,7 +676,9 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
             target = r["key_here"][place]
             same = target == previous
             came = jnp.logical_and(came, same)  # still the run that came from the block before
-            total = jnp.where(lax.broadcast_in_dim(same, total.shape, []), total, 0.0) + r["value_here"][place] * r["rows"][place, :].astype(jnp.float32)
+            total = jnp.where(lax.broadcast_in_dim(same, total.shape, []), total, 0.0) + r["value_here"][place] * r[
+                "rows"
+            ][place, :].astype(jnp.float32)
             last = place == RUN - 1
             following = jnp.where(last, after, r["key_here"][jnp.minimum(place + 1, RUN - 1)])
             ends, real = following != target, target < vocab
@@ -719,7 +727,10 @@ def add_long_runs(arguments: dict[str, Any]) -> None:
 
     def body(r: dict[str, Any]) -> None:
         program = lax.axis_index("program")
-        block, columns = lax.div(program, column_tiles), pl.ds(lax.rem(program, column_tiles) * RUN_COLUMNS, RUN_COLUMNS)
+        block, columns = (
+            lax.div(program, column_tiles),
+            pl.ds(lax.rem(program, column_tiles) * RUN_COLUMNS, RUN_COLUMNS),
+        )
         first, target = r["key"][block * RUN], r["key"][block * RUN + RUN - 1]
         before = jnp.where(block > 0, r["key"][jnp.maximum(block * RUN - 1, 0)], -1)
         begins = (first != target) | (before != target)
