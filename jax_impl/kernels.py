@@ -243,9 +243,19 @@ def _staging(dtype: Any, width: int) -> Any:
     return plgpu.SMEM((MULTIPLYING, 2, WARPGROUP_ROWS, width), dtype, transforms=_transforms(dtype, width))
 
 
-def _store(tile: _Tile, piece: Callable[[int, int], Any], width: int, staging: Any, out: Any) -> None:
-    """A warpgroup's [64, 256] to ``out`` [64, 256] by TMA, piece(column, width) at a time."""
-    for number in range(TILE_COLUMNS // width):
+def _pieces(size: int, width: int) -> int:
+    """How many pieces of a tile's row may lie inside a matrix of ``size`` columns.
+
+    What lies outside must not be asked for where the matrix is one piece wide: TMA is not told of an axis of length 1.
+    """
+    return 1 if size <= width else TILE_COLUMNS // width
+
+
+def _store(
+    tile: _Tile, piece: Callable[[int, int], Any], width: int, staging: Any, matrix: Any, out: Any
+) -> None:  # fmt: skip
+    """A warpgroup's [64, 256] to ``out``, a part [64, 256] of ``matrix``, by TMA, piece(column, width) at a time."""
+    for number in range(_pieces(matrix.shape[1], width)):
         slot = number % 2
         values = piece(number * width, width)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -353,6 +363,7 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
                     lambda first, width: stored[:, first : first + width],
                     STAGED,
                     r["staging"],
+                    r["e"],
                     r["e"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column, TILE_COLUMNS)],
                 )
 
@@ -534,7 +545,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
                     part = part + along("smooth") * _along_columns(weights, shape)
                 return part * r["scale"][0] if "scale" in r else part
 
-            _store(tile, piece, STAGED_FLOAT32, r["staging"], part_of(out, tile))
+            _store(tile, piece, STAGED_FLOAT32, r["staging"], out, part_of(out, tile))
 
         _product(
             _Operand(r["e"], depth_first=False),
@@ -604,7 +615,7 @@ def weight(
                     part = part - share
                 return part * r["scale"][0] if final else part
 
-            _store(tile, piece, STAGED_FLOAT32, r["staging"], part_of(out, tile))
+            _store(tile, piece, STAGED_FLOAT32, r["staging"], out, part_of(out, tile))
 
         _product(
             _Operand(r["e"], depth_first=True),
@@ -632,6 +643,26 @@ def weight(
 RUN, RUN_COLUMNS = 32, 256
 
 
+def _store_row(row: Any, out: Any, number: Any, column_tile: Any) -> None:
+    """[1, RUN_COLUMNS] to a row of ``out``, and of a row's last tile no more than the matrix has.
+
+    A row that is one piece in memory is stored as that many bytes, which would run on into the row below.
+    """
+    full, rest = divmod(out.shape[1], RUN_COLUMNS)
+    start = column_tile * RUN_COLUMNS
+
+    def store(width: int) -> None:
+        plgpu.copy_smem_to_gmem(row.at[:, pl.ds(0, width)], out.at[pl.ds(number, 1), pl.ds(start, width)])
+
+    if not rest:
+        store(RUN_COLUMNS)
+    elif not full:
+        store(rest)
+    else:
+        pl.when(column_tile < full)(lambda: store(RUN_COLUMNS))
+        pl.when(column_tile == full)(lambda: store(rest))
+
+
 def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
     """dW_y += (scale ·) Σ_{i: y_i = y} value_i x_i in float32, rounded to dW's dtype.
 
@@ -651,10 +682,8 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
 
     def body(r: dict[str, Any]) -> None:
         program = lax.axis_index("program")
-        block, columns = (
-            lax.div(program, column_tiles),
-            pl.ds(lax.rem(program, column_tiles) * RUN_COLUMNS, RUN_COLUMNS),
-        )
+        block, column_tile = lax.div(program, column_tiles), lax.rem(program, column_tiles)
+        columns = pl.ds(column_tile * RUN_COLUMNS, RUN_COLUMNS)
         for name in ("key", "token", "value"):
             plgpu.copy_gmem_to_smem(r[name].at[pl.ds(block * RUN, RUN)], r[f"{name}_here"], r["listed"])
         plgpu.barrier_wait(r["listed"])
@@ -688,7 +717,7 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
                 added = r["sums"][place, :].astype(jnp.float32) + scale * total
                 r["sums"][place, :] = added.astype(r["sums"].dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(r["sums"].at[pl.ds(place, 1), :], r["out"].at[pl.ds(target, 1), columns])
+                _store_row(r["sums"].at[pl.ds(place, 1), :], r["out"], target, column_tile)
 
             @pl.when(real & came & (ends | last))
             def _() -> None:
@@ -727,10 +756,8 @@ def add_long_runs(arguments: dict[str, Any]) -> None:
 
     def body(r: dict[str, Any]) -> None:
         program = lax.axis_index("program")
-        block, columns = (
-            lax.div(program, column_tiles),
-            pl.ds(lax.rem(program, column_tiles) * RUN_COLUMNS, RUN_COLUMNS),
-        )
+        block, column_tile = lax.div(program, column_tiles), lax.rem(program, column_tiles)
+        columns = pl.ds(column_tile * RUN_COLUMNS, RUN_COLUMNS)
         first, target = r["key"][block * RUN], r["key"][block * RUN + RUN - 1]
         before = jnp.where(block > 0, r["key"][jnp.maximum(block * RUN - 1, 0)], -1)
         begins = (first != target) | (before != target)
@@ -753,7 +780,7 @@ def add_long_runs(arguments: dict[str, Any]) -> None:
             added = r["sums"][0, :].astype(jnp.float32) + r["scale"][0] * total
             r["sums"][0, :] = added.astype(r["sums"].dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(r["sums"], r["out"].at[row, columns])
+            _store_row(r["sums"], r["out"], target, column_tile)
             plgpu.wait_smem_to_gmem(0)
 
     scratch = {"sums": plgpu.SMEM((1, RUN_COLUMNS), out.dtype), "arrived": plgpu.Barrier()}
