@@ -53,16 +53,23 @@ STAGES = 4
 # Columns of a tile that are stored at a time: of e, and of gradients, which may come with float32 sums. 128 bytes each.
 STAGED, STAGED_FLOAT32 = 64, 32
 
-# Whether the kernels are interpreted on the CPU.
-INTERPRETED = os.environ.get("LOGITLESS_PALLAS_INTERPRET") == "1"
-
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 
 
+def interpreted() -> bool:
+    """Whether a kernel that is traced now is interpreted on the CPU."""
+    return os.environ.get("LOGITLESS_PALLAS_INTERPRET") == "1"
+
+
+def can_interpret() -> bool:
+    """Whether this jax has the interpreter."""
+    return bool(jax.__version_info__ >= (0, 11))
+
+
 def programs() -> int:
     """Persistent programs: one per multiprocessor."""
-    if INTERPRETED:
+    if interpreted():
         return 2
     device = jax.devices()[0]
     return int(device.core_count) if device.platform == "gpu" else MULTIPROCESSORS
@@ -90,7 +97,7 @@ def _launch(
         out_type=tuple(outputs.values()),
         mesh=plgpu.Mesh(grid=(grid,), grid_names=("program",), **threaded),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
-        interpret=_PLGPU.InterpretGPUParams(detect_races=True) if INTERPRETED else None,
+        interpret=_PLGPU.InterpretGPUParams(detect_races=True) if interpreted() else None,
         name=name,
     )
     return dict(zip(outputs, call(*arguments.values()), strict=True))
