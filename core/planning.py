@@ -63,6 +63,9 @@ MULTIPROCESSORS = 132
 CHUNK_OVERHEAD_FLOPS = 4e10
 SLICE_OVERHEAD_FLOPS = 4e9
 
+# The Pallas kernels work on matrices whose sizes are multiples of these.
+PADDED_HIDDEN, PADDED_VOCAB = 64, 8
+
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
 
@@ -104,6 +107,9 @@ class ChunkPlan:
     """Vocabulary entries worked on at a time (in the tokens order: the block of portable elementwise work)."""
     fused: bool = False
     """Whether ``scratch_bytes`` is that of the kernel backends ("triton", "pallas") or of the portable ones."""
+
+    padded: bool = False
+    """Whether ``scratch_bytes`` has a padded copy of a weight with V % 8 or D % 64 (backend "pallas")."""
 
     @property
     def chunks(self) -> int:
@@ -164,24 +170,32 @@ class ChunkPlan:
     def _fused_scratch_bytes(self) -> int:
         item = ITEMSIZE[self.dtype]
         rows = self.token_chunk
+        hidden, vocab = self.hidden, self.vocab
+        copies = 0
+        if self.padded:
+            hidden, vocab = round_up(hidden, PADDED_HIDDEN), round_up(vocab, PADDED_VOCAB)
+            if (hidden, vocab) != (self.hidden, self.vocab):
+                copies = 2 * vocab * hidden * item  # the weight, and its gradient before it is cut
+            if hidden != self.hidden:
+                copies += 2 * self.tokens * hidden * item
         matrix = rows * round_up(self.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
-        operand = rows * round_up(self.hidden, ROW_ALIGNMENT_BYTES // item) * item
+        operand = rows * round_up(hidden, ROW_ALIGNMENT_BYTES // item) * item
         # Sums, and statistics, of every column tile of the first product.
         lines = PARTIAL_SUMS * math.ceil(self.vocab / LINE_COLUMNS[self.dtype]) * self.token_chunk * 4
-        smoothing = 3 * SMOOTHING_BLOCK * self.hidden * 4
-        vectors = 4 * (2 * ROW_VECTORS * self.tokens + 16 * rows + VOCAB_VECTORS * self.vocab + 16 * self.hidden)
+        smoothing = 3 * SMOOTHING_BLOCK * hidden * 4
+        vectors = 4 * (2 * ROW_VECTORS * self.tokens + 16 * rows + VOCAB_VECTORS * self.vocab + 16 * hidden)
         sums = 0
         if self.token_chunk < self.tokens:
-            sums += self.vocab * self.hidden * 4 if item < 4 else 0
-            sums += self.tokens * self.hidden * 4 if self.one_pass else 0
+            sums += vocab * hidden * 4 if item < 4 else 0
+            sums += self.tokens * hidden * 4 if self.one_pass else 0
         if self.fused_columns < self.vocab:
-            sums += self.tokens * self.hidden * 4
+            sums += self.tokens * hidden * 4
         if self.one_pass:
-            return matrix + operand + lines + sums + smoothing + vectors
+            return copies + matrix + operand + lines + sums + smoothing + vectors
         # Where lse is known and there is one chunk of tokens, dX's own buffer holds the operand until dX is written.
         lent = self.token_chunk >= self.tokens and self.hidden * item % 16 == 0
         backward = matrix + (max(sums, operand) if lent else sums + operand)
-        return max(operand + lines + smoothing, backward) + vectors
+        return copies + max(operand + lines + smoothing, backward) + vectors
 
     @property
     def _portable_scratch_bytes(self) -> int:
@@ -255,6 +269,7 @@ def plan(
     one_pass: bool = True,
     device: Device = "gpu",
     fused: bool = False,
+    padded: bool = False,
 ) -> ChunkPlan:
     """Choose how to cut a linear cross-entropy call.
 
@@ -267,8 +282,10 @@ def plan(
         chunk: tokens (or, in the vocab order, vocabulary entries) in a chunk, taken as it is; needs ``order``.
         one_pass: False when the upstream gradient arrives per token, after the forward (reduction="none", log-probs).
         device: "gpu" or "cpu": whose balance of arithmetic and bandwidth the cost formula assumes.
-        fused: whether the scratch is that of the kernel backends ("triton"; float16 always knows lse first there) or of
-            the portable ones.
+        fused: whether the scratch is that of the kernel backends ("triton", "pallas"; float16 always knows lse first
+            there) or of the portable ones.
+        padded: with ``fused``, whether the scratch has the copies that "pallas" works on where V % 8 or D % 64 is
+            not 0.
 
     Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
     is a ValueError that names the smallest scratch there is.
@@ -286,8 +303,9 @@ def plan(
         raise ValueError("fused: got True beside dtype='float64', allowed is False: the kernels have no float64")
     one_pass = bool(one_pass) and not (fused and dtype == "float16")
     return _plan(
-        int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, one_pass, device, bool(fused)
-    )
+        int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, one_pass, device,
+        bool(fused), bool(fused and padded),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -302,19 +320,20 @@ def _plan(
     one_pass: bool,
     device: Device,
     fused: bool,
+    padded: bool,
 ) -> ChunkPlan:
     candidates: list[ChunkPlan] = []
     if order in (None, "tokens"):
         sizes = [chunk] if chunk else _balanced_sizes(tokens, TOKEN_TILE)
         block = min(vocab, TOKENS_ORDER_BLOCK)
         candidates += [
-            ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block, fused)
+            ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block, fused, padded)
             for size in sizes
         ]
     if order in (None, "vocab"):
         sizes = [chunk] if chunk else _balanced_sizes(vocab, VOCAB_TILE)
         candidates += [
-            ChunkPlan(tokens, hidden, vocab, dtype, "vocab", False, max(1, tokens), min(size, vocab), fused)
+            ChunkPlan(tokens, hidden, vocab, dtype, "vocab", False, max(1, tokens), min(size, vocab), fused, padded)
             for size in sizes
         ]
     if memory_budget is not None:

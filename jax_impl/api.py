@@ -230,6 +230,7 @@ def _plan(
         one_pass=one_pass,
         device="cpu" if _device(hidden).platform == "cpu" else "gpu",
         fused=backend == "pallas",
+        padded=backend == "pallas",
     )
 
 

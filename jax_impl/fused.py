@@ -7,7 +7,8 @@ the epilogue of its last product. A plan with a single chunk needs no accumulato
 Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
 into the products, which accumulate in float32; the target's element is added to both gradients in float32.
 
-Sizes: TMA wants the vocabulary in multiples of 8 and D in multiples of 64; other weights are copied once, padded.
+Sizes: a matrix moves in blocks of 8 rows and 64 columns, so a weight with V % 8 or D % 64 is copied, padded, and its
+gradient is cut; a plan made with ``padded`` counts both. Next to the products the copies take under 2 % of the time.
 Chunks of tokens and slices of the vocabulary begin at multiples of 8: a plan's smaller ones are rounded down.
 """
 
@@ -23,7 +24,7 @@ from jax import Array, lax
 
 from logitless.jax_impl import xla
 from logitless.jax_impl.xla import Gradients, Inputs, KnownRows, Needs, TokenSums
-from logitless.planning import ChunkPlan, round_up
+from logitless.planning import PADDED_HIDDEN, PADDED_VOCAB, ChunkPlan, round_up
 from logitless.spec import LOWEST_ANCHOR, RESCUE_NATS, LossOptions
 
 try:
@@ -38,24 +39,42 @@ RESCUE_SUM = math.exp(RESCUE_NATS)
 GROUP_BYTES = 8 * 2**20
 
 
-def interpreted() -> bool:
-    """Whether the kernels are interpreted on the CPU (LOGITLESS_PALLAS_INTERPRET=1 when this was imported)."""
-    return kernels is not None and kernels.INTERPRETED
-
-
 def unavailable(device: Any, dtype: str) -> str | None:
     """Why these kernels cannot run on ``device`` (None: not known while tracing), or None."""
     if kernels is None:
         return "absl-py is not installed, which JAX's Pallas modules for GPUs import"
     if dtype not in DTYPES:
         return f"its kernels take bfloat16 and float16, not {dtype}"
-    if device is None or (interpreted() and device.platform == "cpu"):
+    if device is None:
         return None
+    if device.platform == "cpu" and kernels.interpreted():
+        return None if kernels.can_interpret() else f"jax {jax.__version__} cannot interpret its kernels, 0.11 can"
     if device.platform != "gpu":
         return f"its kernels need a CUDA device, not {device.platform}"
     if not str(getattr(device, "compute_capability", "")).startswith("9."):
         return "its kernels need an NVIDIA GPU of compute capability 9 (Hopper)"
     return None
+
+
+def _one_by_one(function: Callable[..., Any]) -> Any:
+    """``function``, which jax.vmap runs for one problem after the other: each fills the device with its kernels."""
+    if jax.__version_info__ >= (0, 11):
+        return jax.custom_batching.sequential_vmap(function)
+    return lambda first, *rest: function(_refuse_vmap(first), *rest)
+
+
+@jax.custom_batching.custom_vmap
+def _refuse_vmap(arrays: Any) -> Any:
+    """The arrays themselves. jax before 0.11 cannot lower a batching rule around what is written in place."""
+    return arrays
+
+
+@_refuse_vmap.def_vmap
+def _say_why_not(*_: Any) -> Any:
+    raise NotImplementedError(
+        f"backend='pallas' under jax.vmap needs jax 0.11 or newer, this is {jax.__version__}; use backend='xla', or "
+        f"jax.lax.map"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,8 +88,8 @@ class _Call:
         self.inputs, self.options, self.plan = inputs, options, plan
         self.dtype = inputs.hidden.dtype
         self.tokens, (self.vocab, self.size) = inputs.hidden.shape[0], inputs.weight.shape
-        self.padded_size = round_up(self.size, kernels.STEP)
-        self.padded_vocab = round_up(self.vocab, kernels.TILING)
+        self.padded_size = round_up(self.size, PADDED_HIDDEN)
+        self.padded_vocab = round_up(self.vocab, PADDED_VOCAB)
         more = self.padded_size - self.size
         self.hidden = jnp.pad(inputs.hidden, ((0, 0), (0, more)))
         self.weight = jnp.pad(inputs.weight, ((0, self.padded_vocab - self.vocab), (0, more)))
@@ -263,7 +282,11 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
     if not inputs.hidden.shape[0]:
         return xla._empty_sums(inputs, options.label_smoothing > 0, statistics)
-    c = _Call(inputs, options, plan)
+    run = _one_by_one(lambda inputs: _token_sums(_Call(inputs, options, plan), statistics))
+    return run(inputs)  # type: ignore[no-any-return]
+
+
+def _token_sums(c: _Call, statistics: bool) -> TokenSums:
     smoothing = _Smoothing.prepare(c)
 
     def chunk(first: Any) -> tuple[Array, TokenSums]:
@@ -455,16 +478,22 @@ def _into(
     return written
 
 
-class Held(NamedTuple):
+class _Waiting(NamedTuple):
     """Gradients made in the forward, waiting for the upstream scalar: the last chunk's exponentials, and sums."""
 
-    inputs: Inputs
-    g: Array  # by token
     x: Array  # u ⊙ x of the last chunk
     e: Array
     factors: _Factors
     values: Array  # u T, by token
     state: _State
+
+
+class Held(NamedTuple):
+    """What the backward needs."""
+
+    inputs: Inputs
+    g: Array  # by token
+    waiting: _Waiting
 
 
 def one_pass(dtype: Any) -> bool:
@@ -515,9 +544,16 @@ def loss_gradients(
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`xla.loss_gradients`."""
     if not inputs.hidden.shape[0]:
         return xla.loss_gradients(inputs, options, plan, g, needs, statistics)  # nothing for a kernel to do
-    c = _Call(inputs, options, plan)
-    unit = _unit(g)
-    p = _Products(c, needs, g, unit)
+
+    def run(inputs: Inputs, g: Array) -> Any:
+        return _loss_gradients(_Call(inputs, options, plan), g, needs, statistics)
+
+    sums, waiting = _one_by_one(run)(inputs, g)
+    return sums, Held(inputs, g, waiting)
+
+
+def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple[TokenSums, _Waiting]:
+    p = _Products(c, needs, g, _unit(g))
 
     def collect(vectors: Any, made: _Made) -> Any:
         parts = (made.part, made.factors.element)
@@ -542,17 +578,23 @@ def loss_gradients(
         state = state._replace(weight=_add_targets(c, state.weight, values, jnp.ones(1)))
     if state.bias is not None:
         state = state._replace(bias=_add_target_sums(c, state.bias, values))
-    held = Held(inputs, g, made.x, made.e, made.factors, values, state)
-    return _with_weighted(c, sums, p.smoothing), held
+    return _with_weighted(c, sums, p.smoothing), _Waiting(made.x, made.e, made.factors, values, state)
 
 
 def finish(held: Any, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
     """dX, dW and db with the upstream scalar, from what :func:`loss_gradients` left."""
     if isinstance(held, Gradients):
         return xla.finish(held, options, plan, needs, upstream)
-    c = _Call(held.inputs, options, plan)
-    unit = _unit(held.g)
-    p = _Products(c, needs, held.g, unit)
+
+    def run(inputs: Inputs, g: Array, held: _Waiting, upstream: Array) -> Gradients:
+        return _finish(_Call(inputs, options, plan), g, held, needs, upstream)
+
+    return _one_by_one(run)(*held, upstream)  # type: ignore[no-any-return]
+
+
+def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -> Gradients:
+    unit = _unit(g)
+    p = _Products(c, needs, g, unit)
     scale = (unit * upstream).astype(jnp.float32)
     rows = c.rows_at(jnp.int32((c.chunks - 1) * c.chunk))
     single = c.chunks == 1
@@ -613,7 +655,14 @@ def known_gradients(
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`xla.known_gradients`."""
     if not inputs.hidden.shape[0]:
         return xla.known_gradients(inputs, options, plan, known, g, needs)
-    c = _Call(inputs, options, plan)
+
+    def run(inputs: Inputs, known: KnownRows, g: Array) -> Gradients:
+        return _known_gradients(_Call(inputs, options, plan), known, g, needs)
+
+    return _one_by_one(run)(inputs, known, g)  # type: ignore[no-any-return]
+
+
+def _known_gradients(c: _Call, known: KnownRows, g: Array, needs: Needs) -> Gradients:
     unit = _unit(g)
     p = _Products(c, needs, g, unit)
     state = _known_slices(c, p, known) if c.columns < c.vocab else _known_chunks(c, p, known)

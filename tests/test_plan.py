@@ -220,6 +220,15 @@ def test_known_plans_for_the_kernels() -> None:
     assert several.scratch_bytes > 128256 * 4096 * 4 > default.scratch_bytes
 
 
+def test_copies_of_odd_sizes_are_promised_where_they_are_made() -> None:
+    sizes = {"tokens": 512, "dtype": "bfloat16", "fused": True, "order": "tokens", "chunk": 512}
+    for hidden, vocab, copied in ((128, 8192, False), (128, 8191, True), (120, 8192, True)):
+        plain, padded = (plan(**sizes, hidden=hidden, vocab=vocab, padded=flag) for flag in (False, True))
+        more = padded.scratch_bytes - plain.scratch_bytes
+        weight = 128 * 8192 * 2
+        assert (2 * weight <= more < 3 * weight) if copied else more == 0
+
+
 def test_known_plans() -> None:
     """The default for the shapes that DESIGN quotes: chunks of about 4096 tokens on a GPU."""
     assert plan(**LLAMA).chunks == 4
