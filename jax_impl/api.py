@@ -75,8 +75,10 @@ def linear_cross_entropy(
         filter_eps: None: exact gradients, the only choice of this backend.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
-        backend: "pallas" (kernels for bfloat16 and float16 on Hopper GPUs; float32 and float64 have none), "xla", or
-            None: the kernels where they run, else "xla". While a function is traced, None asks JAX's default device.
+        backend: "pallas" (kernels for bfloat16 and float16 on Hopper GPUs, or on a CPU under
+            LOGITLESS_PALLAS_INTERPRET=1; float32 and float64 have none), "xla" (plain operations, anywhere), or None:
+            the kernels where they run on a GPU, else "xla". While a function is traced, None asks JAX's default device,
+            and "pallas" is taken as it is: what is traced may be compiled for another one.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
 
     NumPy arrays are taken as well. Numbers (options) are static: another value compiles anew.

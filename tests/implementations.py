@@ -246,13 +246,17 @@ class JaxPallasCuda(JaxPallas):
     name = "jax_pallas_cuda"
     on_gpu = True
 
-    @contextlib.contextmanager
-    def precision(self, dtype: str) -> Iterator[None]:
+    @staticmethod
+    def skip_unless_hopper() -> None:
         import jax
 
         capability = str(getattr(jax.devices()[0], "compute_capability", "none"))
         if not capability.startswith("9."):
             pytest.skip(f"the Pallas kernels need compute capability 9, JAX's first device has {capability}")
+
+    @contextlib.contextmanager
+    def precision(self, dtype: str) -> Iterator[None]:
+        self.skip_unless_hopper()
         with super().precision(dtype):
             yield
 

@@ -16,7 +16,7 @@ jax = pytest.importorskip("jax", reason="these tests are about JAX")
 pytest.importorskip("absl", reason="absl-py is not installed, which JAX's Pallas modules for GPUs import")
 
 import jax.numpy as jnp  # noqa: E402
-from implementations import JaxPallas, assert_within, problem_named, run_case, truth  # noqa: E402
+from implementations import JaxPallas, JaxPallasCuda, assert_within, problem_named, run_case, truth  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
 from logitless.jax_impl import kernels, linear_cross_entropy, linear_log_probs  # noqa: E402
@@ -236,3 +236,126 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     out = {"out": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
     jax.block_until_ready(kernels.weight(numbers | {"e": e, "x": x}, out, columns=64, adds=False))
     assert "RACE DETECTED" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On the GPU: what the tests of all implementations do not show
+
+
+@pytest.fixture
+def hopper(compiled: None) -> None:
+    JaxPallasCuda.skip_unless_hopper()
+
+
+def problem(count: int = 3) -> tuple[Any, Any, Any]:
+    """Hidden states [count, 300, 320] and ids of several problems, one weight [3001, 320]."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (count, 300, 320), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (3001, 320)) * 320**-0.5).astype(jnp.bfloat16)
+    y = jax.random.randint(keys[2], (count, 300), 0, 3001)
+    return x, w, jnp.where(jax.random.uniform(keys[3], y.shape) < 0.2, -100, y)
+
+
+def loss(x: Any, w: Any, y: Any) -> Any:
+    return linear_cross_entropy(x, w, y, z_loss=1e-3, label_smoothing=0.1, backend="pallas")
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        assert np.array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.gpu
+@pytest.mark.case(32)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap_of_grad_is_each_problem_by_itself(reduction: Any, hopper: None) -> None:
+    def total(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, reduction=reduction, backend="pallas").sum()
+
+    x, w, y = problem()
+    one = jax.value_and_grad(total, (0, 1))
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("jax.vmap over the kernels needs jax 0.11")
+    mapped = jax.jit(jax.vmap(one, (0, None, 0)))(x, w, y)
+    for i in range(len(x)):
+        value, gradients = jax.jit(one)(x[i], w, y[i])
+        assert error(mapped[0][i], value) <= 1e-6  # Σ over tokens may go another way
+        assert_same_bits([gradient[i] for gradient in mapped[1]], gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.case(32)
+def test_jit_checkpoint_and_donation_change_no_bit(hopper: None) -> None:
+    (x,), w, (y,) = problem(1)
+
+    def step(one_loss: Any) -> Any:
+        def run(x: Any, w: Any, y: Any) -> Any:
+            value, (dx, dw) = jax.value_and_grad(one_loss, (0, 1))(x, w, y)
+            return value, (x - dx).astype(x.dtype), (w - dw).astype(w.dtype)
+
+        return run
+
+    plain = jax.jit(step(loss))(x, w, y)
+    assert_same_bits(plain, jax.jit(step(loss))(x, w, y))
+    assert_same_bits(plain, step(loss)(x, w, y))
+    assert_same_bits(plain, jax.jit(step(jax.checkpoint(loss)))(x, w, y))
+    given = jnp.copy(x), jnp.copy(w)
+    assert_same_bits(plain, jax.jit(step(loss), donate_argnums=(0, 1))(*given, y))
+    assert all(array.is_deleted() for array in given)
+
+
+@pytest.mark.gpu
+@pytest.mark.case(32)
+def test_scan_over_layers(hopper: None) -> None:
+    (x,), w, (y,) = problem(1)
+
+    def gradients(backend: str) -> Any:
+        def run(x: Any, w: Any) -> Any:
+            def layer(h: Any, _: Any) -> Any:
+                h = jnp.tanh(h)
+                return h, linear_cross_entropy(h, w, y, backend=backend)
+
+            return jax.lax.scan(layer, x, None, length=3)[1].sum()
+
+        return jax.jit(jax.grad(run, (0, 1)))(x, w)
+
+    for ours, portable in zip(gradients("pallas"), gradients("xla"), strict=True):
+        assert error(ours, portable) <= 1e-2  # dW is summed in bfloat16 by the scan's derivative
+
+
+@pytest.mark.gpu
+@pytest.mark.case(5)
+def test_two_backwards_of_one_forward(hopper: None) -> None:
+    (x,), w, (y,) = problem(1)
+    _, backward = jax.vjp(lambda x, w: loss(x, w, y), x, w)
+    first, second, again = (backward(jnp.float32(scale)) for scale in (4.0, -0.5, 4.0))
+    assert_same_bits(first, again)
+    for one, two in zip(first, second, strict=True):
+        assert error(two, -np.asarray(one, np.float64) / 8) <= 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.case(9)
+def test_ids_outside_the_vocabulary_make_nan(hopper: None) -> None:
+    (x,), w, (y,) = problem(1)
+    y = y.at[jnp.array([1, 2, 3])].set(jnp.array([3001, -1, 2**31 - 1]))
+    losses = linear_cross_entropy(x, w, y, reduction="none", backend="pallas")
+    assert np.flatnonzero(np.isnan(losses)).tolist() == [1, 2, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(1, 64, 5), (5, 192, 64), (127, 320, 63), (129, 64, 257), (200, 72, 1000)])
+def test_edges_of_tiles(sizes: tuple[int, int, int], hopper: None) -> None:
+    """Sizes around those of tiles and of the pieces that are stored, against plain operations."""
+    tokens, hidden, vocab = sizes
+    keys = jax.random.split(jax.random.key(1), 3)
+    x = jax.random.normal(keys[0], (tokens, hidden), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (vocab, hidden)) * hidden**-0.5).astype(jnp.bfloat16)
+    y = jax.random.randint(keys[2], (tokens,), 0, vocab)
+
+    def gradients(backend: str) -> Any:
+        return jax.grad(lambda x, w: linear_cross_entropy(x, w, y, backend=backend), (0, 1))(x, w)
+
+    for ours, portable in zip(gradients("pallas"), gradients("xla"), strict=True):
+        assert error(ours, portable) <= 6e-3
