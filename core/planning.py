@@ -109,7 +109,7 @@ class ChunkPlan:
     """Whether ``scratch_bytes`` is that of the kernel backends ("triton", "pallas") or of the portable ones."""
 
     padded: bool = False
-    """Whether ``scratch_bytes`` has a padded copy of a weight with V % 8 or D % 64 (backend "pallas")."""
+    """Whether ``scratch_bytes`` counts whole tiles, and padded copies where V % 8 or D % 64 is not 0 ("pallas")."""
 
     @property
     def chunks(self) -> int:
@@ -159,7 +159,9 @@ class ChunkPlan:
     @property
     def scratch_bytes(self) -> int:
         """A promise: bytes beyond inputs and gradients that are live at any time, forward and backward, any option."""
-        return self._fused_scratch_bytes if self.fused else self._portable_scratch_bytes
+        if self.fused:
+            return self._padded_scratch_bytes if self.padded else self._fused_scratch_bytes
+        return self._portable_scratch_bytes
 
     @property
     def fused_columns(self) -> int:
@@ -170,32 +172,52 @@ class ChunkPlan:
     def _fused_scratch_bytes(self) -> int:
         item = ITEMSIZE[self.dtype]
         rows = self.token_chunk
-        hidden, vocab = self.hidden, self.vocab
-        copies = 0
-        if self.padded:
-            hidden, vocab = round_up(hidden, PADDED_HIDDEN), round_up(vocab, PADDED_VOCAB)
-            if (hidden, vocab) != (self.hidden, self.vocab):
-                copies = 2 * vocab * hidden * item  # the weight, and its gradient before it is cut
-            if hidden != self.hidden:
-                copies += 2 * self.tokens * hidden * item
         matrix = rows * round_up(self.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
-        operand = rows * round_up(hidden, ROW_ALIGNMENT_BYTES // item) * item
+        operand = rows * round_up(self.hidden, ROW_ALIGNMENT_BYTES // item) * item
         # Sums, and statistics, of every column tile of the first product.
         lines = PARTIAL_SUMS * math.ceil(self.vocab / LINE_COLUMNS[self.dtype]) * self.token_chunk * 4
-        smoothing = 3 * SMOOTHING_BLOCK * hidden * 4
-        vectors = 4 * (2 * ROW_VECTORS * self.tokens + 16 * rows + VOCAB_VECTORS * self.vocab + 16 * hidden)
+        smoothing = 3 * SMOOTHING_BLOCK * self.hidden * 4
+        vectors = 4 * (2 * ROW_VECTORS * self.tokens + 16 * rows + VOCAB_VECTORS * self.vocab + 16 * self.hidden)
         sums = 0
         if self.token_chunk < self.tokens:
-            sums += vocab * hidden * 4 if item < 4 else 0
-            sums += self.tokens * hidden * 4 if self.one_pass else 0
+            sums += self.vocab * self.hidden * 4 if item < 4 else 0
+            sums += self.tokens * self.hidden * 4 if self.one_pass else 0
         if self.fused_columns < self.vocab:
-            sums += self.tokens * hidden * 4
+            sums += self.tokens * self.hidden * 4
         if self.one_pass:
-            return copies + matrix + operand + lines + sums + smoothing + vectors
+            return matrix + operand + lines + sums + smoothing + vectors
         # Where lse is known and there is one chunk of tokens, dX's own buffer holds the operand until dX is written.
         lent = self.token_chunk >= self.tokens and self.hidden * item % 16 == 0
         backward = matrix + (max(sums, operand) if lent else sums + operand)
-        return copies + max(operand + lines + smoothing, backward) + vectors
+        return max(operand + lines + smoothing, backward) + vectors
+
+    @property
+    def _padded_scratch_bytes(self) -> int:
+        """As ``_fused_scratch_bytes``, in whole tiles, with copies of what is no multiple of them."""
+        item = ITEMSIZE[self.dtype]
+        rows, size = round_up(self.token_chunk, KERNEL_TILE[0]), round_up(self.hidden, KERNEL_TILE[1])
+        hidden, vocab = round_up(self.hidden, PADDED_HIDDEN), round_up(self.vocab, PADDED_VOCAB)
+        copies = 0
+        if (hidden, vocab) != (self.hidden, self.vocab):
+            copies += 2 * vocab * hidden * item  # the weight, and its gradient before it is cut
+        if hidden != self.hidden:
+            copies += 2 * self.tokens * hidden * item
+        matrix = round_up(self.token_chunk, 8) * round_up(self.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
+        operand = rows * size * item
+        lines = PARTIAL_SUMS * math.ceil(self.vocab / LINE_COLUMNS[self.dtype]) * rows * 4
+        vectors = 4 * (2 * ROW_VECTORS * (self.tokens + rows) + 16 * rows + VOCAB_VECTORS * vocab + 16 * size)
+        # Sums down a matrix's columns (the bias gradient, label smoothing) go by way of about √rows partial sums.
+        vectors += 4 * (math.isqrt(self.token_chunk) + 1) * self.fused_columns + 8 * (math.isqrt(vocab) + 1) * size
+        positions = self.tokens + self.token_chunk  # whole chunks, each begun at a multiple of 8
+        sums = 0
+        if self.token_chunk < self.tokens:
+            sums += vocab * hidden * 4 if item < 4 else 0
+            sums += positions * hidden * (4 if self.one_pass else item)  # dX in the order of the positions
+        if self.fused_columns < self.vocab:
+            sums += self.tokens * hidden * 4
+        if self.one_pass:
+            return copies + matrix + operand + lines + sums + vectors
+        return copies + max(operand + lines, matrix + operand + sums) + vectors
 
     @property
     def _portable_scratch_bytes(self) -> int:
@@ -284,8 +306,8 @@ def plan(
         device: "gpu" or "cpu": whose balance of arithmetic and bandwidth the cost formula assumes.
         fused: whether the scratch is that of the kernel backends ("triton", "pallas"; float16 always knows lse first
             there) or of the portable ones.
-        padded: with ``fused``, whether the scratch has the copies that "pallas" works on where V % 8 or D % 64 is
-            not 0.
+        padded: with ``fused``, whether the scratch is that of "pallas", which works on whole tiles, and on copies where
+            V % 8 or D % 64 is not 0.
 
     Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
     is a ValueError that names the smallest scratch there is.
