@@ -110,7 +110,7 @@ def plan(
     ] = "mean",
     device: Annotated[str, typer.Option(help="gpu or cpu: whose speed and bandwidth the cost assumes.")] = "gpu",
     fused: Annotated[
-        bool, typer.Option("--fused/--portable", help="For the kernels (backend triton) or for plain operations.")
+        bool, typer.Option("--fused/--portable", help="For the kernels (triton, pallas) or for plain operations.")
     ] = False,
 ) -> None:
     """Show the chunk plan for the given sizes, and what other chunk sizes and full logits would take."""

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
-from logitless.problems import BY_NAME, Case
+from logitless.problems import BY_NAME, Case, Problem
 
 Status = Literal["runs", "wrong", "not here", "fails"]
 
@@ -85,18 +85,24 @@ def examine() -> Report:
     )
 
 
+def probe(backend: str) -> Problem:
+    """The small problem that a backend is tried on, in a dtype that it takes."""
+    return BY_NAME[PROBE].with_dtype("bfloat16") if backend == "pallas" else BY_NAME[PROBE]
+
+
 def try_backend(framework: str, backend: str) -> BackendReport:
     """Run loss and gradients of a small problem on one backend and hold them against the float64 reference."""
     report = functools.partial(BackendReport, framework, backend)
     if not installed(framework):
         return report("not here", f"{framework} is not installed: {INSTALL[framework]}, then ask again")
     try:
-        results, device = _RUNNERS[framework](BY_NAME[PROBE].case(), backend)
+        case = probe(backend).case()
+        results, device = _RUNNERS[framework](case, backend)
     except NotImplementedError as refusal:
         return report("not here", str(refusal))
     except Exception as failure:  # a broken installation fails in any way it likes, and saying how is the purpose here
         return report("fails", f"{type(failure).__name__}: {failure}")
-    wrong = _differences(results)
+    wrong = _differences(case, results)
     if wrong:
         return report("wrong", f"on {device}, against the float64 reference: {wrong}")
     return report("runs", f"on {device}; loss and gradients agree with the float64 reference")
@@ -127,7 +133,8 @@ def _run_jax(case: Case, backend: str) -> tuple[dict[str, Any], str]:
         loss: jax.Array = implementation.linear_cross_entropy(hidden, weight, target, backend=backend)
         return loss
 
-    arguments = jnp.asarray(case.hidden), jnp.asarray(case.weight)
+    arguments = [jnp.asarray(array).astype(case.problem.dtype) for array in (case.hidden, case.weight)]
+    loss_of(*arguments)  # a backend that cannot run refuses arrays; what is traced may be meant for another device
     loss, (dhidden, dweight) = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))(*arguments)
     results = {"loss": loss, "dhidden": dhidden, "dweight": dweight}
     return {name: np.asarray(array) for name, array in results.items()}, jax.default_backend()
@@ -136,13 +143,12 @@ def _run_jax(case: Case, backend: str) -> tuple[dict[str, Any], str]:
 _RUNNERS: dict[str, Callable[[Case, str], tuple[dict[str, Any], str]]] = {"torch": _run_torch, "jax": _run_jax}
 
 
-def _differences(results: dict[str, Any]) -> str:
+def _differences(case: Case, results: dict[str, Any]) -> str:
     """Which results lie outside the tolerance table, in words; empty when none does."""
     from logitless import reference
     from logitless.ideal import ideal_gradients
     from logitless.tolerances import allowance, error
 
-    case = BY_NAME[PROBE].case()
     exact = reference.linear_cross_entropy(case.hidden, case.weight, case.target)
     truth = {"loss": exact.loss, "dhidden": exact.hidden_grad, "dweight": exact.weight_grad}
     ideal = ideal_gradients(case)

@@ -68,6 +68,9 @@ SPLIT_OVERHEAD_TURNS = 0.1
 CHUNK_OVERHEAD_FLOPS = 4e10
 SLICE_OVERHEAD_FLOPS = 4e9
 
+# The Pallas kernels work on matrices whose sizes are multiples of these.
+PADDED_HIDDEN, PADDED_VOCAB = 64, 8
+
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
 
@@ -109,6 +112,9 @@ class ChunkPlan:
     """Vocabulary entries worked on at a time (in the tokens order: the block of portable elementwise work)."""
     fused: bool = False
     """Whether ``scratch_bytes`` is that of the kernel backends ("triton", "pallas") or of the portable ones."""
+
+    padded: bool = False
+    """Whether ``scratch_bytes`` counts whole tiles, and padded copies where V % 8 or D % 64 is not 0 ("pallas")."""
 
     @property
     def chunks(self) -> int:
@@ -158,7 +164,9 @@ class ChunkPlan:
     @property
     def scratch_bytes(self) -> int:
         """A promise: bytes beyond inputs and gradients that are live at any time, forward and backward, any option."""
-        return self._fused_scratch_bytes if self.fused else self._portable_scratch_bytes
+        if self.fused:
+            return self._padded_scratch_bytes if self.padded else self._fused_scratch_bytes
+        return self._portable_scratch_bytes
 
     @property
     def fused_columns(self) -> int:
@@ -168,6 +176,8 @@ class ChunkPlan:
     @property
     def splits_hidden(self) -> bool:
         """Whether the kernels split tiles of dX along the vocabulary: the last turn of the programs would be idle."""
+        if self.padded:  # the Pallas kernels never do
+            return False
         tiles = self._hidden_tiles(min(self.token_chunk, self.tokens))
         return ITEMSIZE[self.dtype] < 4 and tiles < FULL_TURNS * MULTIPROCESSORS * math.ceil(tiles / MULTIPROCESSORS)
 
@@ -198,6 +208,34 @@ class ChunkPlan:
         lent = self.token_chunk >= self.tokens and self.hidden * item % 16 == 0
         backward = matrix + (max(sums, operand) if lent else sums + operand)
         return max(operand + lines + smoothing, backward) + vectors
+
+    @property
+    def _padded_scratch_bytes(self) -> int:
+        """As ``_fused_scratch_bytes``, in whole tiles, with copies of what is no multiple of them."""
+        item = ITEMSIZE[self.dtype]
+        rows, size = round_up(self.token_chunk, KERNEL_TILE[0]), round_up(self.hidden, KERNEL_TILE[1])
+        hidden, vocab = round_up(self.hidden, PADDED_HIDDEN), round_up(self.vocab, PADDED_VOCAB)
+        copies = 0
+        if (hidden, vocab) != (self.hidden, self.vocab):
+            copies += 2 * vocab * hidden * item  # the weight, and its gradient before it is cut
+        if hidden != self.hidden:
+            copies += 2 * self.tokens * hidden * item
+        matrix = round_up(self.token_chunk, 8) * round_up(self.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
+        operand = rows * size * item
+        lines = PARTIAL_SUMS * math.ceil(self.vocab / LINE_COLUMNS[self.dtype]) * rows * 4
+        vectors = 4 * (2 * ROW_VECTORS * (self.tokens + rows) + 16 * rows + VOCAB_VECTORS * vocab + 16 * size)
+        # Sums down a matrix's columns (the bias gradient, label smoothing) go by way of about √rows partial sums.
+        vectors += 4 * (math.isqrt(self.token_chunk) + 1) * self.fused_columns + 8 * (math.isqrt(vocab) + 1) * size
+        positions = self.tokens + self.token_chunk  # whole chunks, each begun at a multiple of 8
+        sums = 0
+        if self.token_chunk < self.tokens:
+            sums += vocab * hidden * 4 if item < 4 else 0
+            sums += positions * hidden * (4 if self.one_pass else item)  # dX in the order of the positions
+        if self.fused_columns < self.vocab:
+            sums += self.tokens * hidden * 4
+        if self.one_pass:
+            return copies + matrix + operand + lines + sums + vectors
+        return copies + max(operand + lines, matrix + operand + sums) + vectors
 
     @property
     def _portable_scratch_bytes(self) -> int:
@@ -274,6 +312,7 @@ def plan(
     one_pass: bool = True,
     device: Device = "gpu",
     fused: bool = False,
+    padded: bool = False,
 ) -> ChunkPlan:
     """Choose how to cut a linear cross-entropy call.
 
@@ -286,8 +325,10 @@ def plan(
         chunk: tokens (or, in the vocab order, vocabulary entries) in a chunk, taken as it is; needs ``order``.
         one_pass: False when the upstream gradient arrives per token, after the forward (reduction="none", log-probs).
         device: "gpu" or "cpu": whose balance of arithmetic and bandwidth the cost formula assumes.
-        fused: whether the scratch is that of the kernel backends ("triton"; float16 always knows lse first there) or of
-            the portable ones.
+        fused: whether the scratch is that of the kernel backends ("triton", "pallas"; float16 always knows lse first
+            there) or of the portable ones.
+        padded: with ``fused``, whether the scratch is that of "pallas", which works on whole tiles, and on copies where
+            V % 8 or D % 64 is not 0.
 
     Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
     is a ValueError that names the smallest scratch there is.
@@ -305,8 +346,9 @@ def plan(
         raise ValueError("fused: got True beside dtype='float64', allowed is False: the kernels have no float64")
     one_pass = bool(one_pass) and not (fused and dtype == "float16")
     return _plan(
-        int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, one_pass, device, bool(fused)
-    )
+        int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, one_pass, device,
+        bool(fused), bool(fused and padded),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -321,19 +363,20 @@ def _plan(
     one_pass: bool,
     device: Device,
     fused: bool,
+    padded: bool,
 ) -> ChunkPlan:
     candidates: list[ChunkPlan] = []
     if order in (None, "tokens"):
         sizes = [chunk] if chunk else _balanced_sizes(tokens, TOKEN_TILE)
         block = min(vocab, TOKENS_ORDER_BLOCK)
         candidates += [
-            ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block, fused)
+            ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block, fused, padded)
             for size in sizes
         ]
     if order in (None, "vocab"):
         sizes = [chunk] if chunk else _balanced_sizes(vocab, VOCAB_TILE)
         candidates += [
-            ChunkPlan(tokens, hidden, vocab, dtype, "vocab", False, max(1, tokens), min(size, vocab), fused)
+            ChunkPlan(tokens, hidden, vocab, dtype, "vocab", False, max(1, tokens), min(size, vocab), fused, padded)
             for size in sizes
         ]
     if memory_budget is not None:

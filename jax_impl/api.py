@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from logitless import spec
+from logitless.jax_impl import fused
 from logitless.jax_impl.vjp import Arrays, Call, log_probs_and_entropy, loss_and_stats
 from logitless.jax_impl.xla import accumulation_dtype
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
@@ -74,7 +75,10 @@ def linear_cross_entropy(
         filter_eps: None: exact gradients, the only choice of this backend.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
-        backend: "xla" or None. "pallas" does not exist in this version.
+        backend: "pallas" (kernels for bfloat16 and float16 on Hopper GPUs, or on a CPU under
+            LOGITLESS_PALLAS_INTERPRET=1; float32 and float64 have none), "xla" (plain operations, anywhere), or None:
+            the kernels where they run on a GPU, else "xla". While a function is traced, None asks JAX's default device,
+            and "pallas" is taken as it is: what is traced may be compiled for another one.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
 
     NumPy arrays are taken as well. Numbers (options) are static: another value compiles anew.
@@ -85,8 +89,8 @@ def linear_cross_entropy(
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run.
     """
-    _check_backend(backend)
-    spec.check_filter_eps(filter_eps, "xla")
+    spec.check_backend(backend, BACKENDS)
+    spec.check_filter_eps(filter_eps, backend or "xla")
     check_plan_argument(plan, memory_budget)
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
@@ -94,7 +98,8 @@ def linear_cross_entropy(
     _check_normalizer(normalizer, reduction)
     _check_targets(target, weight.shape[0], ignore_index)
     one_pass = reduction != "none" and options.separable
-    call = Call(options, _plan(hidden, weight, plan, memory_budget, one_pass), return_stats)
+    name = _backend(backend, hidden)
+    call = Call(options, _plan(hidden, weight, plan, memory_budget, one_pass, name), return_stats, name)
     arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
     loss, stats = loss_and_stats(call, Arrays(*(None if a is None else _array(a, hidden.dtype) for a in arrays)))
     return (loss, stats) if return_stats else loss
@@ -123,12 +128,13 @@ def linear_log_probs(
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
-    _check_backend(backend)
+    spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
     _check_arrays({"hidden": hidden, "weight": weight, "target": target, "bias": bias})
     _check_targets(target, weight.shape[0], ignore_index)
-    call = Call(options, _plan(hidden, weight, plan, memory_budget, one_pass=False), with_entropy)
+    name = _backend(backend, hidden)
+    call = Call(options, _plan(hidden, weight, plan, memory_budget, False, name), with_entropy, name)
     arrays = Arrays(hidden, weight, bias, target, None, None, None)
     made = log_probs_and_entropy(call, Arrays(*(None if a is None else _array(a, hidden.dtype) for a in arrays)))
     log_prob, entropy = made
@@ -139,10 +145,17 @@ def _x64() -> bool:
     return bool(jax.config.read("jax_enable_x64"))
 
 
-def _check_backend(backend: str | None) -> None:
-    spec.check_backend(backend, BACKENDS)
-    if backend == "pallas":
-        raise spec.unavailable_error(backend, "this version has no Pallas kernels", usable="xla")
+def _backend(name: str | None, hidden: Any) -> str:
+    """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
+    device, dtype = _device(hidden), str(hidden.dtype)
+    if name == "pallas":
+        # What is traced may be compiled for another device than JAX's default one.
+        reason = fused.unavailable(None if isinstance(hidden, jax.core.Tracer) else device, dtype)
+        if reason is not None:
+            raise spec.unavailable_error(name, reason, usable="xla")
+    if name is None:
+        name = "pallas" if device.platform == "gpu" and fused.unavailable(device, dtype) is None else "xla"
+    return name
 
 
 def _info(array: Any) -> ArrayInfo:
@@ -203,7 +216,9 @@ def _array(value: Any, dtype: Any) -> Array:
     return jnp.asarray(value, accumulation_dtype(dtype))
 
 
-def _plan(hidden: Any, weight: Any, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool) -> ChunkPlan:
+def _plan(
+    hidden: Any, weight: Any, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool, backend: str
+) -> ChunkPlan:
     tokens, (vocab, size), name = math.prod(hidden.shape[:-1]), weight.shape, str(hidden.dtype)
     if given is not None:
         check_plan_sizes(given, tokens, size, vocab, name)
@@ -215,12 +230,14 @@ def _plan(hidden: Any, weight: Any, given: ChunkPlan | None, memory_budget: int 
         dtype=name,
         memory_budget=memory_budget,
         one_pass=one_pass,
-        device="cpu" if _platform(hidden) == "cpu" else "gpu",
+        device="cpu" if _device(hidden).platform == "cpu" else "gpu",
+        fused=backend == "pallas",
+        padded=backend == "pallas",
     )
 
 
-def _platform(array: Any) -> str:
+def _device(array: Any) -> Any:
     """Where the call will most likely run: an array's own device, else JAX's default."""
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        return str(next(iter(array.devices())).platform)
-    return str(jax.default_backend())
+        return next(iter(array.devices()))
+    return jax.devices()[0]

@@ -18,9 +18,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from logitless.jax_impl import xla
+from logitless.jax_impl import fused, xla
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, TokenStats
+
+# Backends are modules with the same functions.
+MODULES: dict[str, Any] = {"xla": xla, "pallas": fused}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +33,17 @@ class Call:
     options: LossOptions
     plan: ChunkPlan
     statistics: bool
+    backend: str
+    """A key of MODULES."""
+
+    @property
+    def module(self) -> Any:
+        return MODULES[self.backend]
 
     @property
     def one_pass(self) -> bool:
-        return self.plan.one_pass and self.options.separable and self.options.reduction != "none"
+        possible = self.plan.one_pass and self.options.separable and self.options.reduction != "none"
+        return possible and bool(self.module.one_pass(jnp.dtype(self.plan.dtype)))
 
 
 class Arrays(NamedTuple):
@@ -99,15 +109,11 @@ def _values_and_needs(primals: Arrays) -> tuple[Arrays, xla.Needs]:
     return _once(Arrays(*(None if leaf is None else leaf.value for leaf in primals))), needs
 
 
-def _cotangents(gradients: xla.Gradients, arguments: Any, scale: Array | None) -> tuple[Arrays]:
-    """The last cast: the upstream scalar, then the argument's dtype and shape; None for what was not wanted."""
+def _cotangents(gradients: xla.Gradients, arguments: Any) -> tuple[Arrays]:
+    """The last cast: the argument's dtype and shape; None for what was not wanted."""
 
     def cast(gradient: Array | None, like: Any) -> Array | None:
-        if gradient is None:
-            return None
-        if scale is not None:
-            gradient = gradient.astype(scale.dtype) * scale
-        return gradient.astype(like.dtype).reshape(like.shape)
+        return None if gradient is None else gradient.astype(like.dtype).reshape(like.shape)
 
     made = [cast(gradient, like) for gradient, like in zip(gradients, arguments, strict=True)]
     hidden, weight, bias = made
@@ -150,7 +156,7 @@ def _loss_output(
 def _loss_from_sums(call: Call, arrays: Arrays) -> tuple[tuple[Array, TokenStats | None], xla.TokenSums]:
     inputs = prepare(arrays, call.options.ignore_index)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
-    sums = xla.token_sums(inputs, call.options, call.plan, call.statistics)
+    sums = call.module.token_sums(inputs, call.options, call.plan, call.statistics)
     return _loss_output(call, arrays, inputs, sums, norm), sums
 
 
@@ -168,9 +174,9 @@ def _loss_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, TokenStats 
     inputs = prepare(arrays, call.options.ignore_index)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
     g = _row_upstream(inputs, call.options, norm)
-    sums, gradients = xla.loss_gradients(inputs, call.options, call.plan, g, needs, call.statistics)
+    sums, held = call.module.loss_gradients(inputs, call.options, call.plan, g, needs, call.statistics)
     output = _loss_output(call, arrays, inputs, sums, norm)
-    return output, (gradients, _flags(needs), like)
+    return output, (held, _flags(needs), like)
 
 
 def _flags(needs: xla.Needs) -> tuple[Any, ...]:
@@ -192,16 +198,17 @@ def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]
     if _zero(upstream):
         return (Arrays(*(None,) * len(Arrays._fields)),)
     upstream = _once(upstream)
-    if isinstance(kept, xla.Gradients):
-        return _cotangents(kept, _shapes(like), upstream)
+    if not isinstance(kept, _Known):
+        gradients = call.module.finish(kept, call.options, call.plan, _needs(flags), upstream)
+        return _cotangents(gradients, _shapes(like))
     arrays = kept.arrays
     inputs = prepare(arrays, call.options.ignore_index)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
     per_token = upstream.reshape(-1) if call.options.reduction == "none" else upstream * norm
     g = _row_upstream(inputs, call.options, per_token)
     known = xla.known_loss_rows(inputs, call.options, kept.sums, g)
-    gradients = xla.known_gradients(inputs, call.options, call.plan, known, g, _needs(flags))
-    return _cotangents(gradients, _shapes(like), None)
+    gradients = call.module.known_gradients(inputs, call.options, call.plan, known, g, _needs(flags))
+    return _cotangents(gradients, _shapes(like))
 
 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
@@ -213,7 +220,7 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 def _log_probs_from_sums(call: Call, arrays: Arrays) -> tuple[tuple[Array, Array | None], xla.TokenSums]:
     inputs = prepare(arrays, call.options.ignore_index)
-    sums = xla.token_sums(inputs, call.options, call.plan, call.statistics)
+    sums = call.module.token_sums(inputs, call.options, call.plan, call.statistics)
     shape = arrays.target.shape
     log_prob = jnp.where(inputs.valid, -sums.nll, 0.0).reshape(shape)
     entropy = None if sums.entropy is None else jnp.where(inputs.valid, sums.entropy, 0.0).reshape(shape)
@@ -244,8 +251,8 @@ def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Ar
 
     g2 = None if _zero(g_entropy) else rows(g_entropy)
     known = xla.known_log_prob_rows(call.options, sums, rows(g_log_prob), g2)
-    gradients = xla.known_gradients(inputs, call.options, call.plan, known, known.factor, _needs(flags))
-    return _cotangents(gradients, arrays[:3], None)
+    gradients = call.module.known_gradients(inputs, call.options, call.plan, known, known.factor, _needs(flags))
+    return _cotangents(gradients, arrays[:3])
 
 
 _log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)

@@ -587,6 +587,17 @@ class _Accumulators:
         return Gradients(gradients.hidden, weight, bias)
 
 
+def one_pass(dtype: Any) -> bool:
+    """Whether a chunk's exponentials can be held in what this module holds them in: always."""
+    return True
+
+
+def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
+    """What :func:`loss_gradients` left, times the upstream scalar."""
+    made = (None if gradient is None else gradient.astype(upstream.dtype) * upstream for gradient in held)
+    return Gradients(*made)
+
+
 def loss_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:

@@ -228,6 +228,39 @@ class JaxXla:
             return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads)
 
 
+class JaxPallas(JaxXla):
+    """jax_impl with backend="pallas", on the GPU or, under LOGITLESS_PALLAS_INTERPRET=1, interpreted."""
+
+    name = "jax_pallas"
+    backend = "pallas"
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        if dtype not in (None, "bfloat16", "float16"):
+            pytest.skip(f"the Pallas kernels take bfloat16 and float16, not {dtype}")
+        return super().array(values, dtype)
+
+
+class JaxPallasCuda(JaxPallas):
+    """The same, compiled."""
+
+    name = "jax_pallas_cuda"
+    on_gpu = True
+
+    @staticmethod
+    def skip_unless_hopper() -> None:
+        import jax
+
+        capability = str(getattr(jax.devices()[0], "compute_capability", "none"))
+        if not capability.startswith("9."):
+            pytest.skip(f"the Pallas kernels need compute capability 9, JAX's first device has {capability}")
+
+    @contextlib.contextmanager
+    def precision(self, dtype: str) -> Iterator[None]:
+        self.skip_unless_hopper()
+        with super().precision(dtype):
+            yield
+
+
 def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
@@ -240,7 +273,9 @@ def _parameter(implementation: Any, framework: str) -> Any:
 
 ALL = [_parameter(TorchEager(), "torch"), _parameter(JaxXla(), "jax")]
 if cuda_device_count():  # tests/test_gpu.py says so where there is none
-    ALL += [pytest.param(impl, id=impl.name, marks=pytest.mark.gpu) for impl in (TorchEagerCuda(), TorchTritonCuda())]
+    for framework, impl in (("torch", TorchEagerCuda()), ("torch", TorchTritonCuda()), ("jax", JaxPallasCuda())):
+        missing = pytest.mark.skipif(not _installed(framework), reason=f"{framework} is not installed")
+        ALL.append(pytest.param(impl, id=impl.name, marks=[pytest.mark.gpu, missing]))
 HAVE_BOTH = _installed("torch") and _installed("jax")
 
 every_implementation = pytest.mark.parametrize("impl", ALL)

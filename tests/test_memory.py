@@ -86,7 +86,8 @@ def used_and_promised(impl: Any, sizes: tuple[int, int, int], dtype: str, kind: 
         wanted["chunk"] = tokens
     if options == "none":  # per-token gradients take a plan that knows lse first
         wanted["one_pass"] = False
-    wanted["fused"] = impl.backend == "triton"
+    wanted["fused"] = impl.backend in ("triton", "pallas")
+    wanted["padded"] = impl.backend == "pallas"
     chosen = plan(tokens=tokens, hidden=hidden, vocab=vocab, dtype=dtype, device="cpu", **wanted)
     return measured_scratch(impl, chosen, dtype, options != "plain", OPTIONS[options]), chosen.scratch_bytes
 

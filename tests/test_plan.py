@@ -220,6 +220,15 @@ def test_known_plans_for_the_kernels() -> None:
     assert several.scratch_bytes > 128256 * 4096 * 4 > default.scratch_bytes
 
 
+def test_copies_of_odd_sizes_are_promised_where_they_are_made() -> None:
+    sizes = {"tokens": 512, "dtype": "bfloat16", "fused": True, "padded": True, "order": "tokens", "chunk": 512}
+    even = plan(**sizes, hidden=256, vocab=8192).scratch_bytes
+    weight, hidden = 256 * 8192 * 2, 512 * 256 * 2
+    assert abs(even - plan(**(sizes | {"padded": False}), hidden=256, vocab=8192).scratch_bytes) < 0.1 * even
+    assert 2 * weight <= plan(**sizes, hidden=256, vocab=8191).scratch_bytes - even + 8192 < 2 * weight + 2**16
+    assert abs(plan(**sizes, hidden=248, vocab=8192).scratch_bytes - even - 2 * weight - 2 * hidden) < 2**16
+
+
 def test_known_plans() -> None:
     """The default for the shapes that DESIGN quotes: chunks of about 4096 tokens on a GPU."""
     assert plan(**LLAMA).chunks == 4

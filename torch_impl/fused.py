@@ -1,4 +1,4 @@
-"""The target-anchored chunk by Triton kernels: the same verbs as torch_impl/eager.py (JAX has no kernels yet).
+"""The target-anchored chunk by Triton kernels: the same verbs as torch_impl/eager.py. Its mirror: jax_impl/fused.py.
 
 A loss's gradients in one pass are made in two steps: the forward writes a chunk's exponentials and, for every chunk but
 the last, its products; the last chunk's products wait for the upstream scalar, so that dW is rounded once, with it, in

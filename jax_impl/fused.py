@@ -1,0 +1,738 @@
+"""The target-anchored chunk by Pallas kernels: the same verbs as jax_impl/xla.py. Mirror of torch_impl/fused.py.
+
+A loss's gradients in one pass are made in two steps: the forward writes a chunk's exponentials and, for every chunk but
+the last, its products; the last chunk's products wait for the upstream scalar, so that dW is rounded once, with it, in
+the epilogue of its last product. A plan with a single chunk needs no accumulator for that at all.
+
+Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
+into the products, which accumulate in float32; the target's element is added to both gradients in float32.
+
+Sizes: a matrix moves in blocks of 8 rows and 64 columns, so a weight with V % 8 or D % 64 is copied, padded, and its
+gradient is cut; a plan made with ``padded`` counts both. Next to the products the copies take under 2 % of the time.
+Chunks of tokens and slices of the vocabulary begin at multiples of 8: a plan's smaller ones are rounded down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.jax_impl import xla
+from logitless.jax_impl.xla import Gradients, Inputs, KnownRows, Needs, TokenSums
+from logitless.planning import PADDED_HIDDEN, PADDED_VOCAB, ChunkPlan, round_up
+from logitless.spec import LOWEST_ANCHOR, RESCUE_NATS, LossOptions
+
+try:
+    from logitless.jax_impl import kernels
+except ImportError:  # no absl; unavailable() says so before anything here is called
+    kernels = None  # type: ignore[assignment]
+
+DTYPES = ("bfloat16", "float16")
+# A row is done again when its sum says that one of its exponents may have passed the threshold.
+RESCUE_SUM = math.exp(RESCUE_NATS)
+# Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
+GROUP_BYTES = 8 * 2**20
+
+
+def unavailable(device: Any, dtype: str) -> str | None:
+    """Why these kernels cannot run on ``device`` (None: not known while tracing), or None."""
+    if kernels is None:
+        return "absl-py is not installed, which JAX's Pallas modules for GPUs import"
+    if dtype not in DTYPES:
+        return f"its kernels take bfloat16 and float16, not {dtype}"
+    if device is None:
+        return None
+    if device.platform == "cpu" and kernels.interpreted():
+        return None if kernels.can_interpret() else f"jax {jax.__version__} cannot interpret its kernels, 0.11 can"
+    if device.platform != "gpu":
+        return f"its kernels need a CUDA device, not {device.platform}"
+    if not str(getattr(device, "compute_capability", "")).startswith("9."):
+        return "its kernels need an NVIDIA GPU of compute capability 9 (Hopper)"
+    return None
+
+
+def _one_by_one(function: Callable[..., Any]) -> Any:
+    """``function``, which jax.vmap runs for one problem after the other: each fills the device with its kernels."""
+    if jax.__version_info__ >= (0, 11):
+        return jax.custom_batching.sequential_vmap(function)
+    return lambda first, *rest: function(_refuse_vmap(first), *rest)
+
+
+@jax.custom_batching.custom_vmap
+def _refuse_vmap(arrays: Any) -> Any:
+    """The arrays themselves. jax before 0.11 cannot lower a batching rule around what is written in place."""
+    return arrays
+
+
+@_refuse_vmap.def_vmap
+def _say_why_not(*_: Any) -> Any:
+    raise NotImplementedError(
+        f"backend='pallas' under jax.vmap needs jax 0.11 or newer, this is {jax.__version__}; use backend='xla', or "
+        f"jax.lax.map"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A call's rows and matrices
+
+
+class _Call:
+    """Everything that the kernels of one call share: its rows, its matrices, its constants."""
+
+    def __init__(self, inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> None:
+        self.inputs, self.options, self.plan = inputs, options, plan
+        self.dtype = inputs.hidden.dtype
+        self.tokens, (self.vocab, self.size) = inputs.hidden.shape[0], inputs.weight.shape
+        self.padded_size = round_up(self.size, PADDED_HIDDEN)
+        self.padded_vocab = round_up(self.vocab, PADDED_VOCAB)
+        more = self.padded_size - self.size
+        self.hidden = jnp.pad(inputs.hidden, ((0, 0), (0, more)))
+        self.weight = jnp.pad(inputs.weight, ((0, self.padded_vocab - self.vocab), (0, more)))
+        self.bias = self._along_vocab(inputs.bias)
+        self.class_weight = self._along_vocab(inputs.class_weight)
+        self.chunk = _rounded_down(plan.token_chunk, self.tokens)
+        self.columns = _rounded_down(plan.fused_columns, self.vocab)
+        self.rows = round_up(self.chunk, kernels.TILE_ROWS)
+        self.chunks = -(-self.tokens // self.chunk)
+        self.group = min(64, max(8, GROUP_BYTES // (kernels.TILE_ROWS * self.padded_size * 2)))
+        self._compact()
+
+    def _along_vocab(self, values: Array | None) -> Array | None:
+        """A vector along the vocabulary in whole tiles, wherever a slice begins, in float32."""
+        if values is None:
+            return None
+        return jnp.pad(values.astype(jnp.float32), (0, round_up(self.vocab, 256) + 256 - self.vocab))
+
+    def along_size(self, values: Array) -> Array:
+        """A vector along D in whole tiles."""
+        return jnp.pad(values, (0, round_up(self.size, kernels.TILE_COLUMNS) - self.size))
+
+    def _compact(self) -> None:
+        """order: the valid tokens, then the ignored ones, each in their own order; position: its inverse."""
+        valid = self.inputs.valid.astype(jnp.int32)
+        self.count = valid.sum(dtype=jnp.int32)
+        seen = jnp.cumsum(valid, dtype=jnp.int32)
+        token = jnp.arange(self.tokens, dtype=jnp.int32)
+        self.position = jnp.where(self.inputs.valid, seen - 1, self.count + token - seen)
+        order = jnp.zeros(self.tokens, jnp.int32).at[self.position].set(token, unique_indices=True)
+        self.order = jnp.pad(order, (0, (self.chunks + 1) * self.chunk + self.rows - self.tokens))
+
+    def rows_at(self, first: Any) -> _Rows:
+        """The rows of the chunk from position ``first``."""
+        row = jnp.arange(self.rows, dtype=jnp.int32)
+        number = jnp.clip(self.count - first, 0, self.chunk).astype(jnp.int32)
+        exists = row < number
+        token = jnp.where(exists, lax.dynamic_slice_in_dim(self.order, first, self.rows), 0)
+        i = self.inputs
+        target = jnp.where(exists & i.inside[token], i.target[token], -1)
+        x = jnp.where(exists[:, None], self.hidden[token], jnp.zeros((), self.dtype))[: round_up(self.chunk, 8)]
+        tiles = jnp.arange(-1, self.rows // kernels.TILE_ROWS, dtype=jnp.int32)
+        tiles = tiles.at[0].set(-(-number // kernels.TILE_ROWS))
+        return _Rows(jnp.asarray(first, jnp.int32).reshape(1), number.reshape(1), exists, token, target, x, tiles)
+
+    def by_token(self, values: Any) -> Any:
+        """Vectors by position to vectors by token."""
+        return jax.tree.map(lambda vector: vector[self.position], values)
+
+    def matrix(self, columns: int) -> Any:
+        """Shape of e over ``columns`` vocabulary entries."""
+        return jax.ShapeDtypeStruct((round_up(self.chunk, 8), round_up(columns, kernels.STEP)), self.dtype)
+
+    def config(self, mode: str, columns: int | None = None, **more: Any) -> Any:
+        o = self.options
+        return kernels.Logits(mode, columns or self.vocab, o.logit_scale, o.softcap, group=self.group, **more)
+
+    def first_product(self, rows: _Rows, start: Any = 0) -> dict[str, Any]:
+        """What every first product reads."""
+        made = {"tiles": rows.tiles, "start": jnp.asarray(start, jnp.int32).reshape(1), "x": rows.x, "w": self.weight}
+        made["target"] = rows.target
+        return made if self.bias is None else made | {"bias": self.bias}
+
+
+class _Rows(NamedTuple):
+    """A chunk's rows; vectors [tiles of C]."""
+
+    first: Array  # [1]
+    number: Array  # [1] how many there are
+    exists: Array
+    token: Array
+    target: Array  # −1 for an id outside the vocabulary, and where there is no row
+    x: Array  # [C, D]
+    tiles: Array  # [1 + …] how many row tiles there are, and which
+
+
+def _rounded_down(size: int, length: int) -> int:
+    """A chunk's size: all of ``length``, or a multiple of what is moved together."""
+    return max(1, length) if size >= length else max(kernels.TILING, size // kernels.TILING * kernels.TILING)
+
+
+def _put(vector: Array, part: Array, first: Array) -> Array:
+    return lax.dynamic_update_slice_in_dim(vector, part, first[0], 0)
+
+
+def _dots(a: Array, b: Array) -> Array:
+    """Σ_d a_id b_id in float32; not a product of matrices, which could be rounded to TF32."""
+    return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(axis=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums per token
+
+
+def _target_logits(c: _Call, rows: _Rows) -> Array:
+    """The anchors a = z_y: NaN for an id outside the vocabulary, 0 where there is no row."""
+    wanted = jnp.maximum(rows.target, 0)
+    x = c.hidden[rows.token]
+    z = _dots(x, c.weight[wanted])
+    if c.inputs.bias is not None:
+        z = z + c.inputs.bias[wanted].astype(jnp.float32)
+    z = xla._capped(z, c.options)
+    return jnp.where(rows.exists, jnp.where(rows.target < 0, jnp.nan, z), 0.0)
+
+
+def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, target_logit: Array) -> Any:
+    """The column tiles' lines together, in a fixed order; zeros where there is no row."""
+
+    def total(name: str) -> Array:
+        return jnp.where(rows.exists, lines[name].sum(axis=0), 0.0)
+
+    statistics = "gap" in lines
+    highest = lines["highest"].max(axis=0) if statistics else jnp.zeros_like(anchor)
+    argmax = None
+    if statistics:
+        line = lines["highest"].argmax(axis=0).astype(jnp.int32)
+        place = jnp.take_along_axis(lines["argmax"], line[None], axis=0)[0]
+        argmax = line * kernels.TILE_COLUMNS + place.astype(jnp.int32)
+    return xla._RunningSums(
+        target_logit=target_logit,
+        target=rows.target,
+        anchor=anchor,
+        s=total("sum"),
+        highest=highest,
+        gap_sum=total("gap") if statistics else None,
+        lowest=lines["lowest"].min(axis=0) if statistics else None,
+        argmax=argmax,
+    )
+
+
+def _sums(c: _Call, rows: _Rows, statistics: bool, holds: bool) -> tuple[Any, Array | None, Array | None]:
+    """The first product of a chunk: its sums, Σ k z where a softcap asks for it, and the exponentials if ``holds``."""
+    sum_logits = c.options.label_smoothing > 0 and not c.options.separable
+    mode = kernels.ANCHORED if holds else kernels.SUMS
+    config = c.config(mode, statistics=statistics, sum_logits=sum_logits)
+    target_logit = _target_logits(c, rows)
+    anchor = jnp.maximum(target_logit, LOWEST_ANCHOR)
+    arguments = c.first_product(rows)
+    if sum_logits and c.class_weight is not None:
+        arguments["class_weight"] = c.class_weight
+    line = jax.ShapeDtypeStruct((config.column_tiles, c.rows), jnp.float32)
+    outputs = dict.fromkeys(config.lines, line)
+    if holds:
+        outputs["e"] = c.matrix(c.vocab)
+
+    def anchored(at: Array) -> dict[str, Any]:
+        return arguments | {"anchor": jnp.where(rows.exists, at, kernels.NO_ROW)}
+
+    made = kernels.logits(config, anchored(anchor), outputs)
+    sums = _line_sums(c, rows, made, anchor, target_logit)
+    again, moved = _rescued(c, rows, sums, arguments, statistics)
+    references = {name: jax.new_ref(value) for name, value in made.items()}
+    kernels.logits(config, anchored(moved) | {"tiles": again} | references, {})
+    made = {name: reference[...] for name, reference in references.items()}
+    sums = _line_sums(c, rows, made, moved, target_logit)
+    weighted = jnp.where(rows.exists, made["logit_sum"].sum(axis=0), 0.0) if sum_logits else None
+    return sums, weighted, made.get("e")
+
+
+def _rescued(c: _Call, rows: _Rows, sums: Any, arguments: dict[str, Any], statistics: bool) -> tuple[Array, Array]:
+    """Row tiles to be done again, and every row's anchor: its maximum where its exponents grew too large."""
+    flagged = rows.exists & (sums.s > RESCUE_SUM)
+    tiles = flagged.reshape(-1, kernels.TILE_ROWS).any(axis=1)
+    number = tiles.sum(dtype=jnp.int32)
+    again = jnp.concatenate([number.reshape(1), jnp.argsort(~tiles, stable=True).astype(jnp.int32)])
+    highest = sums.highest
+    if not statistics:
+        config = c.config(kernels.HIGHEST)
+        line = jax.ShapeDtypeStruct((config.column_tiles, c.rows), jnp.float32)
+        made = kernels.logits(config, arguments | {"tiles": again}, {"highest": line})
+        highest = made["highest"].max(axis=0)
+    return again, jnp.where(flagged, highest, sums.anchor)
+
+
+def _empty(c: _Call, names: Any) -> Any:
+    """Vectors by position for chunks to be put into, shaped as one chunk's."""
+    length = c.chunks * c.chunk + c.rows
+    return jax.tree.map(lambda part: jnp.zeros(length, part.dtype), names)
+
+
+def _chunks(c: _Call, body: Callable[[Any, Any], Any], begin: Callable[[], Any], last: int) -> Any:
+    """carry = body(carry, first) for the chunks before ``last``; the first one starts it."""
+    carry = begin()
+    if last > 1:
+        carry = lax.fori_loop(1, last, lambda i, state: body(state, (i * c.chunk).astype(jnp.int32)), carry)
+    return carry
+
+
+def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
+    """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
+    if not inputs.hidden.shape[0]:
+        return xla._empty_sums(inputs, options.label_smoothing > 0, statistics)
+    run = _one_by_one(lambda inputs: _token_sums(_Call(inputs, options, plan), statistics))
+    return run(inputs)  # type: ignore[no-any-return]
+
+
+def _token_sums(c: _Call, statistics: bool) -> TokenSums:
+    smoothing = _Smoothing.prepare(c)
+
+    def chunk(first: Any) -> tuple[Array, TokenSums]:
+        rows = c.rows_at(first)
+        sums, weighted, _ = _sums(c, rows, statistics, holds=False)
+        return rows.first, sums.finish(weighted)
+
+    def add(state: TokenSums, first: Any) -> TokenSums:
+        at, part = chunk(first)
+        return jax.tree.map(lambda vector, values: _put(vector, values, at), state, part)  # type: ignore[no-any-return]
+
+    def begin() -> TokenSums:
+        at, part = chunk(jnp.int32(0))
+        return jax.tree.map(lambda vector, values: _put(vector, values, at), _empty(c, part), part)  # type: ignore[no-any-return]
+
+    return _with_weighted(c, c.by_token(_chunks(c, add, begin, c.chunks)), smoothing)
+
+
+def _with_weighted(c: _Call, sums: TokenSums, smoothing: _Smoothing | None) -> TokenSums:
+    return sums if smoothing is None else sums._replace(weighted_logits=smoothing.weighted_logits(c))
+
+
+class _Smoothing(NamedTuple):
+    """Label smoothing's rank-one part: every dz_ij has −(ε/V) t g k_j, so nothing of it needs the C × V matrix."""
+
+    factor: float  # ε / V
+    weighted_rows: Array  # Σ_j k_j w_j, [D]
+    weighted_bias: Array  # Σ_j k_j b_j
+
+    @staticmethod
+    def prepare(c: _Call) -> _Smoothing | None:
+        """None where there is no smoothing, or where a softcap makes it part of the matrix."""
+        if not c.options.label_smoothing or not c.options.separable:
+            return None
+        i, k = c.inputs, c.inputs.class_weight
+        w = i.weight.astype(jnp.float32)
+        bias = jnp.zeros((), jnp.float32)
+        if i.bias is not None:
+            b = i.bias.astype(jnp.float32)
+            bias = (b if k is None else b * k).sum()
+        return _Smoothing(c.options.label_smoothing / c.vocab, (w if k is None else w * k[:, None]).sum(axis=0), bias)
+
+    def weighted_logits(self, c: _Call) -> Array:
+        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j), by token."""
+        return (_dots(c.inputs.hidden, self.weighted_rows) + self.weighted_bias) * c.options.logit_scale
+
+    def weighted_hidden(self, c: _Call, g: Array) -> Array:
+        """(ε/V) Σ_i g_i x_i, [D]; an ignored token may hold anything."""
+        x = jnp.where(c.inputs.valid[:, None], c.inputs.hidden.astype(jnp.float32), 0.0)
+        return self.factor * (x * g[:, None]).sum(axis=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+class _Factors(NamedTuple):
+    """A chunk's row factors, relative to the unit: dz = factor · (e, and element over factor at the target)."""
+
+    factor: Array  # u
+    element: Array  # u T
+
+
+class _State(NamedTuple):
+    """dX by position, dW and db as far as they are; None where not wanted or not begun."""
+
+    hidden: Array | None = None  # [≥ N, D]
+    weight: Array | None = None  # [V, D]
+    bias: Array | None = None  # [V] float32
+
+
+class _Products:
+    """dX, dW and db of a call, chunk by chunk and slice by slice."""
+
+    def __init__(self, c: _Call, needs: Needs, g: Array, unit: Array) -> None:
+        self.call, self.needs, self.g, self.unit = c, needs, g / unit, unit
+        self.smoothing = s = _Smoothing.prepare(c)
+        self.smooth: Array | None = None
+        self.smooth_x: Array | None = None
+        if s is not None:
+            self.smooth = -s.factor * self.g
+            self.smooth_x = s.weighted_hidden(c, self.g)
+
+    def _rank_one(self, rows: _Rows) -> dict[str, Any]:
+        """Label smoothing's part of dX."""
+        if self.smoothing is None or self.smooth is None:
+            return {}
+        smooth = jnp.where(rows.exists, self.smooth[rows.token], 0.0)
+        return {"smooth": smooth, "weighted_rows": self.call.along_size(self.smoothing.weighted_rows)}
+
+    def hidden(
+        self, state: _State, rows: _Rows, e: Array, start: Any, factors: _Factors | None, scale: Array | None
+    ) -> _State:
+        """dX from a block e; scale: what the rows still lack when no other block follows."""
+        c = self.call
+        if not self.needs.hidden:
+            return state
+        arguments = {"tiles": rows.tiles, "first": rows.first, "start": _index(start), "e": e, "w": c.weight}
+        whole = c.columns >= c.vocab
+        if factors is not None:
+            target_rows = jnp.pad(
+                c.weight[jnp.maximum(rows.target, 0)],
+                ((0, 0), (0, round_up(c.padded_size, kernels.TILE_COLUMNS) - c.padded_size)),
+            )
+            arguments |= {"factor": factors.factor, "element": factors.element, "target_rows": target_rows}
+        if scale is not None:
+            arguments |= {"scale": scale.reshape(1)} | self._rank_one(rows)
+        length = round_up(c.chunk, 8) if c.chunks == 1 else round_up(c.chunks * c.chunk, 8)
+        shape = jax.ShapeDtypeStruct((length, c.padded_size), jnp.float32 if scale is None else c.dtype)
+        adds = state.hidden is not None and not whole
+        made = _into(lambda a, o: kernels.hidden(a, o, adds=adds), arguments, state.hidden, shape)
+        return state._replace(hidden=made)
+
+    def weight(
+        self, state: _State, rows: _Rows, e: Array, x: Array, start: Any, columns: int, scale: Array | None,
+        total: Array | None = None,
+    ) -> _State:  # fmt: skip
+        """dW of a block; scale: what the entries still lack when no other chunk follows, total: what came before."""
+        c = self.call
+        if not self.needs.weight:
+            return state
+        arguments = {"rows": rows.number, "start": _index(start), "e": e, "x": x}
+        adds = total is not None if scale is not None else state.weight is not None
+        if scale is not None:
+            arguments["scale"] = scale.reshape(1)
+            if total is not None:
+                arguments["sum"] = total
+            if self.smooth_x is not None:
+                arguments["smooth_x"] = c.along_size(self.smooth_x)
+                if c.class_weight is not None:
+                    arguments["class_weight"] = c.class_weight
+        shape = jax.ShapeDtypeStruct(c.weight.shape, jnp.float32 if scale is None else c.dtype)
+        made = _into(lambda a, o: kernels.weight(a, o, columns=columns, adds=adds), arguments, state.weight, shape)
+        return state._replace(weight=made)
+
+    def bias(self, state: _State, rows: _Rows, e: Array, start: Any, columns: int, factor: Array | None) -> _State:
+        """db of a block, relative to the unit."""
+        if not self.needs.bias:
+            return state
+        height = e.shape[0]
+        values = e.astype(jnp.float32)
+        if factor is not None:
+            values = values * factor[:height, None]
+        part = jnp.where(rows.exists[:height, None], values, 0.0).sum(axis=0)[:columns]
+        old = jnp.zeros(self.call.vocab, jnp.float32) if state.bias is None else state.bias
+        part = part + lax.dynamic_slice_in_dim(old, start, columns)
+        return state._replace(bias=lax.dynamic_update_slice_in_dim(old, part, start, 0))
+
+    def finished_bias(self, bias: Array | None, scale: Array) -> Array | None:
+        if bias is None:
+            return None
+        if self.smoothing is not None:
+            share, k = self.smoothing.factor * self.g.sum(), self.call.inputs.class_weight
+            bias = bias - (share if k is None else share * k)
+        return bias * scale
+
+    def finished_hidden(self, hidden: Array | None, scale: Array) -> Array | None:
+        """dX by token: sums in float32 get their scale and label smoothing's part, ignored tokens 0."""
+        if hidden is None:
+            return None
+        c = self.call
+        made = hidden[c.position][:, : c.size]
+        if hidden.dtype == jnp.float32:
+            if self.smoothing is not None and self.smooth is not None:
+                made = made + self.smooth[:, None] * self.smoothing.weighted_rows
+            made = made * scale
+        return jnp.where(c.inputs.valid[:, None], made, jnp.zeros((), made.dtype)).astype(c.dtype)
+
+    def finished_weight(self, weight: Array | None) -> Array | None:
+        c = self.call
+        return None if weight is None else weight[: c.vocab, : c.size]
+
+
+def _index(value: Any) -> Array:
+    return jnp.asarray(value, jnp.int32).reshape(1)
+
+
+def _into(
+    kernel: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], arguments: dict[str, Any],
+    out: Array | None, shape: Any,
+) -> Array:  # fmt: skip
+    """The kernel's ``out``: a new array, or ``out`` written in place."""
+    if out is None:
+        made: Array = kernel(arguments, {"out": shape})["out"]
+        return made
+    reference = jax.new_ref(out)
+    kernel(arguments | {"out": reference}, {})
+    written: Array = reference[...]
+    return written
+
+
+class _Waiting(NamedTuple):
+    """Gradients made in the forward, waiting for the upstream scalar: the last chunk's exponentials, and sums."""
+
+    x: Array  # u ⊙ x of the last chunk
+    e: Array
+    factors: _Factors
+    values: Array  # u T, by token
+    state: _State
+
+
+class Held(NamedTuple):
+    """What the backward needs."""
+
+    inputs: Inputs
+    g: Array  # by token
+    waiting: _Waiting
+
+
+def one_pass(dtype: Any) -> bool:
+    """Whether exponentials relative to the target can be held in ``dtype``: float16's range ends at 11 nats."""
+    return bool(dtype != jnp.float16)
+
+
+def _unit(g: Array) -> Array:
+    """The largest factor, which is taken out of what is rounded and put back in float32; 1 where all are 0."""
+    largest = jnp.abs(g).max(initial=0.0)
+    return jnp.where(largest > 0, largest, 1.0)
+
+
+def _factors(c: _Call, rows: _Rows, running: Any, part: TokenSums, g: Array) -> _Factors:
+    """u = g α / (e_y + s), and u T with T = ((α − β) e_y − β s) / α; 0 where there is no row."""
+    target = jnp.maximum(rows.target, 0)
+    alpha, beta = xla._alpha_beta(c.inputs, c.options, part.lse, target)
+    share = xla._target_over_alpha(alpha, beta, running.e_target(), running.s)
+    share = xla._sloped(share, part.target_logit, c.options)
+    factor = g[rows.token] * alpha / (running.s + running.e_target())
+    factor = jnp.where(rows.exists, factor, 0.0)
+    return _Factors(factor, jnp.where(rows.exists, factor * share, 0.0))
+
+
+class _Made(NamedTuple):
+    """What one chunk's forward made."""
+
+    rows: _Rows
+    part: TokenSums
+    factors: _Factors
+    x: Array
+    e: Array
+
+
+def _forward(c: _Call, first: Any, g: Array, statistics: bool) -> _Made:
+    rows = c.rows_at(first)
+    running, weighted, e = _sums(c, rows, statistics, holds=True)
+    assert e is not None
+    part = running.finish(weighted)
+    factors = _factors(c, rows, running, part, g)
+    x = (rows.x.astype(jnp.float32) * factors.factor[: rows.x.shape[0], None]).astype(c.dtype)
+    return _Made(rows, part, factors, x, e)
+
+
+def loss_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
+) -> tuple[TokenSums, Any]:
+    """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`xla.loss_gradients`."""
+    if not inputs.hidden.shape[0]:
+        return xla.loss_gradients(inputs, options, plan, g, needs, statistics)  # nothing for a kernel to do
+
+    def run(inputs: Inputs, g: Array) -> Any:
+        return _loss_gradients(_Call(inputs, options, plan), g, needs, statistics)
+
+    sums, waiting = _one_by_one(run)(inputs, g)
+    return sums, Held(inputs, g, waiting)
+
+
+def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple[TokenSums, _Waiting]:
+    p = _Products(c, needs, g, _unit(g))
+
+    def collect(vectors: Any, made: _Made) -> Any:
+        parts = (made.part, made.factors.element)
+        vectors = _empty(c, parts) if vectors is None else vectors
+        return jax.tree.map(lambda vector, part: _put(vector, part, made.rows.first), vectors, parts)
+
+    def chunk(carry: Any, first: Any) -> Any:
+        vectors, state = carry
+        made = _forward(c, first, p.g, statistics)
+        state = p.weight(state, made.rows, made.e, made.x, 0, c.vocab, None)
+        state = p.hidden(state, made.rows, made.e, 0, made.factors, None)
+        state = p.bias(state, made.rows, made.e, 0, c.vocab, made.factors.factor)
+        return collect(vectors, made), state
+
+    vectors, state = None, _State()
+    if c.chunks > 1:
+        vectors, state = _chunks(c, chunk, lambda: chunk((None, _State()), jnp.int32(0)), c.chunks - 1)
+    made = _forward(c, jnp.int32((c.chunks - 1) * c.chunk), p.g, statistics)
+    sums, values = c.by_token(collect(vectors, made))
+    state = p.bias(state, made.rows, made.e, 0, c.vocab, made.factors.factor)
+    if state.weight is not None:  # several chunks: the targets' elements go to the float32 sum
+        state = state._replace(weight=_add_targets(c, state.weight, values, jnp.ones(1)))
+    if state.bias is not None:
+        state = state._replace(bias=_add_target_sums(c, state.bias, values))
+    return _with_weighted(c, sums, p.smoothing), _Waiting(made.x, made.e, made.factors, values, state)
+
+
+def finish(held: Any, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
+    """dX, dW and db with the upstream scalar, from what :func:`loss_gradients` left."""
+    if isinstance(held, Gradients):
+        return xla.finish(held, options, plan, needs, upstream)
+
+    def run(inputs: Inputs, g: Array, held: _Waiting, upstream: Array) -> Gradients:
+        return _finish(_Call(inputs, options, plan), g, held, needs, upstream)
+
+    return _one_by_one(run)(*held, upstream)  # type: ignore[no-any-return]
+
+
+def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -> Gradients:
+    unit = _unit(g)
+    p = _Products(c, needs, g, unit)
+    scale = (unit * upstream).astype(jnp.float32)
+    rows = c.rows_at(jnp.int32((c.chunks - 1) * c.chunk))
+    single = c.chunks == 1
+    total = held.state.weight
+    state = p.weight(_State(), rows, held.e, held.x, 0, c.vocab, scale, None if single else total)
+    if state.weight is not None:
+        # dX's operand is gathered when dW's is not needed any more.
+        weight, target = lax.optimization_barrier((state.weight, rows.target))
+        if single:
+            weight = _add_targets(c, weight, held.values, scale.reshape(1))
+        state, rows = state._replace(weight=weight), rows._replace(target=target)
+    state = state._replace(hidden=held.state.hidden)
+    state = p.hidden(state, rows, held.e, 0, held.factors, scale if single else None)
+    return Gradients(
+        p.finished_hidden(state.hidden, scale),
+        p.finished_weight(state.weight),
+        p.finished_bias(held.state.bias, scale),
+    )
+
+
+def _sorted_targets(c: _Call, values: Array) -> tuple[Array, Array, Array]:
+    """The targets sorted, their tokens in the tokens' order, and their values; no target comes last."""
+    real = c.inputs.valid & c.inputs.inside
+    key = jnp.where(real, c.inputs.target, c.padded_vocab)
+    key, token = lax.sort((key, jnp.arange(c.tokens, dtype=jnp.int32)), num_keys=1, is_stable=True)
+    return key, token, values[token]
+
+
+def _add_targets(c: _Call, weight: Array, values: Array, scale: Array) -> Array:
+    """weight[y_i] += scale · value_i x_i in float32, each row rounded once more."""
+    key, token, value = _sorted_targets(c, values)
+    more = round_up(c.tokens, kernels.RUN) + kernels.RUN - c.tokens
+    shared = {"key": jnp.pad(key, (0, more), constant_values=c.padded_vocab), "scale": scale}
+    lists = {"token": jnp.pad(token, (0, more)), "value": jnp.pad(value, (0, more)), "x": c.hidden}
+    out = jax.new_ref(weight)
+    part = kernels.add_targets(shared | lists | {"out": out})["part"]
+    kernels.add_long_runs(shared | {"part": part, "out": out})
+    written: Array = out[...]
+    return written
+
+
+def _add_target_sums(c: _Call, bias: Array, values: Array) -> Array:
+    """bias[y_i] += value_i, in a fixed order."""
+    key, _, value = _sorted_targets(c, values)
+    begins = key != jnp.concatenate([jnp.full(1, -1, key.dtype), key[:-1]])
+
+    def join(left: Any, right: Any) -> Any:
+        return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
+
+    _, total = lax.associative_scan(join, (begins, value))
+    ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
+    return bias.at[jnp.where(ends, key, c.padded_vocab)].add(total, mode="drop")
+
+
+def known_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Array, needs: Needs
+) -> Gradients:
+    """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`xla.known_gradients`."""
+    if not inputs.hidden.shape[0]:
+        return xla.known_gradients(inputs, options, plan, known, g, needs)
+
+    def run(inputs: Inputs, known: KnownRows, g: Array) -> Gradients:
+        return _known_gradients(_Call(inputs, options, plan), known, g, needs)
+
+    return _one_by_one(run)(inputs, known, g)  # type: ignore[no-any-return]
+
+
+def _known_gradients(c: _Call, known: KnownRows, g: Array, needs: Needs) -> Gradients:
+    unit = _unit(g)
+    p = _Products(c, needs, g, unit)
+    state = _known_slices(c, p, known) if c.columns < c.vocab else _known_chunks(c, p, known)
+    one = jnp.ones((), jnp.float32)
+    return Gradients(
+        p.finished_hidden(state.hidden, unit if c.columns < c.vocab else one),
+        p.finished_weight(state.weight),
+        p.finished_bias(state.bias, unit),
+    )
+
+
+def _known_matrix(c: _Call, p: _Products, known: KnownRows, rows: _Rows, start: Any, columns: int) -> Array:
+    """The gradient's matrix of a block, relative to the unit."""
+
+    def pick(values: Array, nothing: float = 0.0) -> Array:
+        return jnp.where(rows.exists, values[rows.token], nothing)
+
+    factor = pick(known.factor / p.unit)
+    vectors = {
+        "anchor": pick(known.anchor, kernels.NO_ROW),
+        "log_total": pick(known.log_total),
+        "factor": factor,
+        "element": factor * pick(known.target),
+    }
+    for name in ("alpha", "gamma", "sigma"):
+        values = getattr(known, name)
+        if values is not None:
+            vectors[name] = pick(values)
+    if known.sigma is not None and c.class_weight is not None:
+        vectors["class_weight"] = c.class_weight
+    arguments = c.first_product(rows, start) | vectors
+    config = c.config(kernels.KNOWN, columns)
+    made: Array = kernels.logits(config, arguments, {"e": c.matrix(columns)})["e"]
+    return made
+
+
+def _known_chunks(c: _Call, p: _Products, known: KnownRows) -> _State:
+    """The tokens order: dX is finished chunk by chunk, dW with the last chunk."""
+
+    def chunk(state: _State, first: Any, final: bool = False) -> _State:
+        rows = c.rows_at(first)
+        e = _known_matrix(c, p, known, rows, 0, c.vocab)
+        if final:
+            total = state.weight
+            state = p.weight(state._replace(weight=None), rows, e, rows.x, 0, c.vocab, p.unit, total)
+        else:
+            state = p.weight(state, rows, e, rows.x, 0, c.vocab, None)
+        state = p.hidden(state, rows, e, 0, None, p.unit)
+        return p.bias(state, rows, e, 0, c.vocab, None)
+
+    state = _State()
+    if c.chunks > 1:
+        state = _chunks(c, chunk, lambda: chunk(_State(), jnp.int32(0)), c.chunks - 1)
+    return chunk(state, jnp.int32((c.chunks - 1) * c.chunk), final=True)
+
+
+def _known_slices(c: _Call, p: _Products, known: KnownRows) -> _State:
+    """The vocab order: dW is finished slice by slice, dX adds up in float32."""
+    rows = c.rows_at(jnp.int32(0))
+
+    def part(state: _State, start: Any, columns: int) -> _State:
+        e = _known_matrix(c, p, known, rows, start, columns)
+        state = p.weight(state, rows, e, rows.x, start, columns, p.unit)
+        state = p.hidden(state, rows, e, start, None, None)
+        return p.bias(state, rows, e, start, columns, None)
+
+    full, rest = divmod(c.vocab, c.columns)
+    state = part(_State(), jnp.int32(0), c.columns)
+    if full > 1:
+        state = lax.fori_loop(
+            1, full, lambda i, carry: part(carry, (i * c.columns).astype(jnp.int32), c.columns), state
+        )
+    return part(state, jnp.int32(full * c.columns), rest) if rest else state

@@ -1,0 +1,794 @@
+"""The Pallas Mosaic GPU kernels of the target-anchored chunk; jax_impl/fused.py calls them. Mirror of
+torch_impl/kernels.py.
+
+Rows and positions. Ignored tokens are left out: ``order`` lists the valid tokens first, ``count`` is their number, both
+on the device. A *position* p counts valid tokens; ``order[p]`` is the token. A chunk is the positions first ≤ p <
+first + C; its *row* r is p − first. What a kernel works on is said by arrays on the device (how many row tiles, which),
+so a chunk of ignored tokens costs a launch and nothing more, and the host never waits.
+
+The matrices of a chunk, row-major:
+
+    x  [C, D]   hidden states of the rows; zero where no row exists
+    e  [C, S]   exponentials (or the gradient itself, where lse is known) over S vocabulary entries, S a multiple of 64;
+                zero past the vocabulary's end. Rows past the last row's tile are not written.
+
+Every product is one persistent kernel of three warpgroups: two multiply, each 64 rows of a tile [128, 256], the third
+copies operands by TMA, which fills with zero what lies outside a matrix and stores nothing there. Vectors along rows
+are padded to whole tiles by the caller, those along the vocabulary or D as well.
+
+Every sum has a fixed order: the results are the same bit by bit from run to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from logitless import spec
+from logitless.planning import MULTIPROCESSORS
+
+# Its load and some names differ between the two lines of jax that are supported.
+_PLGPU: Any = plgpu
+LOG2E = math.log2(math.e)
+# The anchor of a row that does not exist: its exponentials are 0.
+NO_ROW = 1e30
+
+# A product's tile, half of its rows for each multiplying warpgroup, and the depth of one step.
+TILE_ROWS, TILE_COLUMNS, STEP = 128, 256, 64
+WARPGROUP_ROWS = TILE_ROWS // 2
+MULTIPLYING = 2
+# Rows that are moved together: chunks and slices begin at a multiple.
+TILING = 8
+STAGES = 4
+# Columns of a tile that are stored at a time: of e, and of gradients, which may come with float32 sums. 128 bytes each.
+STAGED, STAGED_FLOAT32 = 64, 32
+
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
+
+
+def interpreted() -> bool:
+    """Whether a kernel that is traced now is interpreted on the CPU."""
+    return os.environ.get("LOGITLESS_PALLAS_INTERPRET") == "1"
+
+
+def can_interpret() -> bool:
+    """Whether this jax has the interpreter."""
+    return bool(jax.__version_info__ >= (0, 11))
+
+
+def programs() -> int:
+    """Persistent programs: one per multiprocessor."""
+    if interpreted():
+        return 2
+    device = jax.devices()[0]
+    return int(device.core_count) if device.platform == "gpu" else MULTIPROCESSORS
+
+
+def _launch(
+    body: Callable[[dict[str, Any]], None], arguments: dict[str, Any], outputs: dict[str, Any], *, name: str,
+    grid: int, threads: int | None, scratch: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run ``body`` on references by name. An argument that is a jax.Ref is written in place."""
+    names = (*arguments, *outputs)
+
+    def kernel(*references: Any) -> None:
+        def scoped(**scratch_references: Any) -> None:
+            body(dict(zip(names, references, strict=True)) | scratch_references)
+
+        pl.run_scoped(scoped, collective_axes="warpgroup" if threads else (), **(scratch or {}))
+
+    threaded: dict[str, Any] = {}
+    if threads is not None:
+        threaded = {"num_threads": threads, "thread_name": "warpgroup"}
+    # Not plgpu.kernel: its rule for jax.vmap refuses references in jax 0.10.
+    call: Any = pl.kernel(
+        kernel,
+        out_type=tuple(outputs.values()),
+        mesh=plgpu.Mesh(grid=(grid,), grid_names=("program",), **threaded),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+        interpret=_PLGPU.InterpretGPUParams(detect_races=True) if interpreted() else None,
+        name=name,
+    )
+    return dict(zip(outputs, call(*arguments.values()), strict=True))
+
+
+def _load(reference: Any, start: Any, size: int, layout: Any) -> Any:
+    """``size`` elements of a vector from ``start``, laid out along a product's rows or columns."""
+    part = reference.at[pl.ds(start, size)]
+    if jax.__version_info__ < (0, 11):
+        return _PLGPU.load(part, (), layout=layout, optimized=False)
+    return _PLGPU.load(part, layout=layout, optimized=False)
+
+
+def _scalar(r: dict[str, Any], name: str) -> Any:
+    """The first row of a chunk, or the first entry of a slice of the vocabulary: a multiple of TILING."""
+    return pl.multiple_of(r[name][0], TILING)
+
+
+def _along_rows(vector: Any, shape: tuple[int, int]) -> Any:
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def _along_columns(vector: Any, shape: tuple[int, int]) -> Any:
+    return lax.broadcast_in_dim(vector, shape, [1])
+
+
+def _transposed(reference: Any) -> Any:
+    if jax.__version_info__ < (0, 11):
+        return _PLGPU.transpose_ref(reference, (1, 0))
+    return reference.transpose((1, 0))
+
+
+def _transforms(dtype: Any, width: int) -> tuple[Any, ...]:
+    """How [rows, width] lies in shared memory, for TMA and for the tensor cores."""
+    swizzle = min(128, width * jnp.dtype(dtype).itemsize)
+    return plgpu.TilingTransform((TILING, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operand:
+    """A matrix of a product in global memory."""
+
+    reference: Any
+    depth_first: bool
+    """Whether its first axis is the product's depth."""
+    start: Any = 0
+    """Where along its first axis the product begins."""
+
+    def block(self, width: int, tile: Any) -> tuple[tuple[int, int], Any]:
+        """Shape of one step's block, and the part of the matrix that a tile reads."""
+        if self.depth_first:
+            depth = self.reference.shape[0]
+            return (STEP, width), self.reference.at[pl.ds(self.start, depth), pl.ds(tile * width, width)]
+        return (width, STEP), self.reference.at[pl.ds(self.start + tile * width, width), :]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Where one warpgroup's half of a tile lies: its first row and column, and the tile's number along both."""
+
+    m: Any
+    n: Any
+    warpgroup: Any
+
+    @property
+    def row(self) -> Any:
+        return self.m * TILE_ROWS + self.warpgroup * WARPGROUP_ROWS
+
+    @property
+    def column(self) -> Any:
+        return self.n * TILE_COLUMNS
+
+
+SHAPE = (WARPGROUP_ROWS, TILE_COLUMNS)
+
+
+def _product(
+    a: _Operand, b: _Operand, tiles: tuple[Any, Any], steps: Any, *, group: int, row_tile: Callable[[Any], Any],
+    begin: Callable[[_Tile], None] | None, epilogue: Callable[[_Tile, Any], None], stages: int = STAGES,
+) -> None:  # fmt: skip
+    """Σ_k a_ik b_kj over ``steps`` blocks of depth, for tiles[0] × tiles[1] tiles that the programs share.
+
+    ``row_tile`` says which row tile the i-th is. The tile numbers go through the columns in groups of ``group`` row
+    tiles, for the L2 cache. begin(tile) runs before a tile's first multiplication, epilogue(tile, value) after the
+    last, both in the multiplying warpgroups; value is [64, 256] float32 in registers.
+    """
+    (a_shape, _), (b_shape, _) = a.block(TILE_ROWS, 0), b.block(TILE_COLUMNS, 0)
+    dtype = a.reference.dtype
+
+    def spec_of(shape: tuple[int, int], depth_first: bool) -> Any:
+        index = (lambda k: (k, 0)) if depth_first else (lambda k: (0, k))
+        return plgpu.BlockSpec(shape, index, transforms=_transforms(dtype, STEP), memory_space=plgpu.SMEM)
+
+    def pipeline(multiply: Any, context: Any) -> Any:
+        return plgpu.emit_pipeline_warp_specialized(
+            multiply,
+            grid=(steps,),
+            memory_registers=40,
+            in_specs=[spec_of(a_shape, a.depth_first), spec_of(b_shape, b.depth_first)],
+            wg_axis="warpgroup",
+            num_compute_wgs=MULTIPLYING,
+            max_concurrent_steps=stages,
+            compute_context=context,
+        )
+
+    def nothing(*_: Any, **__: Any) -> None:
+        """What is computed does not change what is allocated."""
+
+    @functools.partial(
+        pl.run_scoped,
+        allocations=pipeline(nothing, nothing).get_allocations(a.reference, b.reference),
+        collective_axes="warpgroup",
+    )
+    def scope(allocations: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+        @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="program")
+        def loop(info: Any) -> None:
+            i, n = plgpu.planar_snake(info.index[0], tiles, 0, group)
+            tile = _Tile(row_tile(i), n, warpgroup)
+
+            def context(evaluate: Any) -> None:
+                @functools.partial(pl.run_scoped, total=_PLGPU.ACC(SHAPE, jnp.float32))
+                def accumulate(total: Any) -> None:
+                    if begin is not None:
+                        begin(tile)
+                    evaluate(total)
+                    epilogue(tile, total[...])
+
+            def multiply(_: Any, a_part: Any, b_part: Any, total: Any) -> Any:
+                mine = _transposed(a_part.at[:, rows]) if a.depth_first else a_part.at[rows]
+                plgpu.wgmma(total, mine, b_part if b.depth_first else _transposed(b_part))
+                plgpu.wgmma_wait(0)
+                return total
+
+            pipeline(multiply, context)(
+                a.block(TILE_ROWS, tile.m)[1], b.block(TILE_COLUMNS, tile.n)[1], allocations=allocations
+            )
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _staging(dtype: Any, width: int) -> Any:
+    """Shared memory for parts of a tile on their way: per warpgroup, two slots [64, width]."""
+    return plgpu.SMEM((MULTIPLYING, 2, WARPGROUP_ROWS, width), dtype, transforms=_transforms(dtype, width))
+
+
+def _pieces(size: int, width: int) -> int:
+    """How many pieces of a tile's row may lie inside a matrix of ``size`` columns.
+
+    What lies outside must not be asked for where the matrix is one piece wide: TMA is not told of an axis of length 1.
+    """
+    return 1 if size <= width else TILE_COLUMNS // width
+
+
+def _store(
+    tile: _Tile, piece: Callable[[int, int], Any], width: int, staging: Any, matrix: Any, out: Any
+) -> None:  # fmt: skip
+    """A warpgroup's [64, 256] to ``out``, a part [64, 256] of ``matrix``, by TMA, piece(column, width) at a time."""
+    for number in range(_pieces(matrix.shape[1], width)):
+        slot = number % 2
+        values = piece(number * width, width)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        staging[tile.warpgroup, slot] = values.astype(staging.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging.at[tile.warpgroup, slot], out.at[:, pl.ds(number * width, width)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first product
+
+# What its epilogue makes.
+SUMS = "sums"  # sums per row only
+ANCHORED = "anchored"  # sums, and exponentials relative to the anchor, 0 at the target
+KNOWN = "known"  # the gradient's matrix, from lse
+HIGHEST = "highest"  # the largest logit of every row
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """What is the same for every tile of a first product."""
+
+    mode: str
+    columns: int
+    """Vocabulary entries, without padding."""
+    scale: float = 1.0
+    cap: float | None = None
+    statistics: bool = False
+    sum_logits: bool = False
+    group: int = 8
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.columns // TILE_COLUMNS)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Names of the partial sums that it writes."""
+        if self.mode == KNOWN:
+            return ()
+        if self.mode == HIGHEST:
+            return ("highest",)
+        statistics = ("gap", "highest", "lowest", "argmax") if self.statistics else ()
+        return ("sum", *statistics, *(("logit_sum",) if self.sum_logits else ()))
+
+
+def tanh(t: Any) -> Any:
+    """tanh in float32: an odd polynomial near 0, where 1 − e⁻²ᵗ would cancel."""
+    magnitude, square = jnp.abs(t), t * t
+    small = t * (
+        1.0 + square * (-0.333333333 + square * (0.133333333 + square * (-0.0539682540 + square * 0.0218694885)))
+    )
+    decay = jnp.exp2(magnitude * (LOG2E * -2.0))
+    large = (1.0 - decay) / (1.0 + decay)
+    large = jnp.where(t < 0.0, -large, large)
+    return jnp.where(magnitude < 0.15, small, large)
+
+
+def _capped(z: Any, config: Logits) -> Any:
+    """f(r): logit_scale, then softcap."""
+    if config.scale != 1.0:
+        z = z * config.scale
+    return z if config.cap is None else config.cap * tanh(z * (1.0 / config.cap))
+
+
+def _sloped(e: Any, z: Any, config: Logits) -> Any:
+    """e times the softcap's derivative, 1 − (z / cap)²."""
+    if config.cap is None:
+        return e
+    part = z * (1.0 / config.cap)
+    return e * (1.0 - part * part)
+
+
+def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
+    """z = f(x wᵀ + b) for vocabulary entries start ≤ j < start + columns, never stored; of it the sums of its rows
+    (column tile n writes line n of each [n, rows] buffer) and its block of e.
+
+    Arguments:
+        tiles: [1 + ⌈C / 128⌉] int32: how many row tiles, then which.
+        start: [1] int32: the first vocabulary entry.
+        x [C, D], w [V, D]; bias [tiles of V] float32 if there is one; target [rows] int32; anchor [rows] float32.
+        class_weight: [tiles of V] float32, where logits are summed or sigma is given.
+        log_total, factor, element, and alpha, gamma, sigma if they are not trivial: [rows] float32, for KNOWN.
+    ``outputs`` (or arguments that are references): e [C, S], and config.lines [column tiles, rows]; argmax is the
+    column within the tile, as float32.
+    """
+
+    def body(r: dict[str, Any]) -> None:
+        start = _scalar(r, "start")
+        whole = config.columns % TILE_COLUMNS == 0
+
+        def epilogue(tile: _Tile, value: Any) -> None:
+            z = value
+            if "bias" in r:
+                z = z + _along_columns(_load(r["bias"], start + tile.column, TILE_COLUMNS, COLUMN_LAYOUT), SHAPE)
+            z = _capped(z, config)
+            column = plgpu.broadcasted_iota(jnp.int32, SHAPE, 1, layout=plgpu.Layout.WGMMA)
+            here = None if whole else column < config.columns - tile.column
+            make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
+            e = make(config, r, tile, z, column, here)
+            if "e" in r:
+                stored = e.astype(r["e"].dtype)
+                _store(
+                    tile,
+                    lambda first, width: stored[:, first : first + width],
+                    STAGED,
+                    r["staging"],
+                    r["e"],
+                    r["e"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column, TILE_COLUMNS)],
+                )
+
+        _product(
+            _Operand(r["x"], depth_first=False),
+            _Operand(r["w"], depth_first=False, start=start),
+            (r["tiles"][0], config.column_tiles),
+            pl.cdiv(r["x"].shape[1], STEP),
+            group=config.group,
+            row_tile=lambda i: r["tiles"][i + 1],
+            begin=None,
+            epilogue=epilogue,
+        )
+
+    holds = config.mode in (ANCHORED, KNOWN)
+    scratch = {"staging": _staging(arguments["x"].dtype, STAGED)} if holds else {}
+    return _launch(
+        body, arguments, outputs, name=f"logits_{config.mode}", grid=programs(), threads=MULTIPLYING + 1,
+        scratch=scratch,
+    )  # fmt: skip
+
+
+def _rows(r: dict[str, Any], name: str, tile: _Tile) -> Any:
+    """A vector along the warpgroup's rows, broadcast."""
+    return _along_rows(_load(r[name], tile.row, WARPGROUP_ROWS, ROW_LAYOUT), SHAPE)
+
+
+def _columns(r: dict[str, Any], name: str, tile: _Tile) -> Any:
+    """A vector along the tile's vocabulary entries, broadcast."""
+    return _along_columns(_load(r[name], _scalar(r, "start") + tile.column, TILE_COLUMNS, COLUMN_LAYOUT), SHAPE)
+
+
+def _write_line(r: dict[str, Any], name: str, tile: _Tile, values: Any) -> None:
+    r[name][tile.n, pl.ds(tile.row, WARPGROUP_ROWS)] = values
+
+
+def _is_target(r: dict[str, Any], tile: _Tile, column: Any) -> Any:
+    target = _load(r["target"], tile.row, WARPGROUP_ROWS, ROW_LAYOUT) - (_scalar(r, "start") + tile.column)
+    return column == _along_rows(target, SHAPE)
+
+
+def _exponentials(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, here: Any) -> Any:
+    """exp(z − anchor), 0 at the target and past the vocabulary; writes the rows' partial sums."""
+    anchor = _load(r["anchor"], tile.row, WARPGROUP_ROWS, ROW_LAYOUT)
+    gap = z - _along_rows(jnp.maximum(anchor, spec.LOWEST_ANCHOR), SHAPE)
+    e = jnp.where(_is_target(r, tile, column), 0.0, jnp.exp2(gap * LOG2E))
+    if here is not None:
+        e = jnp.where(here, e, 0.0)
+    _write_line(r, "sum", tile, jnp.sum(e, axis=1))
+    if config.statistics:
+        _write_line(r, "gap", tile, jnp.sum(e * jnp.maximum(gap, spec.LOWEST_GAP), axis=1))
+        above = z if here is None else jnp.where(here, z, -jnp.inf)
+        top = jnp.max(above, axis=1)
+        _write_line(r, "highest", tile, top)
+        # The first column that holds it: columns are exact in float32.
+        place = jnp.where(above == _along_rows(top, SHAPE), -column.astype(jnp.float32), -float(TILE_COLUMNS))
+        _write_line(r, "argmax", tile, -jnp.max(place, axis=1))
+        below = z if here is None else jnp.where(here, z, jnp.inf)
+        _write_line(r, "lowest", tile, -jnp.max(-below, axis=1))
+    if config.sum_logits:
+        counted = z if here is None else jnp.where(here, z, 0.0)
+        if "class_weight" in r:
+            counted = counted * _columns(r, "class_weight", tile)
+        _write_line(r, "logit_sum", tile, jnp.sum(counted, axis=1))
+    return _sloped(e, z, config) if config.mode == ANCHORED else e
+
+
+def _highest(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, here: Any) -> None:
+    """Each row's largest logit."""
+    _write_line(r, "highest", tile, jnp.max(z if here is None else jnp.where(here, z, -jnp.inf), axis=1))
+
+
+def _known(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, here: Any) -> Any:
+    """factor · slope · [p (alpha + gamma log p) − sigma k], with ``element`` at the target; 0 past the vocabulary."""
+    gap = (z - _rows(r, "anchor", tile)) - _rows(r, "log_total", tile)
+    e = jnp.exp2(gap * LOG2E)
+    if "alpha" in r:
+        coefficient = _rows(r, "alpha", tile)
+        if "gamma" in r:
+            coefficient = coefficient + _rows(r, "gamma", tile) * jnp.maximum(gap, spec.LOWEST_GAP)
+        e = e * coefficient
+    if "sigma" in r:
+        sigma = _rows(r, "sigma", tile)
+        e = e - (sigma * _columns(r, "class_weight", tile) if "class_weight" in r else sigma)
+    e = _sloped(e, z, config) * _rows(r, "factor", tile)
+    e = jnp.where(_is_target(r, tile, column), _rows(r, "element", tile), e)
+    return e if here is None else jnp.where(here, e, 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two products of the gradients
+
+
+def _with_sums(
+    r: dict[str, Any], part_of: Callable[[Any, _Tile], Any]
+) -> tuple[Callable[[_Tile], None] | None, Callable[[_Tile, int, Any], Any]]:
+    """How a product's tile gets what was summed before: (begin, add), with the next pieces always on their way.
+
+    add(tile, number, piece): piece plus the number-th [64, 32] of the warpgroup's part of ``r["sum"]``.
+    """
+    if "loading" not in r:
+        return None, lambda tile, number, piece: piece
+    loading, arrived = r["loading"], r["arrived"]
+    width = STAGED_FLOAT32
+
+    def fetch(tile: _Tile, number: int) -> None:
+        part = part_of(r["sum"], tile).at[:, pl.ds(number * width, width)]
+        slot = number % 2
+        plgpu.copy_gmem_to_smem(part, loading.at[tile.warpgroup, slot], arrived.at[tile.warpgroup * 2 + slot])
+
+    def begin(tile: _Tile) -> None:
+        for number in range(2):
+            fetch(tile, number)
+
+    def add(tile: _Tile, number: int, piece: Any) -> Any:
+        slot = number % 2
+        plgpu.barrier_wait(arrived.at[tile.warpgroup * 2 + slot])
+        total = piece + plgpu.layout_cast(loading[tile.warpgroup, slot], plgpu.Layout.WGMMA)
+        if number + 2 < TILE_COLUMNS // width:
+            plgpu.commit_smem()
+            fetch(tile, number + 2)
+        return total
+
+    return begin, add
+
+
+def _gradient_scratch(out_dtype: Any, adds: bool) -> dict[str, Any]:
+    scratch = {"staging": _staging(out_dtype, STAGED_FLOAT32)}
+    if adds:
+        scratch |= {
+            "loading": _staging(jnp.float32, STAGED_FLOAT32),
+            "arrived": plgpu.Barrier(num_barriers=2 * MULTIPLYING),
+        }
+    return scratch
+
+
+def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, group: int = 4) -> dict[str, Any]:
+    """dX of a chunk from S vocabulary entries, by position.
+
+        value = e w        with factor: factor ⊙ (e w) + element ⊙ target_rows (the target's element, exact in float32)
+        float32 out:       out[first + r] = value (+ out[first + r] with ``adds``)
+        low precision:     out[first + r] = scale · (value + smooth_r · weighted_rows)
+
+    Arguments:
+        tiles [1 + …] int32 as for :func:`logits`; first, start [1] int32.
+        e [C, S], w [V, D]; factor, element [rows] float32 and target_rows [rows, tiles of D]: w_y, in one pass.
+        scale [1] float32; smooth [rows], weighted_rows [tiles of D] float32 with label smoothing.
+    ``outputs`` (or a reference): out [≥ first + C, D]. With ``adds`` a reference ``out`` is ``sum`` as well.
+    """
+
+    def body(r: dict[str, Any]) -> None:
+        out, first = r["out"], _scalar(r, "first")
+        if adds:
+            r["sum"] = out
+        size = r["w"].shape[1]
+
+        def part_of(matrix: Any, tile: _Tile) -> Any:
+            return matrix.at[pl.ds(first + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, TILE_COLUMNS)]
+
+        begin, add = _with_sums(r, part_of)
+
+        def epilogue(tile: _Tile, value: Any) -> None:
+            shape = (WARPGROUP_ROWS, STAGED_FLOAT32)
+
+            def along(name: str) -> Any:
+                return _along_rows(_load(r[name], tile.row, WARPGROUP_ROWS, ROW_LAYOUT), shape)
+
+            if "factor" in r:
+                value = value * _rows(r, "factor", tile)
+
+            def piece(column: int, width: int) -> Any:
+                part = value[:, column : column + width]
+                if "element" in r:
+                    rows = r["target_rows"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column + column, width)]
+                    part = part + along("element") * _load_matrix(rows)
+                part = add(tile, column // width, part)
+                if "smooth" in r:
+                    weights = _load(r["weighted_rows"], tile.column + column, width, COLUMN_LAYOUT)
+                    part = part + along("smooth") * _along_columns(weights, shape)
+                return part * r["scale"][0] if "scale" in r else part
+
+            _store(tile, piece, STAGED_FLOAT32, r["staging"], out, part_of(out, tile))
+
+        _product(
+            _Operand(r["e"], depth_first=False),
+            _Operand(r["w"], depth_first=True, start=_scalar(r, "start")),
+            (r["tiles"][0], pl.cdiv(size, TILE_COLUMNS)),
+            r["e"].shape[1] // STEP,
+            group=group,
+            row_tile=lambda i: r["tiles"][i + 1],
+            begin=begin,
+            epilogue=epilogue,
+            stages=3,
+        )
+
+    out: Any = outputs.get("out", arguments.get("out"))
+    return _launch(
+        body, arguments, outputs, name="hidden", grid=programs(), threads=MULTIPLYING + 1,
+        scratch=_gradient_scratch(out.dtype, adds),
+    )  # fmt: skip
+
+
+def _load_matrix(part: Any) -> Any:
+    """A part of a matrix in global memory, as float32 in a product's layout."""
+    if jax.__version_info__ < (0, 11):
+        return _PLGPU.load(part, (), layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+    return _PLGPU.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+
+
+def weight(
+    arguments: dict[str, Any], outputs: dict[str, Any], *, columns: int, adds: bool, group: int = 8
+) -> dict[str, Any]:
+    """dW of vocabulary entries start ≤ j < start + columns from a chunk.
+
+        float32 out without scale:  out = eᵀ x (+ out with ``adds``)
+        else:                       out = scale · (eᵀ x + sum with ``adds`` − k_j smooth_x)
+
+    Arguments:
+        rows, start: [1] int32: how many rows of e and x there are; the first vocabulary entry.
+        e [C, S], x [C, D]; sum [V, D] float32 where ``adds`` and ``out`` is another matrix; scale [1] float32;
+        smooth_x [tiles of D] and class_weight [tiles of V] float32 with label smoothing.
+    ``outputs`` (or a reference): out [V, D]. Without rows, sums stay as they are.
+    """
+
+    def body(r: dict[str, Any]) -> None:
+        out, start = r["out"], _scalar(r, "start")
+        if adds and "sum" not in r:
+            r["sum"] = out
+        rows, final = r["rows"][0], "scale" in r
+        row_tiles: Any = pl.cdiv(columns, TILE_ROWS)
+        if adds and not final:
+            row_tiles = jnp.where(rows > 0, row_tiles, 0)
+
+        def part_of(matrix: Any, tile: _Tile) -> Any:
+            return matrix.at[pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, TILE_COLUMNS)]
+
+        begin, add = _with_sums(r, part_of)
+
+        def epilogue(tile: _Tile, value: Any) -> None:
+            shape = (WARPGROUP_ROWS, STAGED_FLOAT32)
+
+            def piece(column: int, width: int) -> Any:
+                part = add(tile, column // width, value[:, column : column + width])
+                if "smooth_x" in r:
+                    share = _along_columns(_load(r["smooth_x"], tile.column + column, width, COLUMN_LAYOUT), shape)
+                    if "class_weight" in r:
+                        k = _load(r["class_weight"], start + tile.row, WARPGROUP_ROWS, ROW_LAYOUT)
+                        share = share * _along_rows(k, shape)
+                    part = part - share
+                return part * r["scale"][0] if final else part
+
+            _store(tile, piece, STAGED_FLOAT32, r["staging"], out, part_of(out, tile))
+
+        _product(
+            _Operand(r["e"], depth_first=True),
+            _Operand(r["x"], depth_first=True),
+            (row_tiles, pl.cdiv(r["x"].shape[1], TILE_COLUMNS)),
+            lax.div(rows + (STEP - 1), STEP),
+            group=group,
+            row_tile=lambda i: i,
+            begin=begin,
+            epilogue=epilogue,
+            stages=3 if adds else STAGES,
+        )
+
+    out: Any = outputs.get("out", arguments.get("out"))
+    return _launch(
+        body, arguments, outputs, name="weight", grid=programs(), threads=MULTIPLYING + 1,
+        scratch=_gradient_scratch(out.dtype, adds),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The targets' element of dW
+
+# Places of the sorted targets, and columns of D, that one program owns.
+RUN, RUN_COLUMNS = 32, 256
+
+
+def _store_row(row: Any, out: Any, number: Any, column_tile: Any) -> None:
+    """[1, RUN_COLUMNS] to a row of ``out``, and of a row's last tile no more than the matrix has.
+
+    A row that is one piece in memory is stored as that many bytes, which would run on into the row below.
+    """
+    full, rest = divmod(out.shape[1], RUN_COLUMNS)
+    start = column_tile * RUN_COLUMNS
+
+    def store(width: int) -> None:
+        plgpu.copy_smem_to_gmem(row.at[:, pl.ds(0, width)], out.at[pl.ds(number, 1), pl.ds(start, width)])
+
+    if not rest:
+        store(RUN_COLUMNS)
+    elif not full:
+        store(rest)
+    else:
+        pl.when(column_tile < full)(lambda: store(RUN_COLUMNS))
+        pl.when(column_tile == full)(lambda: store(rest))
+
+
+def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
+    """dW_y += (scale ·) Σ_{i: y_i = y} value_i x_i in float32, rounded to dW's dtype.
+
+    Arguments:
+        key: [blocks of RUN + RUN] int32: the tokens' targets, sorted; V where there is none.
+        token: int32: the tokens in that order, so that every sum has the order of the tokens; value: their values in
+            that order, float32. Both as long as key.
+        x [N, D] hidden states by token; out, a reference [V, D]; scale [1] float32.
+    One program: RUN places of the list and RUN_COLUMNS columns. A run of one target that begins and ends here is added
+    at once; of another the sum over these places is left in ``part``, row 2 b for a run that came from the block
+    before, row 2 b + 1 for one that begins in block b, and :func:`add_long_runs` adds them.
+    """
+    x, out = arguments["x"], arguments["out"]
+    blocks = arguments["key"].shape[0] // RUN - 1
+    column_tiles = -(-x.shape[1] // RUN_COLUMNS)
+    vocab = out.shape[0]
+
+    def body(r: dict[str, Any]) -> None:
+        program = lax.axis_index("program")
+        block, column_tile = lax.div(program, column_tiles), lax.rem(program, column_tiles)
+        columns = pl.ds(column_tile * RUN_COLUMNS, RUN_COLUMNS)
+        for name in ("key", "token", "value"):
+            plgpu.copy_gmem_to_smem(r[name].at[pl.ds(block * RUN, RUN)], r[f"{name}_here"], r["listed"])
+        plgpu.barrier_wait(r["listed"])
+
+        @pl.loop(0, RUN)
+        def fetch(place: Any) -> None:
+            row = pl.ds(r["token_here"][place], 1)
+            plgpu.copy_gmem_to_smem(r["x"].at[row, columns], r["rows"].at[pl.ds(place, 1), :], r["arrived"])
+            row = pl.ds(jnp.minimum(r["key_here"][place], vocab - 1), 1)
+            plgpu.copy_gmem_to_smem(r["out"].at[row, columns], r["sums"].at[pl.ds(place, 1), :], r["arrived"])
+
+        plgpu.barrier_wait(r["arrived"])
+        before = jnp.where(block > 0, r["key"][jnp.maximum(block * RUN - 1, 0)], -1)
+        after = r["key"][(block + 1) * RUN]
+        scale = r["scale"][0]
+
+        def step(place: Any, carry: Any) -> Any:
+            total, previous, came = carry
+            target = r["key_here"][place]
+            same = target == previous
+            came = jnp.logical_and(came, same)  # still the run that came from the block before
+            total = jnp.where(lax.broadcast_in_dim(same, total.shape, []), total, 0.0) + r["value_here"][place] * r[
+                "rows"
+            ][place, :].astype(jnp.float32)
+            last = place == RUN - 1
+            following = jnp.where(last, after, r["key_here"][jnp.minimum(place + 1, RUN - 1)])
+            ends, real = following != target, target < vocab
+
+            @pl.when(real & ends & jnp.logical_not(came))
+            def _() -> None:
+                added = r["sums"][place, :].astype(jnp.float32) + scale * total
+                r["sums"][place, :] = added.astype(r["sums"].dtype)
+                plgpu.commit_smem()
+                _store_row(r["sums"].at[pl.ds(place, 1), :], r["out"], target, column_tile)
+
+            @pl.when(real & came & (ends | last))
+            def _() -> None:
+                r["part"][2 * block, columns] = total
+
+            @pl.when(real & last & jnp.logical_not(ends) & jnp.logical_not(came))
+            def _() -> None:
+                r["part"][2 * block + 1, columns] = total
+
+            return total, target, came
+
+        start = plgpu.layout_cast(jnp.zeros(RUN_COLUMNS, jnp.float32), plgpu.Layout.WG_STRIDED((RUN_COLUMNS,), 2))
+        lax.fori_loop(0, RUN, step, (start, before, block > 0))
+        plgpu.wait_smem_to_gmem(0)
+
+    part = jax.ShapeDtypeStruct((2 * blocks, column_tiles * RUN_COLUMNS), jnp.float32)
+    scratch = {
+        "key_here": plgpu.SMEM((RUN,), jnp.int32),
+        "token_here": plgpu.SMEM((RUN,), jnp.int32),
+        "value_here": plgpu.SMEM((RUN,), jnp.float32),
+        "rows": plgpu.SMEM((RUN, RUN_COLUMNS), x.dtype),
+        "sums": plgpu.SMEM((RUN, RUN_COLUMNS), out.dtype),
+        "listed": plgpu.Barrier(num_arrivals=3),
+        "arrived": plgpu.Barrier(num_arrivals=2 * RUN),
+    }
+    return _launch(
+        body, arguments, {"part": part}, name="add_targets", grid=blocks * column_tiles, threads=None, scratch=scratch
+    )
+
+
+def add_long_runs(arguments: dict[str, Any]) -> None:
+    """One program, one block of RUN places and RUN_COLUMNS columns: a run that begins in it and leaves it, from the
+    pieces that :func:`add_targets` left. Arguments: key, out and scale as there, and part."""
+    out, column_tiles = arguments["out"], arguments["part"].shape[1] // RUN_COLUMNS
+    blocks, vocab = arguments["part"].shape[0] // 2, out.shape[0]
+
+    def body(r: dict[str, Any]) -> None:
+        program = lax.axis_index("program")
+        block, column_tile = lax.div(program, column_tiles), lax.rem(program, column_tiles)
+        columns = pl.ds(column_tile * RUN_COLUMNS, RUN_COLUMNS)
+        first, target = r["key"][block * RUN], r["key"][block * RUN + RUN - 1]
+        before = jnp.where(block > 0, r["key"][jnp.maximum(block * RUN - 1, 0)], -1)
+        begins = (first != target) | (before != target)
+        leaves = r["key"][(block + 1) * RUN] == target
+
+        @pl.when(begins & leaves & (target < vocab))
+        def _() -> None:
+            row = pl.ds(target, 1)
+            plgpu.copy_gmem_to_smem(r["out"].at[row, columns], r["sums"], r["arrived"])
+            plgpu.barrier_wait(r["arrived"])
+
+            def more(carry: Any) -> Any:
+                return r["key"][carry[0] * RUN] == target
+
+            def add(carry: Any) -> Any:
+                following, total = carry
+                return following + 1, total + r["part"][2 * following, columns]
+
+            _, total = lax.while_loop(more, add, (block + 1, r["part"][2 * block + 1, columns]))
+            added = r["sums"][0, :].astype(jnp.float32) + r["scale"][0] * total
+            r["sums"][0, :] = added.astype(r["sums"].dtype)
+            plgpu.commit_smem()
+            _store_row(r["sums"], r["out"], target, column_tile)
+            plgpu.wait_smem_to_gmem(0)
+
+    scratch = {"sums": plgpu.SMEM((1, RUN_COLUMNS), out.dtype), "arrived": plgpu.Barrier()}
+    _launch(body, arguments, {}, name="add_long_runs", grid=blocks * column_tiles, threads=None, scratch=scratch)

@@ -1,0 +1,368 @@
+"""The Pallas kernels without a GPU: every configuration lowered for CUDA, under both lines of jax, and, where jax has
+the interpreter, small problems under the same rule as everywhere, with races looked for.
+
+On a GPU of compute capability 9, tests/implementations.py adds the kernels to every test (marker ``gpu``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="these tests are about JAX")
+pytest.importorskip("absl", reason="absl-py is not installed, which JAX's Pallas modules for GPUs import")
+
+import jax.numpy as jnp  # noqa: E402
+from implementations import JaxPallas, JaxPallasCuda, assert_within, problem_named, run_case, truth  # noqa: E402
+
+from logitless import plan, reference  # noqa: E402
+from logitless.jax_impl import kernels, linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.tolerances import TINY, error  # noqa: E402
+
+PALLAS = JaxPallas()
+INTERPRET = "LOGITLESS_PALLAS_INTERPRET"
+HERE = f"this is {jax.__version__} on {jax.default_backend()}"
+needs_interpreter = pytest.mark.skipif(
+    not kernels.can_interpret() or jax.default_backend() != "cpu",
+    reason=f"interpreting takes jax 0.11 and a CPU as JAX's device, {HERE}",
+)
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Interpreted kernels; a race that the interpreter reports fails the test."""
+    monkeypatch.setenv(INTERPRET, "1")
+    yield
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INTERPRET, "0")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lowered for CUDA
+
+ALL = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "logit_scale": 1.5}
+SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-4}
+TWO_PASS = {"order": "tokens", "chunk": 64, "one_pass": False}
+# Every kernel with everything that changes its code: plan, bias, class weights, statistics, dtype, sizes, options.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias_statistics": {"bias": True, "return_stats": True},
+    "two_pass_smooth": {"plan": TWO_PASS, "bias": True, "class_weight": True, **SMOOTH},
+    "vocab_all": {"plan": {"order": "vocab", "chunk": 256}, "bias": True, "class_weight": True, **ALL},
+    "all": {"bias": True, "class_weight": True, "return_stats": True, **ALL},
+    "chunks_smooth": {"plan": {"order": "tokens", "chunk": 72}, "bias": True, "class_weight": True, **SMOOTH},
+    "none": {"reduction": "none", "class_weight": True, **ALL},
+    "float16": {"dtype": "float16", "bias": True},
+    "odd": {"sizes": (188, 31, 123)},
+    "one": {"sizes": (1, 7, 1)},
+    "head": {"sizes": (4096, 4096, 128256)},
+}
+
+
+def lowered(function: Any, *arguments: Any) -> str:
+    text: str = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return text
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_lowers_for_cuda(name: str, compiled: None) -> None:
+    options = dict(CONFIGURATIONS[name])
+    tokens, hidden, vocab = options.pop("sizes", (200, 192, 1000))
+    dtype, wanted = options.pop("dtype", "bfloat16"), options.pop("plan", None)
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": dtype, "fused": True}
+    chosen = None if wanted is None else plan(**sizes, **wanted)
+    with_bias, with_classes = options.pop("bias", False), options.pop("class_weight", False)
+    shape = jax.ShapeDtypeStruct
+    x, w, y = shape((tokens, hidden), dtype), shape((vocab, hidden), dtype), shape((tokens,), jnp.int32)
+    b = shape((vocab,), dtype) if with_bias else None
+    k = shape((vocab,), jnp.float32) if with_classes else None
+
+    def loss(x: Any, w: Any, b: Any, y: Any, k: Any) -> Any:
+        made = linear_cross_entropy(x, w, y, b, class_weight=k, plan=chosen, backend="pallas", **options)
+        return made[0].sum() if isinstance(made, tuple) else made.sum()
+
+    text = lowered(jax.value_and_grad(loss, (0, 1, 2) if with_bias else (0, 1)), x, w, b, y, k)
+    assert "mosaic_gpu" in text
+    assert "dot_general" not in text  # no product is left to XLA
+
+
+def test_log_probs_lower_for_cuda(compiled: None) -> None:
+    shape = jax.ShapeDtypeStruct
+    x, w, y = shape((200, 192), jnp.bfloat16), shape((1000, 192), jnp.bfloat16), shape((200,), jnp.int32)
+
+    def total(x: Any, w: Any, y: Any) -> Any:
+        log_prob, entropy = linear_log_probs(x, w, y, with_entropy=True, backend="pallas")
+        return log_prob.sum() + entropy.sum()
+
+    assert "mosaic_gpu" in lowered(jax.value_and_grad(total, (0, 1)), x, w, y)
+
+
+@pytest.mark.parametrize("width", [64, 320])
+def test_a_row_is_stored_no_further_than_its_matrix(
+    width: int, compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that lies in one piece is stored as so many bytes: a wider one would run on into the row below."""
+    stored = []
+    copy = kernels.plgpu.copy_smem_to_gmem
+
+    def recorded(source: Any, destination: Any, **more: Any) -> None:
+        stored.append((source.shape, destination.shape))
+        copy(source, destination, **more)
+
+    monkeypatch.setattr(kernels.plgpu, "copy_smem_to_gmem", recorded)
+    shape = jax.ShapeDtypeStruct
+    places = jnp.zeros(2 * kernels.RUN, jnp.int32)
+
+    def targets(x: Any, out: Any) -> Any:
+        reference = jax.new_ref(out)
+        lists = {"key": places, "token": places, "value": jnp.ones(places.shape)}
+        arguments = {"x": x, "out": reference, "scale": jnp.ones(1)}
+        part = kernels.add_targets(lists | arguments)["part"]
+        kernels.add_long_runs({"key": places, "scale": arguments["scale"], "part": part, "out": reference})
+        return reference[...]
+
+    assert "mosaic_gpu" in lowered(targets, shape((20, width), jnp.bfloat16), shape((100, width), jnp.bfloat16))
+    wanted = [(1, 64)] if width == 64 else [(1, 256), (1, 64)]
+    assert stored == 2 * [(one, one) for one in wanted]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# jax's transformations
+
+
+def batch() -> tuple[Any, Any, Any]:
+    shape = jax.ShapeDtypeStruct
+    return shape((3, 40, 64), jnp.bfloat16), shape((300, 64), jnp.bfloat16), shape((3, 40), jnp.int32)
+
+
+@pytest.mark.case(32)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap_of_grad_lowers_or_says_why_not(reduction: Any, compiled: None) -> None:
+    def total(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, reduction=reduction, backend="pallas").sum()
+
+    mapped = jax.vmap(jax.value_and_grad(total, (0, 1)), (0, None, 0))
+    if jax.__version_info__ >= (0, 11):
+        assert "mosaic_gpu" in lowered(mapped, *batch())
+        return
+    with pytest.raises(NotImplementedError, match=r"under jax.vmap needs jax 0\.11 or newer.*backend='xla'"):
+        lowered(mapped, *batch())
+
+
+@pytest.mark.case(32)
+def test_checkpoint_scan_and_donation_lower(compiled: None) -> None:
+    x, w, y = batch()
+    x, y = jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.ShapeDtypeStruct(y.shape[1:], y.dtype)
+
+    @jax.checkpoint
+    def model(x: Any, w: Any, y: Any) -> Any:
+        def layer(h: Any, _: Any) -> Any:
+            h = jnp.tanh(h)
+            return h, linear_cross_entropy(h, w, y, backend="pallas")
+
+        return jax.lax.scan(layer, x, None, length=3)[1].sum()
+
+    def step(x: Any, w: Any, y: Any) -> Any:
+        dx, dw = jax.grad(model, (0, 1))(x, w, y)
+        return x - dx, w - dw
+
+    text = jax.jit(step, donate_argnums=(0, 1)).trace(x, w, y).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert text.count("tf.aliasing_output") == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interpreted
+
+# Interpreting is slow: 6 to 17 s each.
+RUNS = (
+    ("odd_all", "bfloat16", "default"),
+    ("odd_most", "bfloat16", "tokens"),
+    ("odd_softcap", "bfloat16", "vocab"),
+    ("confident_wrong", "bfloat16", "default"),
+    ("odd_none_all", "float16", "default"),
+)
+
+
+@needs_interpreter
+@pytest.mark.case(1)
+@pytest.mark.case(23)
+@pytest.mark.parametrize(("name", "dtype", "order"), RUNS)
+def test_within_the_rule(name: str, dtype: str, order: str, interpreter: None) -> None:
+    problem = problem_named(name).with_dtype(dtype)
+    sizes = {"tokens": problem.tokens, "hidden": problem.hidden, "vocab": problem.vocab, "dtype": dtype, "fused": True}
+    plans = {"default": {}, "tokens": {"order": "tokens", "chunk": 96}, "vocab": {"order": "vocab", "chunk": 64}}
+    chosen = plan(**sizes, **plans[order])
+    with_statistics = name == "odd_all"
+    outcome = run_case(PALLAS, problem.case(), plan=chosen, return_stats=with_statistics)
+    assert_within(problem, outcome)
+    if not with_statistics:
+        return
+    made, true = outcome.stats, truth(problem).stats
+    for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
+        assert error(getattr(made, field), getattr(true, field)) <= TINY[dtype], field
+    assert (made.argmax == true.argmax).all()
+
+
+@needs_interpreter
+def test_log_probs_and_entropy(interpreter: None) -> None:
+    rng = np.random.default_rng(3)
+    x, w = (np.asarray(jnp.asarray(rng.standard_normal(s), jnp.bfloat16), np.float32) for s in ((20, 12), (70, 12)))
+    y = rng.integers(0, 70, 20)
+    y[::6] = -100
+    g1, g2 = rng.standard_normal((2, 20)).astype(np.float32)
+    upstream = {"log_prob_upstream": g1, "entropy_upstream": g2, "logit_scale": 0.7}
+    made = PALLAS.run_log_probs(x, w, y, dtype="bfloat16", **upstream)
+    true = reference.linear_log_probs(x, w, y, **upstream)
+    assert error(made.log_prob, true.log_prob) <= TINY["bfloat16"]
+    assert error(made.entropy, true.entropy) <= TINY["bfloat16"]
+
+
+@needs_interpreter
+def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The interpreter can go red: a tile stored over the one before, which is still on its way."""
+    monkeypatch.setenv(INTERPRET, "1")
+    wait = kernels.plgpu.wait_smem_to_gmem
+    monkeypatch.setattr(kernels.plgpu, "wait_smem_to_gmem", lambda n, **more: None if n else wait(n, **more))
+    e, x = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
+    numbers = {"rows": jnp.full(1, 8, jnp.int32), "start": jnp.zeros(1, jnp.int32)}
+    out = {"out": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+    jax.block_until_ready(kernels.weight(numbers | {"e": e, "x": x}, out, columns=64, adds=False))
+    assert "RACE DETECTED" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On the GPU: what the tests of all implementations do not show
+
+
+@pytest.fixture
+def hopper(compiled: None) -> None:
+    JaxPallasCuda.skip_unless_hopper()
+
+
+def problem(count: int = 3) -> tuple[Any, Any, Any]:
+    """Hidden states [count, 300, 320] and ids of several problems, one weight [3001, 320]."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (count, 300, 320), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (3001, 320)) * 320**-0.5).astype(jnp.bfloat16)
+    y = jax.random.randint(keys[2], (count, 300), 0, 3001)
+    return x, w, jnp.where(jax.random.uniform(keys[3], y.shape) < 0.2, -100, y)
+
+
+def loss(x: Any, w: Any, y: Any) -> Any:
+    return linear_cross_entropy(x, w, y, z_loss=1e-3, label_smoothing=0.1, backend="pallas")
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        assert np.array_equal(np.asarray(a), np.asarray(b))
+
+
+def assert_close(one: Any, other: Any) -> None:
+    """Of two programs that XLA fuses differently: a sum in float32 may go another way, and with it a rounding."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        assert error(a, b) <= 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.case(32)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap_of_grad_is_each_problem_by_itself(reduction: Any, hopper: None) -> None:
+    def total(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, reduction=reduction, backend="pallas").sum()
+
+    x, w, y = problem()
+    one = jax.value_and_grad(total, (0, 1))
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("jax.vmap over the kernels needs jax 0.11")
+    mapped = jax.jit(jax.vmap(one, (0, None, 0)))(x, w, y)
+    for i in range(len(x)):
+        assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], mapped), jax.jit(one)(x[i], w, y[i]))
+
+
+@pytest.mark.gpu
+@pytest.mark.case(32)
+def test_runs_jit_checkpoint_and_donation(hopper: None) -> None:
+    """The same bits from run to run; the same gradients however they are asked for."""
+    (x,), w, (y,) = problem(1)
+
+    def step(one_loss: Any) -> Any:
+        def run(x: Any, w: Any, y: Any) -> Any:
+            return jax.value_and_grad(one_loss, (0, 1))(x, w, y)
+
+        return run
+
+    jitted = jax.jit(step(loss))
+    plain = jitted(x, w, y)
+    for _ in range(3):
+        assert_same_bits(plain, jitted(x, w, y))
+    assert_close(plain, step(loss)(x, w, y))
+    assert_close(plain, jax.jit(step(jax.checkpoint(loss)))(x, w, y))
+    given = jnp.copy(x), jnp.copy(w)
+    assert_close(plain, jax.jit(step(loss), donate_argnums=(0, 1))(*given, y))
+    assert all(array.is_deleted() for array in given)
+
+
+@pytest.mark.gpu
+@pytest.mark.case(32)
+def test_scan_over_layers(hopper: None) -> None:
+    (x,), w, (y,) = problem(1)
+
+    def gradients(backend: str) -> Any:
+        def run(x: Any, w: Any) -> Any:
+            def layer(h: Any, _: Any) -> Any:
+                h = jnp.tanh(h)
+                return h, linear_cross_entropy(h, w, y, backend=backend)
+
+            return jax.lax.scan(layer, x, None, length=3)[1].sum()
+
+        return jax.jit(jax.grad(run, (0, 1)))(x, w)
+
+    for ours, portable in zip(gradients("pallas"), gradients("xla"), strict=True):
+        assert error(ours, portable) <= 1e-2  # dW is summed in bfloat16 by the scan's derivative
+
+
+@pytest.mark.gpu
+@pytest.mark.case(5)
+def test_two_backwards_of_one_forward(hopper: None) -> None:
+    (x,), w, (y,) = problem(1)
+    _, backward = jax.vjp(lambda x, w: loss(x, w, y), x, w)
+    first, second, again = (backward(jnp.float32(scale)) for scale in (4.0, -0.5, 4.0))
+    assert_same_bits(first, again)
+    for one, two in zip(first, second, strict=True):
+        assert error(two, -np.asarray(one, np.float64) / 8) <= 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.case(9)
+def test_ids_outside_the_vocabulary_make_nan(hopper: None) -> None:
+    (x,), w, (y,) = problem(1)
+    y = y.at[jnp.array([1, 2, 3])].set(jnp.array([3001, -1, 2**31 - 1]))
+    losses = linear_cross_entropy(x, w, y, reduction="none", backend="pallas")
+    assert np.flatnonzero(np.isnan(losses)).tolist() == [1, 2, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(1, 64, 5), (5, 192, 64), (127, 320, 63), (129, 64, 257), (200, 72, 1000)])
+def test_edges_of_tiles(sizes: tuple[int, int, int], hopper: None) -> None:
+    """Sizes around those of tiles and of the pieces that are stored, against plain operations."""
+    tokens, hidden, vocab = sizes
+    keys = jax.random.split(jax.random.key(1), 3)
+    x = jax.random.normal(keys[0], (tokens, hidden), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (vocab, hidden)) * hidden**-0.5).astype(jnp.bfloat16)
+    y = jax.random.randint(keys[2], (tokens,), 0, vocab)
+
+    def gradients(backend: str) -> Any:
+        return jax.grad(lambda x, w: linear_cross_entropy(x, w, y, backend=backend), (0, 1))(x, w)
+
+    for ours, portable in zip(gradients("pallas"), gradients("xla"), strict=True):
+        assert error(ours, portable) <= 6e-3
