@@ -29,20 +29,22 @@ endif
 TORCH_PIN := torch==2.13.0
 # The CPU build of torch brings no triton; the tests interpret the kernels with it.
 TRITON_PIN := "triton==3.9.0; sys_platform == 'linux'"
+# The JAX examples besides the plain one.
+EXAMPLE_PINS := $(if $(filter 3.11,$(PYTHON_VERSION)),flax==0.12.8,flax==0.12.12) equinox==0.13.8
 JAX_PIN := $(if $(filter 3.11,$(PYTHON_VERSION)),jax==0.10.2,jax==0.11.2)
 
 ifeq "$(FRAMEWORKS)" "torch,jax"
 VENV ?= .venv
 PINS := $(TORCH_PIN) $(JAX_PIN)
 EXTRAS := demo
-TEST_PINS := $(TRITON_PIN)
+TEST_PINS := $(TRITON_PIN) $(EXAMPLE_PINS)
 TEST_NEEDS := lint
 else ifeq "$(FRAMEWORKS)" "jax"
 # Lint and types are left out: type checking needs both frameworks installed.
 VENV ?= .venv-jax
 PINS := $(JAX_PIN)
 EXTRAS := jax,demo-tools
-TEST_PINS :=
+TEST_PINS := $(EXAMPLE_PINS)
 TEST_NEEDS :=
 else
 $(error FRAMEWORKS is '$(FRAMEWORKS)', allowed are 'torch,jax' and 'jax')

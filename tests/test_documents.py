@@ -32,11 +32,12 @@ def test_readme_has_a_block_per_framework() -> None:
     assert sorted(map(framework_of, BLOCKS)) == ["jax", "torch"]
 
 
-@pytest.mark.parametrize("name", ["torch", "jax"])
-def test_examples_learn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip(name, reason="the example needs it")
-    if name == "jax":
-        pytest.importorskip("optax", reason="the example needs it")
+@pytest.mark.parametrize(
+    ("name", "needs"), [("torch", ()), ("jax", ("optax",)), ("flax", ("optax",)), ("equinox", ("optax",))]
+)
+def test_examples_learn(name: str, needs: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    for module in (name, *needs):
+        pytest.importorskip(module, reason="the example needs it")
     last = runpy.run_path(str(ROOT / "examples" / f"{name}_training.py"))["main"]()
     first = float(capsys.readouterr().out.split("loss ")[1].split()[0])
     assert first == pytest.approx(np.log(4096), rel=0.1)
