@@ -359,10 +359,12 @@ def test_torch_only_refusals() -> None:
 
 def test_nothing_is_computed_before_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="counts torch operations")
-    from logitless.torch_impl import linear_cross_entropy, steps
+    from logitless.torch_impl import linear_cross_entropy
+    from logitless.torch_impl.steps import MODULES
 
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(steps, "prepare", lambda *_: pytest.fail("computed before the checks were done"))
+    for backend in MODULES.values():
+        monkeypatch.setattr(backend, "prepare", lambda *_: pytest.fail("computed before the checks were done"))
     x, w, y = torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.long)
     for bad in ({"softcap": -1.0}, {"memory_budget": 1}, {"backend": "triton"}, {"token_weight": torch.ones(3)}):
         with pytest.raises((ValueError, NotImplementedError)):

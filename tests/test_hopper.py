@@ -26,7 +26,6 @@ PLAIN = (
     "known fp16",
     "hidden",
     "hidden, split",
-    "hidden sum",
     "hidden sum, add",
     "weight",
 )
