@@ -6,5 +6,7 @@ See ``docs/interop.md`` for what is shared, what is copied and how long the memo
 
 from logitless.interop.bridges import jax_in_torch, torch_in_jax
 from logitless.interop.exchange import to_jax, to_torch
+from logitless.interop.own_arrays import load_case
+from logitless.interop.parity import Comparison, compare
 
-__all__ = ["jax_in_torch", "to_jax", "to_torch", "torch_in_jax"]
+__all__ = ["Comparison", "compare", "jax_in_torch", "load_case", "to_jax", "to_torch", "torch_in_jax"]

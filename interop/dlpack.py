@@ -12,6 +12,8 @@ import importlib
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from logitless.interop.lifetime import leased_to_jax, leased_to_torch
+
 if TYPE_CHECKING:
     import jax
     import torch
@@ -51,10 +53,11 @@ _ENABLE_X64 = 'jax.config.update("jax_enable_x64", True)'
 _JAX_CPU_ALIGNMENT = 64
 
 
-def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
+def to_jax(tensor: torch.Tensor, *, copy: bool | None = None, lease: bool = True) -> jax.Array:
     """The same values as a ``jax.Array`` on the same device, bit for bit.
 
-    See :func:`logitless.interop.to_jax`, which takes pytrees too.
+    See :func:`logitless.interop.to_jax`, which takes pytrees too. ``lease=False``: on a GPU the caller sees to it that
+    the memory outlives JAX's use of it.
     """
     require_both("to_jax")
     import jax.dlpack
@@ -69,11 +72,12 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     # after it has returned.
     on_gpu = source.device.type == "cuda"
     with torch.cuda.device(source.device) if on_gpu else nullcontext():  # torch exports from its current device only
-        array: jax.Array = jax.dlpack.from_dlpack(source, copy=False)
+        leased = leased_to_jax(source) if on_gpu and lease else source
+        array: jax.Array = jax.dlpack.from_dlpack(leased, copy=False)
     return array
 
 
-def share(tensor: torch.Tensor) -> jax.Array:
+def share(tensor: torch.Tensor, *, lease: bool = True) -> jax.Array:
     """to_jax for the bridges, which see to gradients themselves: detached, and contiguous where it must be.
 
     What to_jax refuses for its layout in memory (steps, expanded, pending conjugation) is copied, as torch's own
@@ -86,7 +90,7 @@ def share(tensor: torch.Tensor) -> jax.Array:
         plain = plain.resolve_conj().resolve_neg()
         if not fills_one_block(plain):
             plain = plain.contiguous()
-    return to_jax(plain)
+    return to_jax(plain, lease=lease)
 
 
 def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
@@ -101,7 +105,8 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
     check_array(array)
     # The copy is made by JAX, not by torch's clone: the result then owns memory that no other array shares, however
     # soon the source is dropped.
-    return from_dlpack(array.copy() if copy else array)
+    tensor = from_dlpack(array.copy() if copy else array)
+    return leased_to_torch(tensor) if tensor.is_cuda else tensor
 
 
 def require_both(needed_by: str) -> None:

@@ -8,7 +8,8 @@ and checked for writes in place, also where they are the caller's own tensors, s
 
 On a GPU the order of streams follows from the exchange: JAX waits for torch's current stream before it reads an
 argument, and torch's current stream waits for JAX before anything after the call, since every call hands at least one
-result back. So arguments may be overwritten or freed as soon as the call has returned, as with any torch function.
+result back. So arguments may be overwritten or freed as soon as the call has returned, as with any torch function, and
+need no lease (lifetime.py).
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class JaxInTorch:
         made = []
         for number, value in enumerate(given):
             try:
-                made.append(dlpack.share(value) if isinstance(value, Tensor) else value)
+                made.append(dlpack.share(value, lease=False) if isinstance(value, Tensor) else value)
             except (TypeError, ValueError, NotImplementedError) as error:
                 raise type(error)(f"{name(number)}: {error}") from error
         return made
@@ -176,8 +177,10 @@ class _Call(torch.autograd.Function):
             with ExitStack() as stack:
                 for setting in ctx.config:
                     stack.enter_context(setting())
-                residuals = [dlpack.share(saved[item]) if isinstance(item, int) else item[0] for item in ctx.kept]
-                cotangents = [dlpack.share(gradient) for gradient in upstream if gradient is not None]
+                residuals = [
+                    dlpack.share(saved[item], lease=False) if isinstance(item, int) else item[0] for item in ctx.kept
+                ]
+                cotangents = [dlpack.share(gradient, lease=False) for gradient in upstream if gradient is not None]
                 made = ctx.bridge.backward(ctx.traced, present, residuals, cotangents)
             for number, gradient in zip(ctx.wanted, made, strict=True):
                 gradients[number] = dlpack.to_torch(gradient)
