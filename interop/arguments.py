@@ -64,9 +64,12 @@ def split(
         try:
             key.append((type(leaf), leaf.hex() if type(leaf) is float else leaf))
             hash(key[-1])
+            allowed = not hasattr(leaf, "__dlpack__")  # another framework's array is no constant, hashable or not
         except TypeError:
+            allowed = False
+        if not allowed:
             place = leaf_name((args, kwargs), index)
-            raise TypeError(f"{place}: got {type_name(leaf)}, allowed is {wanted}, or a hashable constant") from None
+            raise TypeError(f"{place}: got {type_name(leaf)}, allowed is {wanted}, or a hashable constant")
         rest.append(leaf)
     return arrays, Layout(tree, tuple(rest), tuple(key))
 

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from jax.extend.core import jaxpr_as_fun
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from logitless.interop import arguments, dlpack, exchange
 from logitless.interop.arguments import Layout
@@ -168,8 +167,12 @@ class _Call(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True; without a graph a second derivative would be 0, silently
+            raise NotImplementedError(
+                "a function of jax_in_torch can be differentiated once: got create_graph=True; differentiate twice in "
+                "JAX, inside the function"
+            )
         saved = ctx.saved_tensors  # raises after a write in place, and after the graph was freed
         present = tuple(gradient is not None for gradient in upstream)
         gradients: list[Tensor | None] = [None] * ctx.count

@@ -16,8 +16,8 @@ HEADINGS = {"loss": "loss", "dhidden": "dX", "dweight": "dW", "dbias": "db"}
 
 NOTE = (
     f"Errors against float64 in units of the ideal path's (allowed: {RATIO} × and a little, core/tolerances.py); a "
-    "plain number is a relative error, where the ideal path's counts for nothing. The reference is held against a second "
-    "float64 computation."
+    "plain number is a relative error, where the ideal path's counts for nothing. The reference is held against a "
+    "second float64 computation."
 )
 
 
