@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from logitless.problems import Case
+from logitless.spec import unavailable_error
 
 Outputs = dict[str, Any]
 """loss, dhidden, dweight and, with a bias, dbias."""
@@ -104,8 +105,13 @@ def torch_backend(name: str) -> Runner:
     """torch_impl with this backend."""
 
     def run(case: Case) -> Outputs:
+        import torch
+
         from logitless import torch_impl
 
+        if name == "triton" and not torch.cuda.is_available():
+            # Under TRITON_INTERPRET=1 they would run, in another arithmetic than a GPU's.
+            raise unavailable_error(name, "its kernels need a CUDA device", usable="eager")
         return torch_with(lambda **given: torch_impl.linear_cross_entropy(**given, backend=name))(case)
 
     return run
