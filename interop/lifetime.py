@@ -12,6 +12,7 @@ waits until the receiver's stream has come to this point, and only then lets go.
 from __future__ import annotations
 
 import functools
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -97,6 +98,7 @@ def _tick() -> Callable[[Any], Any]:
 # The waiting thread
 
 _waiting: queue.SimpleQueue[tuple[Callable[[], object], Any]] = queue.SimpleQueue()
+_log = logging.getLogger(__name__)
 _start = threading.Lock()
 _thread: threading.Thread | None = None
 
@@ -124,5 +126,8 @@ def _ensure_thread() -> None:
 def _release() -> None:
     while True:
         wait, memory = _waiting.get()
-        wait()
+        try:
+            wait()
+        except Exception:  # the device is lost or the interpreter is going; its memory is then nobody's to protect
+            _log.exception("waiting for the last use of shared memory failed")
         del wait, memory
