@@ -720,6 +720,10 @@ class TestTorchInJaxRefuses:
         twice = jax.grad(jax.grad(lambda x: function(x)))
         with pytest.raises(NotImplementedError, match="differentiated once, in reverse mode"):
             (jax.jit(twice) if jit else twice)(1.0 * jnp.ones(()))
+        _, pull_back = jax.vjp(function, jnp.ones(()))
+        again = jax.grad(lambda upstream: pull_back(upstream)[0])
+        with pytest.raises(NotImplementedError, match="differentiated once, in reverse mode"):
+            (jax.jit(again) if jit else again)(jnp.ones(()))
         with pytest.raises(TypeError, match="forward-mode"):
             jax.jvp(function, (jnp.ones(()),), (jnp.ones(()),))
 
