@@ -1,10 +1,12 @@
-"""The command line: ``python -m logitless plan | doctor | demo``.
+"""The command line: ``python -m logitless plan | doctor | parity | demo``.
 
 A mistake of the user ends with exit code 2 and one line on stderr; commands import what they need when they run.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -262,3 +264,90 @@ def demo(
     except DisagreementError as disagreement:
         typer.echo(f"error: {disagreement}", err=True)
         raise typer.Exit(1) from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# parity
+
+PARITY_PROBLEMS = ("odd", "odd_most", "odd_none_most", "gemma", "confident_wrong")
+PARITY_DTYPES = ("float32", "bfloat16")
+
+
+@app.command()
+def parity(
+    problems: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"Names of core/problems.py; default: {', '.join(PARITY_PROBLEMS)}.", show_default=False),
+    ] = None,
+    arrays: Annotated[
+        Path | None, typer.Option(help="Your own .npz or .safetensors with hidden, weight, target and perhaps bias.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="What to compute in; may be repeated. Default: float32 and bfloat16, or that of --arrays."),
+    ] = None,
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only this one, which must then run; may be repeated. Default: all that run here."),
+    ] = None,
+    ignore_index: Annotated[int, typer.Option(help="Marks tokens of --arrays without a loss.")] = -100,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything there as JSON.")] = None,
+) -> None:
+    """Run every implementation on identical bytes and hold it against float64. Exit code 1 on disagreement."""
+    from logitless.interop.parity import compare
+    from logitless.interop.parity_report import notes, table
+
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and torch share a GPU's memory
+    console = Console()
+    comparisons = []
+    try:
+        for case in _parity_cases(problems, arrays, dtype, ignore_index):
+            comparisons.append(compare(case, implementation))
+            console.print(table(comparisons[-1]))
+        console.print(notes(comparisons), soft_wrap=True)
+        if json_path is not None:
+            _write_parity(json_path, comparisons)
+    except (ImportError, TypeError, ValueError) as mistake:
+        _fail(str(mistake))
+    wrong = [f"{c.problem} {c.dtype}" for c in comparisons if not c.agrees]
+    if wrong:
+        typer.echo(f"error: no agreement on {', '.join(wrong)}", err=True)
+        raise typer.Exit(1)
+
+
+def _parity_cases(
+    names: list[str] | None, arrays: Path | None, dtypes: list[str] | None, ignore_index: int
+) -> list[Any]:
+    """What to compare: the named problems in every dtype, and the user's own arrays."""
+    from logitless.interop.own_arrays import load_case
+    from logitless.problems import BY_NAME
+    from logitless.spec import LossOptions
+
+    unknown = [dtype for dtype in dtypes or () if dtype not in FLOAT_DTYPES]
+    if unknown:
+        raise ValueError(f"dtype: got {unknown[0]!r}, allowed are {', '.join(FLOAT_DTYPES)}")
+    names = list(PARITY_PROBLEMS) if names is None and arrays is None else names or []
+    for name in names:
+        if name not in BY_NAME:
+            raise ValueError(f"problems: got {name!r}, allowed are {', '.join(BY_NAME)}")
+    cases: list[Any] = [BY_NAME[name].with_dtype(dtype) for name in names for dtype in dtypes or PARITY_DTYPES]
+    if arrays is not None:
+        options = LossOptions(ignore_index=ignore_index)
+        cases += [load_case(arrays, dtype=dtype, options=options) for dtype in dtypes or (None,)]
+    return cases
+
+
+def _write_parity(path: Path, comparisons: list[Any]) -> None:
+    from logitless.doctor import PACKAGES, installed_versions
+
+    agrees = all(comparison.agrees for comparison in comparisons)
+    written = {
+        "logitless": logitless.__version__,
+        "versions": installed_versions(PACKAGES),
+        "agrees": agrees,
+        "comparisons": [comparison.to_dict() for comparison in comparisons],
+    }
+    try:
+        path.write_text(json.dumps(written, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"json: got {str(path)!r}, where nothing can be written ({error.strerror})") from error

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from logitless.problems import BY_NAME, Case, Problem
@@ -75,7 +75,7 @@ def examine() -> Report:
     return Report(
         python=f"{platform.python_version()} ({platform.python_implementation()})",
         system=f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} CPUs",
-        packages={name: _version(name) for name in PACKAGES},
+        packages=installed_versions(PACKAGES),
         devices={
             "NVIDIA driver": f"{cuda_device_count()} CUDA device(s)",
             "torch": _described(_torch_devices, "torch"),
@@ -167,6 +167,11 @@ def installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # an import hook refuses the name, or a module without a spec stands in its place
         return False
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Package → version, or the words "not installed"."""
+    return {name: _version(name) for name in packages}
 
 
 def _version(package: str) -> str:

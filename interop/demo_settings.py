@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +54,12 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The loss of every step before its update, and how long the step took (seconds)."""
+    """The loss of every step before its update, how long the step took (seconds), and what came of it."""
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
+    parameters: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The trained parameters, in the framework's own arrays."""
 
     @property
     def median_step_s(self) -> float:

@@ -12,6 +12,8 @@ import importlib
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from logitless.interop.lifetime import leased_to_jax, leased_to_torch
+
 if TYPE_CHECKING:
     import jax
     import torch
@@ -45,39 +47,19 @@ EXCHANGED_DTYPES = (
 _NARROWED = {"int64": ("int32", -(2**31), 2**31 - 1), "uint64": ("uint32", 0, 2**32 - 1)}
 _ROUNDED = {"float64": "float32", "complex128": "complex64"}
 
+_ENABLE_X64 = 'jax.config.update("jax_enable_x64", True)'
+
 # JAX's CPU client takes over only buffers that start on such a boundary (bytes); torch's allocator always gives one.
 _JAX_CPU_ALIGNMENT = 64
 
 
-def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
+def to_jax(tensor: torch.Tensor, *, copy: bool | None = None, lease: bool = True) -> jax.Array:
     """The same values as a ``jax.Array`` on the same device, bit for bit.
 
-    The memory is shared where possible: a write to ``tensor`` is then seen by the JAX array (which JAX takes to be
-    immutable), so finish the JAX computations that read it first, or ask for a copy. The array keeps the memory alive.
-
-    Args:
-        tensor: a plain ``torch.Tensor`` or ``torch.nn.Parameter`` of any shape that does not require a gradient, on a
-            CPU or CUDA device, with a dtype of ``EXCHANGED_DTYPES``. Its elements fill one block of memory in any order
-            of the axes (contiguous, transposed, channels last).
-        copy: None shares the memory where possible and copies in two cases: a CPU buffer that does not start on a
-            64-byte boundary, and int64 (uint64) while ``jax_enable_x64`` is off. The latter becomes int32 (uint32)
-            after a check of every value, which waits for a GPU tensor. False raises ValueError instead of copying. True
-            always makes a fresh, contiguous copy, and so accepts views with steps and expanded views too.
-
-    Returns:
-        An array of the tensor's shape and dtype (int32 for int64 and uint32 for uint64 while x64 is off).
-
-    Raises:
-        ImportError: torch or jax is not installed.
-        TypeError: not a torch tensor; a tensor subclass; a dtype that cannot be exchanged; ``copy`` is no bool.
-        ValueError: requires_grad or a forward-mode tangent; sparse, nested, quantized, meta; no memory of its own; a
-            pending conjugation or negation; steps, expanded or overlapping elements; float64 or complex128, or an
-            integer that does not fit, while x64 is off; a copy is needed and ``copy=False``. The message names the
-            remedy.
-        NotImplementedError: a device other than CPU and CUDA, or CUDA where JAX has no CUDA backend.
+    See :func:`logitless.interop.to_jax`, which takes pytrees too. ``lease=False``: on a GPU the caller sees to it that
+    the memory outlives JAX's use of it.
     """
-    _require("torch", needed_by="to_jax")
-    _require("jax", needed_by="to_jax")
+    require_both("to_jax")
     import jax.dlpack
     import torch
 
@@ -90,42 +72,47 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     # after it has returned.
     on_gpu = source.device.type == "cuda"
     with torch.cuda.device(source.device) if on_gpu else nullcontext():  # torch exports from its current device only
-        array: jax.Array = jax.dlpack.from_dlpack(source, copy=False)
+        leased = leased_to_jax(source) if on_gpu and lease else source
+        array: jax.Array = jax.dlpack.from_dlpack(leased, copy=False)
     return array
+
+
+def share(tensor: torch.Tensor, *, lease: bool = True) -> jax.Array:
+    """to_jax for the bridges, which see to gradients themselves: detached, and contiguous where it must be.
+
+    What to_jax refuses for its layout in memory (steps, expanded, pending conjugation) is copied, as torch's own
+    functions do. Raises what to_jax raises for everything else.
+    """
+    import torch
+
+    plain = tensor.detach()
+    if plain.layout == torch.strided and not plain.is_nested:
+        plain = plain.resolve_conj().resolve_neg()
+        if not fills_one_block(plain):
+            plain = plain.contiguous()
+    return to_jax(plain, lease=lease)
 
 
 def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
     """The same values as a ``torch.Tensor`` on the same device, bit for bit.
 
-    Waits until the array is computed (on a GPU: makes torch's current stream wait). The memory is shared unless
-    ``copy=True``: torch cannot mark it read-only, but JAX takes its arrays to be immutable and may hold the same buffer
-    in several of them, so never write to the tensor in place. The tensor keeps the memory alive.
-
-    Args:
-        array: a concrete ``jax.Array`` of any shape, whole on one CPU or GPU device, with a dtype of
-            ``EXCHANGED_DTYPES``.
-        copy: None and False share the memory; True makes a fresh copy that may be written to.
-
-    Returns:
-        A tensor of the array's shape and dtype that does not require a gradient.
-
-    Raises:
-        ImportError: torch or jax is not installed.
-        TypeError: not a JAX array; a tracer (inside jit, grad, vmap, …); a PRNG key; a dtype that cannot be exchanged;
-            ``copy`` is no bool.
-        ValueError: a deleted (donated) array; an array on several devices.
-        NotImplementedError: a device other than CPU and GPU, or a GPU array where torch has no CUDA device.
+    See :func:`logitless.interop.to_torch`, which takes pytrees too.
     """
-    _require("torch", needed_by="to_torch")
-    _require("jax", needed_by="to_torch")
+    require_both("to_torch")
     from torch.utils.dlpack import from_dlpack
 
     _check_copy(copy)
-    _check_array_kind(array)
-    _check_array_state(array)
+    check_array(array)
     # The copy is made by JAX, not by torch's clone: the result then owns memory that no other array shares, however
     # soon the source is dropped.
-    return from_dlpack(array.copy() if copy else array)
+    tensor = from_dlpack(array.copy() if copy else array)
+    return leased_to_torch(tensor) if tensor.is_cuda else tensor
+
+
+def require_both(needed_by: str) -> None:
+    """Raise an ImportError that says what to install unless torch and jax are there."""
+    for package in ("torch", "jax"):
+        _require(package, needed_by=needed_by)
 
 
 def _require(package: str, *, needed_by: str) -> None:
@@ -151,7 +138,7 @@ def _type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _dtype_error(argument: str, dtype: str) -> TypeError:
+def dtype_error(argument: str, dtype: str) -> TypeError:
     return TypeError(
         f"{argument} has dtype {dtype}, which cannot be exchanged by DLPack; allowed are {', '.join(EXCHANGED_DTYPES)}"
     )
@@ -160,7 +147,7 @@ def _dtype_error(argument: str, dtype: str) -> TypeError:
 # --- torch to JAX ---------------------------------------------------------------------------------------------------
 
 
-def _tensor_dtype(tensor: torch.Tensor) -> str:
+def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -183,9 +170,9 @@ def _check_tensor_kind(tensor: Any) -> None:
         )
     if tensor.is_quantized:
         raise ValueError(f"tensor is quantized ({tensor.dtype}): exchange .dequantize() or .int_repr()")
-    dtype = _tensor_dtype(tensor)
+    dtype = dtype_name(tensor)
     if dtype not in EXCHANGED_DTYPES:
-        raise _dtype_error("tensor", dtype)
+        raise dtype_error("tensor", dtype)
 
 
 def _check_tensor_device(tensor: torch.Tensor) -> None:
@@ -242,7 +229,7 @@ def _shareable(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor:
     """
     import torch
 
-    if not copy and not _fills_one_block(tensor):
+    if not copy and not fills_one_block(tensor):
         raise ValueError(
             f"tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} does not fill one block of memory "
             "(a view with steps, expanded or overlapping): give tensor.contiguous() or ask for copy=True"
@@ -262,7 +249,7 @@ def _shareable(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor:
     return tensor.clone()
 
 
-def _fills_one_block(tensor: torch.Tensor) -> bool:
+def fills_one_block(tensor: torch.Tensor) -> bool:
     """Whether the elements lie side by side in memory, each once, in some order of the axes."""
     if tensor.numel() == 0:
         return True
@@ -276,30 +263,34 @@ def _fills_one_block(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _narrowed(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor | None:
-    """An exact 32-bit copy of 64-bit integers while JAX's x64 mode is off, None where none is needed.
+def jax_dtype(tensor: torch.Tensor) -> str:
+    """The dtype that a tensor's values have in JAX: its own, or the 32-bit integer while x64 is off.
 
-    Raises:
-        ValueError: a 64-bit float, a value outside the 32-bit range, or ``copy`` is False.
+    Raises TypeError for a dtype that cannot be exchanged, ValueError for one that JAX would round.
     """
     import jax
-    import torch
 
-    dtype = _tensor_dtype(tensor)
+    dtype = dtype_name(tensor)
+    if dtype not in EXCHANGED_DTYPES:
+        raise dtype_error("tensor", dtype)
     if dtype not in (*_NARROWED, *_ROUNDED) or jax.dtypes.canonicalize_dtype(dtype).name == dtype:
-        return None
-    enable = 'jax.config.update("jax_enable_x64", True)'
+        return dtype
     if dtype in _ROUNDED:
         raise ValueError(
             f"tensor has dtype {dtype}, which JAX would round to {_ROUNDED[dtype]} because its x64 mode is off: "
-            f"set {enable} or give tensor.to(torch.{_ROUNDED[dtype]})"
+            f"set {_ENABLE_X64} or give tensor.to(torch.{_ROUNDED[dtype]})"
         )
-    target, low, high = _NARROWED[dtype]
-    if copy is False:
-        raise ValueError(
-            f"tensor has dtype {dtype}, which becomes a {target} copy because JAX's x64 mode is off, but copy=False: "
-            f"set {enable} or allow the copy with copy=None"
-        )
+    return _NARROWED[dtype][0]
+
+
+def exact(tensor: torch.Tensor, target: str) -> torch.Tensor:
+    """``tensor`` in the dtype that jax_dtype gave; ValueError for an integer that does not fit."""
+    import torch
+
+    dtype = dtype_name(tensor)
+    if dtype == target:
+        return tensor
+    _, low, high = _NARROWED[dtype]
     # torch cannot compare uint64. As int64, what is too large for it is negative and falls below uint32's range.
     signed = tensor.view(torch.int64)
     outside = (signed < low) | (signed > high)
@@ -307,12 +298,36 @@ def _narrowed(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor | None:
         index = tuple(outside.nonzero()[0].tolist())
         raise ValueError(
             f"tensor has {dtype} values that do not fit {target}, which JAX uses while its x64 mode is off: the first "
-            f"is {tensor[index].item()} at index {index}, allowed are {low} to {high}; set {enable} to keep {dtype}"
+            f"is {tensor[index].item()} at index {index}, allowed are {low} to {high}; set {_ENABLE_X64} to keep "
+            f"{dtype}"
         )
     return signed.to(getattr(torch, target), memory_format=torch.contiguous_format)
 
 
+def _narrowed(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor | None:
+    """An exact 32-bit copy of 64-bit integers while JAX's x64 mode is off, None where none is needed.
+
+    Raises:
+        ValueError: a 64-bit float, a value outside the 32-bit range, or ``copy`` is False.
+    """
+    dtype, target = dtype_name(tensor), jax_dtype(tensor)
+    if dtype == target:
+        return None
+    if copy is False:
+        raise ValueError(
+            f"tensor has dtype {dtype}, which becomes a {target} copy because JAX's x64 mode is off, but copy=False: "
+            f"set {_ENABLE_X64} or allow the copy with copy=None"
+        )
+    return exact(tensor, target)
+
+
 # --- JAX to torch ---------------------------------------------------------------------------------------------------
+
+
+def check_array(array: Any) -> None:
+    """Raise what to_torch raises for ``array``."""
+    _check_array_kind(array)
+    _check_array_state(array)
 
 
 def _check_array_kind(array: Any) -> None:
@@ -330,7 +345,7 @@ def _check_array_kind(array: Any) -> None:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise TypeError(f"array holds PRNG keys ({array.dtype}): exchange jax.random.key_data(array)")
     if array.dtype.name not in EXCHANGED_DTYPES:
-        raise _dtype_error("array", array.dtype.name)
+        raise dtype_error("array", array.dtype.name)
 
 
 def _check_array_state(array: jax.Array) -> None:

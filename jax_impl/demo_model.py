@@ -102,7 +102,7 @@ def train(
         losses.append(loss.item())
         times_s.append(time.perf_counter() - start)
         on_step(step, losses[-1])
-    return TrainingRun(tuple(losses), tuple(times_s))
+    return TrainingRun(tuple(losses), tuple(times_s), parameters)
 
 
 def loss_scratch_bytes(loss_function: LossFunction, hidden: Array, head: Array, target: Array) -> int:

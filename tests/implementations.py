@@ -53,6 +53,11 @@ class TorchEager:
         tensor = torch.tensor(np.asarray(values))
         return tensor if dtype is None else tensor.to(getattr(torch, dtype))
 
+    def function(self) -> Any:
+        from logitless import torch_impl
+
+        return torch_impl.linear_cross_entropy
+
     def numpy(self, tensor: Any) -> Any:
         if tensor is None:
             return None
@@ -63,8 +68,6 @@ class TorchEager:
         upstream: Any = 1.0, **options: Any,
     ) -> Outcome:  # fmt: skip
         import torch
-
-        from logitless import torch_impl
 
         arrays = {
             "hidden": self.array(hidden, dtype),
@@ -77,7 +80,7 @@ class TorchEager:
         for name in ("token_weight", "class_weight"):
             if options.get(name) is not None:
                 options[name] = self.array(options[name])
-        result = torch_impl.linear_cross_entropy(
+        result = self.function()(
             arrays["hidden"], arrays["weight"], self.array(target), arrays["bias"], backend=self.backend, **options
         )
         loss, stats = result if options.get("return_stats") else (result, None)
@@ -144,6 +147,11 @@ class JaxXla:
     backend = "xla"
     on_gpu = cuda_device_count() > 0
 
+    def function(self) -> Any:
+        from logitless import jax_impl
+
+        return jax_impl.linear_cross_entropy
+
     @contextlib.contextmanager
     def precision(self, dtype: str) -> Iterator[None]:
         import jax
@@ -173,8 +181,6 @@ class JaxXla:
         import jax
         import jax.numpy as jnp
 
-        from logitless import jax_impl
-
         with self.precision(dtype):
             given = {"hidden": hidden, "weight": weight, "bias": bias}
             arrays = {name: self.array(values, dtype) for name, values in given.items()}
@@ -186,9 +192,7 @@ class JaxXla:
 
             def loss(chosen: dict[str, Any]) -> Any:
                 a = arrays | chosen
-                return jax_impl.linear_cross_entropy(
-                    a["hidden"], a["weight"], ids, a["bias"], backend=self.backend, **options
-                )
+                return self.function()(a["hidden"], a["weight"], ids, a["bias"], backend=self.backend, **options)
 
             with_stats = bool(options.get("return_stats"))
             value, backward, *stats = jax.vjp(loss, {name: arrays[name] for name in wrt}, has_aux=with_stats)
@@ -259,6 +263,36 @@ class JaxPallasCuda(JaxPallas):
         self.skip_unless_hopper()
         with super().precision(dtype):
             yield
+
+
+class JaxInTorch(TorchEager):
+    """jax_impl's function on torch tensors, through interop.jax_in_torch."""
+
+    name = "jax_in_torch"
+    backend = "xla"
+
+    @functools.cache  # noqa: B019 (there is one of each)
+    def function(self) -> Any:
+        from logitless import interop, jax_impl
+
+        return interop.jax_in_torch(jax_impl.linear_cross_entropy)
+
+    def run(self, *arguments: Any, dtype: str = "float32", **options: Any) -> Outcome:
+        with JaxXla().precision(dtype):
+            return super().run(*arguments, dtype=dtype, **options)
+
+
+class TorchInJax(JaxXla):
+    """torch_impl's function on JAX arrays, through interop.torch_in_jax, eagerly."""
+
+    name = "torch_in_jax"
+    backend = "eager"
+
+    @functools.cache  # noqa: B019
+    def function(self) -> Any:
+        from logitless import interop, torch_impl
+
+        return interop.torch_in_jax(torch_impl.linear_cross_entropy)
 
 
 def _installed(name: str) -> bool:

@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import types
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ torch = pytest.importorskip(
 )
 jnp = jax.numpy
 
-from logitless.interop import dlpack, to_jax, to_torch  # noqa: E402 (it may be imported, not called, without torch)
+from logitless.interop import dlpack, lifetime, to_jax, to_torch  # noqa: E402 (it may be imported, not called, without torch)
 
 ALIGNMENT = 64
 WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")  # only with x64
@@ -507,7 +509,7 @@ class TestTensorsThatAreRefused:
         with pytest.raises(TypeError, match=f"tensor has dtype {dtype}, .*allowed are bool, .*float8_e5m2"):
             to_jax(tensor)
 
-    @pytest.mark.parametrize("value", [[1.0], 3.0, None, np.zeros(3), "text"])
+    @pytest.mark.parametrize("value", [3.0, None, np.zeros(3), "text"])
     def test_other_types(self, value: Any) -> None:
         with pytest.raises(TypeError, match=rf"must be a torch\.Tensor, got .*{type(value).__name__}"):
             to_jax(value)
@@ -563,7 +565,7 @@ class TestArraysThatAreRefused:
         with pytest.raises(TypeError, match=f"array has dtype {dtype}, .*allowed are bool, .*float8_e5m2"):
             to_torch(jnp.zeros(4, dtype))
 
-    @pytest.mark.parametrize("value", [[1.0], 3.0, None, np.zeros(3), "text"])
+    @pytest.mark.parametrize("value", [3.0, None, np.zeros(3), "text"])
     def test_other_types(self, value: Any) -> None:
         with pytest.raises(TypeError, match=rf"must be a jax\.Array, got .*{type(value).__name__}"):
             to_torch(value)
@@ -609,6 +611,128 @@ class TestArraysThatAreRefused:
             NotImplementedError, match=rf'{reason}.*jax\.device_put\(array, jax\.devices\("cpu"\)\[0\]\)'
         ):
             dlpack._check_array_state(array)
+
+
+class Batch(NamedTuple):
+    ids: Any
+    extra: Any
+
+
+class TestPytrees:
+    def test_containers_of_every_kind_there_and_back(self) -> None:
+        tree = {"a": [ramp((2, 8)), (ramp((16,), "bfloat16"),)], "b": Batch(ramp((16,), "int32"), None), "c": {}}
+        arrays = to_jax(tree, copy=False)
+        assert jax.tree.structure(arrays) == jax.tree.structure(tree)
+        assert isinstance(arrays["b"], Batch)
+        pairs = list(zip(jax.tree.leaves(arrays), jax.tree.leaves(tree), strict=True))
+        assert len(pairs) == 3
+        assert all(array_address(array) == tensor.data_ptr() for array, tensor in pairs)
+        back = to_torch(arrays)
+        assert jax.tree.structure(back) == jax.tree.structure(tree)
+        assert all(
+            one.data_ptr() == other.data_ptr()
+            for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(tree), strict=True)
+        )
+
+    def test_a_modules_state_dict(self) -> None:
+        module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
+        arrays = to_jax(module.state_dict())
+        assert list(arrays) == list(module.state_dict())
+        assert all(array_address(arrays[name]) == p.data_ptr() for name, p in module.named_parameters())
+        assert arrays["1.num_batches_tracked"].dtype == jnp.int32  # int64, checked and copied
+        other = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
+        other.load_state_dict(to_torch(arrays))
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), module.parameters(), strict=True))
+
+    def test_copies_go_through_to_every_leaf(self) -> None:
+        tree = {"a": ramp((4,)), "b": [ramp((8,))[::2]]}
+        arrays = to_jax(tree, copy=True)
+        tree["a"].zero_()
+        assert np.asarray(arrays["a"]).tolist() == [0, 1, 2, 3]
+        copied = to_torch(arrays, copy=True)
+        copied["a"].zero_()
+        assert np.asarray(arrays["a"]).tolist() == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize(
+        ("leaf", "kind", "words"),
+        [
+            (1.5, TypeError, r"must be a torch\.Tensor, got builtins\.float"),
+            (torch.ones(2, requires_grad=True), ValueError, r"requires a gradient.*\.detach\(\)"),
+            (torch.tensor([2**40]), ValueError, r"int64 values that do not fit int32"),
+            (torch.empty(2, device="meta"), ValueError, "meta device"),
+        ],
+    )
+    def test_errors_name_the_place(self, leaf: Any, kind: type[Exception], words: str) -> None:
+        with pytest.raises(kind, match=rf"at \['model'\]\[1\]: tensor {words}|at \['model'\]\[1\]: .*{words}"):
+            to_jax({"model": [torch.zeros(2), leaf]})
+
+    def test_errors_of_arrays_name_the_place(self) -> None:
+        with pytest.raises(TypeError, match=r"at \['x'\]: array must be a jax\.Array, got torch\.Tensor"):
+            to_torch({"x": torch.zeros(2)})
+        with pytest.raises(TypeError, match=r"at \.ids: array is a JAX tracer"):
+            jax.jit(lambda x: to_torch(Batch(x, None)))(1.0)
+
+    def test_sparse_matrices_are_no_containers(self) -> None:
+        from jax.experimental import sparse
+
+        matrix = sparse.BCOO.fromdense(jnp.eye(3))
+        for value in (matrix, [matrix]):
+            with pytest.raises(TypeError, match=r"must be a jax\.Array, got jax\.experimental\.sparse"):
+                to_torch(value)
+
+
+class TestReleaseAfter:
+    """The waiting thread of lifetime.py, which is the same without a GPU."""
+
+    def test_memory_is_held_until_the_wait_is_over(self) -> None:
+        class Memory:
+            pass
+
+        memory, passed = Memory(), threading.Event()
+        alive = weakref.ref(memory)
+        lifetime.release_after(passed.wait, memory)
+        del memory
+        time.sleep(0.05)
+        gc.collect()
+        assert alive() is not None
+        passed.set()
+        deadline = time.monotonic() + 10
+        while alive() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert alive() is None
+
+    def test_a_lease_describes_its_memory_and_hands_it_over_when_dropped(self) -> None:
+        tensor, order = ramp((4, 6), "bfloat16").t(), []
+        finished = threading.Event()
+
+        def last_use() -> Callable[[], object]:
+            order.append("dropped")
+            return lambda: (order.append("waited"), finished.set())
+
+        lease = lifetime.Lease(tensor, last_use)
+        interface = lease.__cuda_array_interface__
+        assert interface["shape"] == (6, 4)
+        assert interface["strides"] == (2, 12)  # bytes
+        assert (interface["typestr"], interface["data"]) == ("<i2", (tensor.data_ptr(), False))
+        assert order == []
+        del lease
+        assert finished.wait(10)
+        assert order == ["dropped", "waited"]
+
+    def test_a_wait_that_fails_does_not_end_the_thread(self) -> None:
+        finished = threading.Event()
+        lifetime.release_after(lambda: 1 / 0, None)
+        lifetime.release_after(finished.set, None)
+        assert finished.wait(10)
+
+    @pytest.mark.parametrize("dtype", dlpack.EXCHANGED_DTYPES)
+    def test_every_dtype_is_a_view_of_its_carrier(self, dtype: str) -> None:
+        """What the lease exports is integers of the same size; the dtype comes back by a view."""
+        tensor = ramp((3, 4), dtype)
+        carrier = {1: "int8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}[tensor.element_size()]
+        back = tensor.view(getattr(torch, carrier)).view(tensor.dtype)
+        assert tensor_bytes(back) == tensor_bytes(tensor)
+        assert np.dtype(lifetime._TYPES[tensor.element_size()]) == np.dtype(carrier)
 
 
 class TestLifetime:

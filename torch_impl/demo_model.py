@@ -77,11 +77,12 @@ def train(
         eps=settings.epsilon,
         weight_decay=settings.weight_decay,
     )
+    device = initial["embedding"].device
     losses: list[float] = []
     times_s: list[float] = []
     for step, batch in enumerate(batches):
         start = time.perf_counter()
-        tokens = torch.from_numpy(batch).long()
+        tokens = torch.from_numpy(batch).long().to(device)
         optimizer.zero_grad()
         hidden = hidden_states(parameters, tokens[:, :-1], settings)
         loss = loss_function(hidden, parameters["head"], tokens[:, 1:])
@@ -90,7 +91,7 @@ def train(
         losses.append(loss.item())
         times_s.append(time.perf_counter() - start)
         on_step(step, losses[-1])
-    return TrainingRun(tuple(losses), tuple(times_s))
+    return TrainingRun(tuple(losses), tuple(times_s), {name: p.detach() for name, p in parameters.items()})
 
 
 def loss_scratch_bytes(loss_function: LossFunction, hidden: Tensor, head: Tensor, target: Tensor) -> int:

@@ -1,0 +1,130 @@
+"""torch inside compiled JAX: callbacks to the host.
+
+While a callback runs nothing here computes or allocates in JAX, which can deadlock: it returns NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from logitless.interop import dlpack
+from logitless.interop.torch_call import Call, Tape
+
+# All are shapes and dtypes, by name so that they are hashable.
+Shapes = tuple[tuple[tuple[int, ...], str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """On the host: arrays → the call's results, on ``device``."""
+
+    call: Call
+    device: str
+    shapes: Shapes
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        with torch.no_grad():
+            results, _ = self.call.run([_tensor(array, self.device) for array in arrays])
+        return [_numpy(result, *shape) for result, shape in zip(results, self.shapes, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    """On the host: arrays and the upstream gradients that are present → gradients of the wanted arrays.
+
+    ``source``: a call, whose forward is run again, or the tape of an eager one (then ``arrays`` is 0).
+    """
+
+    source: Call | Tape
+    wanted: tuple[int, ...]
+    present: tuple[bool, ...]
+    arrays: int
+    device: str
+    shapes: Shapes
+
+    def __call__(self, *given: Any) -> list[Any]:
+        tensors = [_tensor(array, self.device) for array in given]
+        if isinstance(self.source, Tape):
+            tape = self.source
+        else:
+            tape, _ = self.source.run_with_graph(tensors[: self.arrays], self.wanted)
+        arrived = iter(tensors[self.arrays :])
+        upstream = [next(arrived) if here else None for here in self.present]
+        made = tape.gradients(upstream, keep=isinstance(self.source, Tape))
+        return [_numpy(gradient, *shape) for gradient, shape in zip(made, self.shapes, strict=True)]
+
+
+def value_by_callback(call: Call, arrays: Sequence[Any]) -> Any:
+    """The call's results as a callback of the compiled program."""
+    device = _device()
+    shapes, tree = _result_shapes(call, arrays, device)
+    made = jax.pure_callback(_Value(call, device, shapes), _structs(shapes), *arrays, vmap_method="sequential")
+    return jax.tree.unflatten(tree, made)
+
+
+def gradients_by_callback(
+    source: Call | Tape, wanted: tuple[int, ...], present: tuple[bool, ...], arrays: Sequence[Any], upstream: Any
+) -> list[Any]:
+    """Gradients of the wanted arguments as a callback of the compiled program."""
+    if isinstance(source, Tape):
+        inputs = source.inputs.values()
+        device = str(next(iter(inputs)).device)
+        shapes: Shapes = tuple((tuple(tensor.shape), dlpack.dtype_name(tensor)) for tensor in inputs)
+    else:
+        device = _device()
+        shapes = tuple((arrays[number].shape, arrays[number].dtype.name) for number in wanted)
+    host = _Gradients(source, wanted, present, len(arrays), device, shapes)
+    made: list[Any] = jax.pure_callback(host, _structs(shapes), *arrays, *upstream, vmap_method="sequential")
+    return made
+
+
+def _device() -> str:
+    """Where torch computes: on the GPU if JAX does by default and torch can."""
+    return "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+
+
+def _structs(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+
+
+def _result_shapes(call: Call, arrays: Sequence[Any], device: str) -> tuple[Shapes, Any]:
+    """Shapes and JAX dtypes of the results, and their structure, from a run on fake tensors.
+
+    Raises RuntimeError when the function cannot run on those; ValueError for a result that JAX would round.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fakes = [torch.empty(a.shape, dtype=getattr(torch, a.dtype.name), device=device) for a in arrays]
+        try:
+            results, tree = call.run(fakes)
+        except (TypeError, ValueError, NotImplementedError):
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                "inside jit, vmap, … shapes are found by running the function on fake tensors, which failed "
+                f"({type(error).__name__}: {error}): its shapes must not depend on values (.item(), masks, nonzero); "
+                "call it outside jit instead"
+            ) from error
+    return tuple((tuple(result.shape), dlpack.jax_dtype(result)) for result in results), tree
+
+
+def _tensor(array: Any, device: str) -> Tensor:
+    """A callback's argument as a tensor."""
+    return dlpack.to_torch(array).to(device)
+
+
+def _numpy(tensor: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
+    """A result for the callback to return, of the shape and dtype that were promised; ValueError if it is another."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"the function returned shape {tuple(tensor.shape)}, on fake tensors it was {shape}")
+    plain = dlpack.exact(tensor.detach().resolve_conj().resolve_neg().cpu(), dtype).contiguous()
+    bits = plain.reshape(-1).view(torch.uint8).numpy()
+    return bits.view(jnp.dtype(dtype)).reshape(shape) if bits.size else np.zeros(shape, jnp.dtype(dtype))

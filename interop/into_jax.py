@@ -1,0 +1,136 @@
+"""A torch function as a JAX function with a custom VJP: what interop.torch_in_jax returns.
+
+Two ways to run it, chosen by what the arguments are:
+
+    arrays   (eager)         torch runs now, on shared memory; autograd's graph waits in the VJP's residuals
+    tracers  (jit, vmap, …)  a callback to the host (callback.py); the backward runs the forward again
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+from logitless.interop import arguments, dlpack
+from logitless.interop.callback import gradients_by_callback, value_by_callback
+from logitless.interop.torch_call import Call, Tape
+
+WANTED = "a jax.Array"
+
+
+@jax.tree_util.register_static
+class Wanted(tuple[int, ...]):
+    """Numbers of the arguments that are differentiated, as a residual without arrays."""
+
+
+class TorchInJax:
+    """The bridge of one function."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``fn`` of the arrays; see interop.torch_in_jax."""
+        arrays, layout = arguments.split(args, kwargs, _is_array, WANTED)
+        for number, array in enumerate(arrays):
+            _check(array, arrays[0], lambda number: arguments.array_name(args, kwargs, _is_array, number), number)
+        return _value(Call(self.fn, layout), arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _value(call: Call, arrays: list[Array]) -> Any:
+    if _traced(arrays):
+        return value_by_callback(call, _once(arrays))
+    with torch.no_grad():
+        results, tree = call.run([dlpack.to_torch(array) for array in arrays])
+    return jax.tree.unflatten(tree, [dlpack.share(result) for result in results])
+
+
+def _forward(call: Call, primals: list[Any]) -> tuple[Any, Any]:
+    arrays = [primal.value for primal in primals]
+    wanted = Wanted(
+        number
+        for number, primal in enumerate(primals)
+        if primal.perturbed and jnp.issubdtype(primal.value.dtype, jnp.inexact)
+    )
+    if _traced(arrays):
+        arrays = _once(arrays)
+        return value_by_callback(call, arrays), (arrays, wanted)
+    tape, tree = call.run_with_graph([dlpack.to_torch(array) for array in arrays], wanted)
+    return jax.tree.unflatten(tree, [dlpack.share(result) for result in tape.results]), tape
+
+
+def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[list[Array | None]]:
+    flat = jax.tree.leaves(cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
+    present = tuple(not isinstance(leaf, SymbolicZero) and leaf.dtype != jax.dtypes.float0 for leaf in flat)
+    given = _once([leaf for leaf, here in zip(flat, present, strict=True) if here])
+    tape = residuals if isinstance(residuals, Tape) else None
+    arrays, wanted = ([], Wanted(tape.inputs)) if tape else residuals
+    count = tape.count if tape else len(arrays)
+    if not given or not wanted:
+        return ([None] * count,)
+    if tape is None or _traced(given):  # traced: the pullback of an eager call, itself under jit or vmap
+        made = gradients_by_callback(tape or call, wanted, present, arrays, given)
+    else:
+        upstream = iter([dlpack.to_torch(cotangent) for cotangent in given])
+        arrived = [next(upstream) if here else None for here in present]
+        made = [dlpack.share(gradient) for gradient in tape.gradients(arrived, keep=True)]
+    return (_placed(wanted, made, count),)
+
+
+_value.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _once(arrays: Any) -> Any:
+    """The arrays themselves, refusing a second derivative: torch's graph is not JAX's to differentiate."""
+    return arrays
+
+
+@_once.defjvp
+def _refuse_twice(_: Any, __: Any) -> Any:
+    raise NotImplementedError(
+        "a function of torch_in_jax can be differentiated once, in reverse mode: got a derivative of its gradient "
+        "(grad of grad, jvp of grad)"
+    )
+
+
+def _placed(numbers: Iterable[int], made: Sequence[Array], count: int) -> list[Array | None]:
+    """``made`` at the places ``numbers`` of a list, None elsewhere."""
+    places: list[Array | None] = [None] * count
+    for number, array in zip(numbers, made, strict=True):
+        places[number] = array
+    return places
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, jax.Array)
+
+
+def _traced(arrays: Iterable[Any]) -> bool:
+    return any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def _check(array: Any, first: Any, name: Callable[[int], str], number: int) -> None:
+    """Refuse what cannot be exchanged, and arrays on another device than the first, under the caller's names."""
+    if isinstance(array, jax.core.Tracer):
+        if array.dtype.name not in dlpack.EXCHANGED_DTYPES:
+            raise TypeError(f"{name(number)}: {dlpack.dtype_error('array', array.dtype.name)}")
+        return
+    try:
+        dlpack.check_array(array)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"{name(number)}: {error}") from error
+    if not isinstance(first, jax.core.Tracer) and array.devices() != first.devices():
+        (one,), (other,) = first.devices(), array.devices()
+        raise ValueError(
+            f"arguments are on several devices: got {name(0)} on {one}, {name(number)} on {other}, allowed is one "
+            "device for all arrays"
+        )

@@ -1,0 +1,276 @@
+"""A JAX function as a differentiable torch function: what interop.jax_in_torch returns.
+
+    forward   tensors → arrays (shared) → compiled fn, with its pullback where a gradient is wanted → tensors (shared)
+    backward  upstream tensors → arrays → compiled pullback → gradients
+
+The pullback's residuals wait in torch's graph as saved tensors: freed when the graph is, moved by saved-tensor hooks,
+and checked for writes in place, also where they are the caller's own tensors, shared with JAX.
+
+On a GPU the order of streams follows from the exchange: JAX waits for torch's current stream before it reads an
+argument, and torch's current stream waits for JAX before anything after the call, since every call hands at least one
+result back. So arguments may be overwritten or freed as soon as the call has returned, as with any torch function, and
+need no lease (lifetime.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend.core import jaxpr_as_fun
+from torch import Tensor
+
+from logitless.interop import arguments, dlpack, exchange
+from logitless.interop.arguments import Layout
+from logitless.interop.residuals import Source, sources
+
+WANTED = "a torch.Tensor or a jax.Array"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """What tracing one forward has found out. Compared by identity: there is one for each compiled forward."""
+
+    output_tree: Any
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    pullback_tree: Any
+    residuals: tuple[Source, ...]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """What a compiled forward returns: outputs, the residuals that are neither arguments nor outputs, and Traced."""
+
+    outputs: tuple[Any, ...]
+    extra: tuple[Any, ...]
+    traced: Traced
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.outputs, self.extra), self.traced
+
+    @classmethod
+    def tree_unflatten(cls, traced: Traced, children: Any) -> Forward:
+        outputs, extra = children
+        return cls(outputs, extra, traced)
+
+
+class JaxInTorch:
+    """The bridge of one function and its compiled parts.
+
+    Args:
+        fn: the JAX function.
+        autocast: names of parameters of ``fn`` that torch.autocast casts.
+    """
+
+    def __init__(self, fn: Callable[..., Any], autocast: Sequence[str]) -> None:
+        self.fn = fn
+        self.autocast = tuple(autocast)
+        self.signature = _signature_with(fn, self.autocast) if self.autocast else None
+        self.value = jax.jit(self._apply, static_argnums=0)
+        self.forward = jax.jit(self._forward, static_argnums=(0, 1))
+        self.backward = jax.jit(_pull_back, static_argnums=(0, 1))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``fn`` of the tensors; see interop.jax_in_torch."""
+        if self.signature is not None:
+            args, kwargs = self._cast(self.signature, args, kwargs)
+        given, layout = arguments.split(args, kwargs, _is_array, WANTED)
+        arrays = self._arrays(given, args, kwargs)
+        tensors = [value if isinstance(value, Tensor) else None for value in given]
+        wanted = tuple(
+            number for number, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad
+        ) if torch.is_grad_enabled() else ()  # fmt: skip
+        if not wanted:
+            return exchange.to_torch(self.value(layout, tuple(arrays)))
+        made: list[Traced] = []
+        apply: Any = _Call.apply
+        flat = apply(self, layout, wanted, arrays, made, *tensors)
+        return jax.tree.unflatten(made[0].output_tree, flat)
+
+    def _apply(self, layout: Layout, arrays: Sequence[Any]) -> Any:
+        args, kwargs = layout.join(arrays)
+        return jax.tree.map(jnp.asarray, self.fn(*args, **kwargs))
+
+    def _forward(self, layout: Layout, wanted: tuple[int, ...], arrays: tuple[Any, ...]) -> Forward:
+        """Outputs and the pullback in parts. Traced by hand first, to see which residuals need not be returned."""
+
+        def with_pullback(arrays: Sequence[Any]) -> Any:
+            def of_wanted(chosen: Sequence[Any]) -> Any:
+                every = list(arrays)
+                for number, value in zip(wanted, chosen, strict=True):
+                    every[number] = value
+                return self._apply(layout, every)
+
+            return jax.vjp(of_wanted, [arrays[number] for number in wanted])
+
+        closed, shapes = jax.make_jaxpr(with_pullback, return_shape=True)(arrays)
+        outputs, output_tree = jax.tree.flatten(shapes[0])
+        pullback_tree = jax.tree.structure(shapes[1])
+        found = sources(closed.jaxpr, len(outputs))
+        values = jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
+        extra = [value for value, source in zip(values[len(outputs) :], found, strict=True) if source.kind == "extra"]
+        traced = Traced(output_tree, tuple(outputs), pullback_tree, found)
+        return Forward(tuple(values[: len(outputs)]), tuple(extra), traced)
+
+    def _arrays(self, given: list[Any], args: Any, kwargs: Any) -> list[Any]:
+        """Every argument as a JAX array; ValueError for tensors on several devices."""
+
+        def name(number: int) -> str:
+            return arguments.array_name(args, kwargs, _is_array, number)
+
+        devices = {value.device: number for number, value in reversed(list(enumerate(given))) if _is_tensor(value)}
+        if len(devices) > 1:
+            places = ", ".join(f"{name(number)} on {device}" for device, number in sorted(devices.items(), key=str))
+            raise ValueError(f"arguments are on several devices: got {places}, allowed is one device for all tensors")
+        made = []
+        for number, value in enumerate(given):
+            try:
+                made.append(dlpack.share(value, lease=False) if isinstance(value, Tensor) else value)
+            except (TypeError, ValueError, NotImplementedError) as error:
+                raise type(error)(f"{name(number)}: {error}") from error
+        return made
+
+    def _cast(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What torch.autocast does to the arguments of a matrix product, for the named parameters."""
+        bound = signature.bind(*args, **kwargs)
+        for name in self.autocast:
+            if name in bound.arguments:
+                bound.arguments[name] = jax.tree.map(_autocast, bound.arguments[name])
+        return bound.args, bound.kwargs
+
+
+class _Call(torch.autograd.Function):
+    """One call of the bridge that is differentiated; outputs and gradients flat."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bridge: JaxInTorch, layout: Layout, wanted: tuple[int, ...], arrays: list[Any], made: list[Traced],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        result = bridge.forward(layout, wanted, tuple(arrays))
+        made.append(result.traced)
+        outputs = tuple(dlpack.to_torch(array) for array in result.outputs)
+        ctx.mark_non_differentiable(*(output for output in outputs if not _has_gradient(output)))
+        ctx.bridge, ctx.traced, ctx.wanted, ctx.count = bridge, result.traced, wanted, len(tensors)
+        ctx.config = _config()
+        ctx.kept, saved = _keep(result, arrays, tensors, outputs)
+        ctx.save_for_backward(*saved)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True; without a graph a second derivative would be 0, silently
+            raise NotImplementedError(
+                "a function of jax_in_torch can be differentiated once: got create_graph=True; differentiate twice in "
+                "JAX, inside the function"
+            )
+        saved = ctx.saved_tensors  # raises after a write in place, and after the graph was freed
+        present = tuple(gradient is not None for gradient in upstream)
+        gradients: list[Tensor | None] = [None] * ctx.count
+        if any(present):
+            with ExitStack() as stack:
+                for setting in ctx.config:
+                    stack.enter_context(setting())
+                residuals = [
+                    dlpack.share(saved[item], lease=False) if isinstance(item, int) else item[0] for item in ctx.kept
+                ]
+                cotangents = [dlpack.share(gradient, lease=False) for gradient in upstream if gradient is not None]
+                made = ctx.bridge.backward(ctx.traced, present, residuals, cotangents)
+            for number, gradient in zip(ctx.wanted, made, strict=True):
+                gradients[number] = dlpack.to_torch(gradient)
+        return (None, None, None, None, None, *gradients)
+
+
+def _pull_back(traced: Traced, present: tuple[bool, ...], residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+    """Gradients of the wanted arguments. torch's gradient of a complex number is the conjugate of JAX's."""
+    given = iter(cotangents)
+    pullback = jax.tree.unflatten(traced.pullback_tree, residuals)
+    flat: list[Any] = []
+    for output, arrived in zip(traced.outputs, present, strict=True):
+        if arrived:
+            flat.append(jnp.conj(next(given)))
+        elif jnp.issubdtype(output.dtype, jnp.inexact):
+            flat.append(jnp.zeros(output.shape, output.dtype))
+        else:
+            flat.append(np.zeros(output.shape, jax.dtypes.float0))
+    (made,) = pullback(jax.tree.unflatten(traced.output_tree, flat))
+    return [jnp.conj(gradient) for gradient in made]
+
+
+def _keep(
+    result: Forward, arrays: list[Any], tensors: Sequence[Tensor | None], outputs: Sequence[Tensor]
+) -> tuple[list[int | tuple[Any]], list[Tensor]]:
+    """The residuals: numbers of what torch is to save, and one-tuples of what only JAX can hold.
+
+    What shares memory with an argument or an output is saved as that tensor, whose writes in place torch counts.
+    """
+    kept: list[int | tuple[Any]] = []
+    saved: list[Tensor] = []
+    for source in result.traced.residuals:
+        tensor: Tensor | None = None
+        if source.kind == "argument":
+            array, own = arrays[source.index], tensors[source.index]
+            if own is not None and own.numel() and array.unsafe_buffer_pointer() == own.data_ptr():
+                tensor = own
+        elif source.kind == "output":
+            array, tensor = result.outputs[source.index], outputs[source.index]
+        else:
+            array = result.extra[source.index]
+            if array.size and array.dtype.name in dlpack.EXCHANGED_DTYPES:
+                tensor = dlpack.to_torch(array)
+        if tensor is None:
+            kept.append((array,))
+        else:
+            kept.append(len(saved))
+            saved.append(tensor)
+    return kept, saved
+
+
+def _config() -> list[Callable[[], Any]]:
+    """The settings of this thread that change what a backward computes; torch may run it in another thread."""
+    x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    promotion = jax.config.jax_numpy_dtype_promotion  # type: ignore[attr-defined]
+    return [
+        lambda: jax.enable_x64(x64),
+        lambda: jax.default_matmul_precision(precision),
+        lambda: jax.numpy_dtype_promotion(promotion),
+    ]
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, Tensor | jax.Array)
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _autocast(value: Any) -> Any:
+    """A floating tensor in autocast's dtype where autocast is on for its device; float64 stays, as in torch."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
+        return value
+    kind = value.device.type
+    return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
+
+
+def _signature_with(fn: Callable[..., Any], names: tuple[str, ...]) -> inspect.Signature:
+    """The signature of ``fn``; ValueError unless it has these parameters."""
+    signature = inspect.signature(fn)
+    for name in names:
+        if name not in signature.parameters:
+            known = ", ".join(signature.parameters)
+            raise ValueError(f"autocast: got {name!r}, allowed are names of the function's parameters: {known}")
+    return signature
