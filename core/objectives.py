@@ -25,8 +25,8 @@ LARGEST_LOG_RATIO = 20.0
 # A tile of a distillation's logits has at most this many tokens and vocabulary entries.
 LARGEST_TILE = 2048
 # Matrices of the size of a tile, and copies of its rows of hidden and weight, that are live at once.
-TILE_MATRICES = 9
-TILE_ROWS = 3
+TILE_MATRICES = 8
+TILE_ROWS = 4
 
 
 @dataclasses.dataclass(frozen=True)
