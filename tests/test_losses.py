@@ -13,14 +13,11 @@ from implementations import every_implementation
 
 from logitless.objectives import distillation_tile
 from logitless.rounding import round_to
-from logitless.tolerances import error
+from logitless.tolerances import ON_TOP_GRADIENT, ON_TOP_LOSS, error
 
 ARGUMENTS = ("hidden", "weight", "bias")
 SEQUENCES, T, D, V, D_TEACHER = 6, 9, 12, 70, 17
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-# Of the loss, and of gradients: rounding of a gradient to the dtype, and of its operands on the way.
-LOSS_LIMIT = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-6, "float16": 2e-6}
-GRADIENT_LIMIT = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
 
 
 def arrays(dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
@@ -132,10 +129,10 @@ def true(impl: Any, a: dict[str, Any], full: Callable[..., Any]) -> Any:
 def assert_close(result: Any, truth: Any, dtype: str) -> None:
     (loss, grads), (true_loss, true_grads) = result, truth
     assert np.isfinite(true_loss).all()
-    assert error(loss, true_loss) <= LOSS_LIMIT[dtype]
+    assert error(loss, true_loss) <= ON_TOP_LOSS[dtype]
     for name, grad in grads.items():
         assert np.abs(true_grads[name]).max() > 0, name
-        assert error(grad, true_grads[name]) <= GRADIENT_LIMIT[dtype], name
+        assert error(grad, true_grads[name]) <= ON_TOP_GRADIENT[dtype], name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
