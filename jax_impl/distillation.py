@@ -10,8 +10,11 @@ With p the teacher's and q the student's probabilities of a token and m = β p +
                  (1 − β) q_j (log q_j − log m_j − Σ_k q_k (log q_k − log m_k)) 0 < β < 1
                  q_j (log q_j − log p_j − divergence)                          β = 1
 
-lse of both sides is known, so a tile [C, B] of both sides' logits is all that is ever held. At β = 0 and 1 the terms
-− p + q (or − q + p), whose sum is 0, are added: then the error of lse enters in second order. Rounding: as in xla.py,
+lse of both sides is known, so a tile [C, B] of both sides' logits is all that is ever held. It comes in two parts, a
+logit and the rest, so that large logits cost no accuracy. At β = 0 and 1 the terms − p + q (or − q + p), of sum 0, are
+added: then the error of lse enters in second order.
+
+Rounding: as in xla.py,
 with the gradient of a tile rounded to the student's dtype, and accumulated in float32.
 """
 
@@ -51,8 +54,8 @@ class Arrays(NamedTuple):
     teacher_weight: Any  # [V, D_teacher]
     teacher_bias: Any  # [V]
     target: Any  # [...] −100 where a token does not count, else 0
-    lse: Any  # [N]
-    teacher_lse: Any  # [N]
+    lse: Any  # [2, N]
+    teacher_lse: Any  # [2, N]
 
 
 class Side(NamedTuple):
@@ -60,7 +63,7 @@ class Side(NamedTuple):
 
     inputs: xla.Inputs
     options: LossOptions
-    lse: Array  # [N]
+    lse: Array  # [2, N]: two parts, whose sum it is
 
     def rows(self, first: Any, tokens: int) -> Array:
         """The chunk's hidden states [C, D], 0 where a token does not count."""
@@ -70,9 +73,10 @@ class Side(NamedTuple):
         """z of a tile, [C, B], in the accumulation dtype."""
         return xla._logits_block(x, self.inputs, start, size, self.options)
 
-    def log_probs(self, x: Array, first: Any, start: Any, size: int) -> Array:
-        """log softmax(z) of a tile, [C, B]."""
-        return self.logits(x, start, size) - xla._take(self.lse, first, x.shape[0])[:, None]
+    def log_probs(self, z: Array, first: Any) -> Array:
+        """log softmax(z) of a tile's logits, [C, B]."""
+        anchor, rest = (xla._take(part, first, z.shape[0])[:, None] for part in self.lse)
+        return (z - anchor) - rest
 
 
 def _weighted(p: Array, log_ratio: Array) -> Array:
@@ -126,8 +130,8 @@ def _forward(call: Call, arrays: Arrays) -> tuple[Array, Array]:
         x, teacher_x = student.rows(first, tokens), teacher.rows(first, tokens)
 
         def block(carry: Any, start: Any, size: int) -> Any:
-            log_q = student.log_probs(x, first, start, size)
-            log_p = teacher.log_probs(teacher_x, first, start, size).astype(log_q.dtype)
+            log_q = student.log_probs(student.logits(x, start, size), first)
+            log_p = teacher.log_probs(teacher.logits(teacher_x, start, size), first).astype(log_q.dtype)
             made = _divergence_rows(log_p, log_q, call.beta)
             return carry[0] + made[0], carry[1] + made[1]
 
@@ -135,7 +139,7 @@ def _forward(call: Call, arrays: Arrays) -> tuple[Array, Array]:
         made = xla._for_slices(tile.vocab, tile.vocab_chunk, block, (zero, zero))
         return tuple(xla._put(whole, part, first) for whole, part in zip(sums, made, strict=True))
 
-    zero = jnp.zeros_like(student.lse)
+    zero = jnp.zeros_like(student.lse[0])
     total, mean = xla._for_slices(tile.tokens, tile.token_chunk, chunk, (zero, zero))
     return jnp.where(student.inputs.valid, total, 0.0), mean
 
@@ -188,9 +192,10 @@ def _logit_gradient(
 ) -> Array:
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
     tokens = x.shape[0]
-    log_p = teacher.log_probs(teacher.rows(first, tokens), first, start, columns).astype(mean.dtype)
+    teacher_z = teacher.logits(teacher.rows(first, tokens), start, columns)
+    log_p = teacher.log_probs(teacher_z, first).astype(mean.dtype)
     z = student.logits(x, start, columns)
-    dz = _gradient(log_p, z - xla._take(student.lse, first, tokens)[:, None], xla._take(mean, first, tokens), call.beta)
+    dz = _gradient(log_p, student.log_probs(z, first), xla._take(mean, first, tokens), call.beta)
     if call.options.softcap is not None:
         dz = dz * xla._slope(z, call.options)
     return jnp.where(xla._take(student.inputs.valid, first, tokens)[:, None], dz, 0.0)

@@ -186,7 +186,7 @@ def clipped_policy_loss(
         return loss
     values = map(lax.stop_gradient, (log_prob, ratio, entropy, kl))
     shown = [None if v is None else jnp.where(counted, v, 0.0) for v in values]
-    return loss, PolicyStats(shown[0], shown[1], clipped & counted, *shown[2:])
+    return loss, PolicyStats(shown[0], shown[1], clipped, *shown[2:])
 
 
 def distillation_loss(
@@ -278,12 +278,16 @@ def _stopped(values: Any) -> Any:
 
 
 def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[str, Any]) -> Array:
-    """log Σ_j exp(z_j) of every token, [N], without gradient; 0 where it does not count."""
+    """log Σ_j exp(z_j) of every token in two parts, [2, N], without gradient; 0 where it does not count.
+
+    The parts are the logit of id 0 and the rest: where logits are large, their sum would lose what divergences need.
+    """
     api._check_arrays({"hidden": hidden, "weight": weight, "target": target, "bias": bias})
     arrays = (_stopped(hidden), _stopped(weight), target, _stopped(bias))
     _, stats = linear_cross_entropy(*arrays, reduction="none", return_stats=True, **options)
-    lse: Array = stats.lse
-    return lse.reshape(-1)
+    known = jnp.isfinite(stats.target_logit)  # a bias of −inf leaves lse alone
+    parts = jnp.where(known, stats.target_logit, stats.lse), jnp.where(known, stats.nll, 0.0)
+    return jnp.stack([part.reshape(-1) for part in parts])
 
 
 def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:

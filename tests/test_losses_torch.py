@@ -114,6 +114,19 @@ def test_a_teacher_gets_no_gradient_and_known_numbers_must_be_constants() -> Non
         ValueError, match="advantage: got a tensor that requires grad, allowed is a constant: detach it"
     ):
         clipped_policy_loss(x, w, target, advantage=known)
+    for name in ("old_log_prob", "reference_log_prob"):
+        with pytest.raises(ValueError, match=f"{name}: got a tensor that requires grad"):
+            clipped_policy_loss(
+                x,
+                w,
+                target,
+                advantage=known.detach(),
+                kl_coef=0.1,
+                **{
+                    "reference_log_prob": known.detach(),
+                    name: known,
+                },
+            )
     with pytest.raises(ValueError, match="reference_log_prob: got a tensor that requires grad"):
         dpo_loss(x, w, target, reference_log_prob=known)
 

@@ -10,8 +10,11 @@ With p the teacher's and q the student's probabilities of a token and m = β p +
                  (1 − β) q_j (log q_j − log m_j − Σ_k q_k (log q_k − log m_k)) 0 < β < 1
                  q_j (log q_j − log p_j − divergence)                          β = 1
 
-lse of both sides is known, so a tile [C, B] of both sides' logits is all that is ever held. At β = 0 and 1 the terms
-− p + q (or − q + p), whose sum is 0, are added: then the error of lse enters in second order. Rounding: as in eager.py,
+lse of both sides is known, so a tile [C, B] of both sides' logits is all that is ever held. It comes in two parts, a
+logit and the rest, so that large logits cost no accuracy. At β = 0 and 1 the terms − p + q (or − q + p), of sum 0, are
+added: then the error of lse enters in second order.
+
+Rounding: as in eager.py,
 with the gradient of a tile rounded to the student's dtype on a GPU, and accumulated in float32.
 """
 
@@ -48,7 +51,7 @@ class Side:
 
     inputs: eager.Inputs
     options: LossOptions
-    lse: Tensor  # [N]
+    lse: Tensor  # [2, N]: two parts, whose sum it is
 
     def rows(self, rows: slice) -> Tensor:
         """The chunk's hidden states [C, D] in the products' dtype, 0 where a token does not count."""
@@ -59,9 +62,10 @@ class Side:
         out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
         return eager._logits_block(x, self.inputs, start, stop, self.options, out)
 
-    def log_probs(self, x: Tensor, rows: slice, start: int, stop: int) -> Tensor:
-        """log softmax(z) of a tile, [C, B]."""
-        return self.logits(x, start, stop).sub_(self.lse[rows].unsqueeze(1))
+    def log_probs(self, z: Tensor, rows: slice) -> Tensor:
+        """log softmax(z) in place of a tile's logits, [C, B]."""
+        anchor, rest = self.lse[:, rows].unsqueeze(2)
+        return z.sub_(anchor).sub_(rest)
 
 
 def _weighted(p: Tensor, log_ratio: Tensor) -> Tensor:
@@ -117,13 +121,13 @@ class DivergenceFunction(torch.autograd.Function):
         arrays = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, lse, teacher_lse)
         with torch.autocast(hidden.device.type, enabled=False):
             student, teacher = _sides(arrays, call)
-            total, mean = torch.zeros_like(student.lse), torch.zeros_like(student.lse)
+            total, mean = torch.zeros_like(lse[0]), torch.zeros_like(lse[0])
             for first, last in call.tile.token_slices:
                 rows = slice(first, last)
                 x, teacher_x = student.rows(rows), teacher.rows(rows)
                 for start, stop in call.tile.vocab_slices:
-                    log_p = teacher.log_probs(teacher_x, rows, start, stop).to(total.dtype)
-                    log_q = student.log_probs(x, rows, start, stop)
+                    log_p = teacher.log_probs(teacher.logits(teacher_x, start, stop), rows).to(total.dtype)
+                    log_q = student.log_probs(student.logits(x, start, stop), rows)
                     part, student_part = _divergence_rows(log_p, log_q, call.beta)
                     total[rows] += part
                     mean[rows] += student_part
@@ -189,10 +193,10 @@ def _logit_gradient(
     student: Side, teacher: Side, rows: slice, start: int, stop: int, mean: Tensor, call: Call
 ) -> Tensor:
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
-    log_p = teacher.log_probs(teacher.rows(rows), rows, start, stop).to(mean.dtype)
+    log_p = teacher.log_probs(teacher.logits(teacher.rows(rows), start, stop), rows).to(mean.dtype)
     z = student.logits(student.rows(rows), start, stop)
     slope = None if call.options.softcap is None else eager._slope(z, call.options)
-    dz = _gradient(log_p, z.sub_(student.lse[rows].unsqueeze(1)), mean[rows], call.beta)
+    dz = _gradient(log_p, student.log_probs(z, rows), mean[rows], call.beta)
     if slope is not None:
         dz.mul_(slope)
     return dz.masked_fill_(~student.inputs.valid[rows].unsqueeze(1), 0.0)

@@ -183,7 +183,7 @@ def clipped_policy_loss(
     if not return_stats:
         return loss
     shown = [None if v is None else v.detach().masked_fill(~counted, 0.0) for v in (log_prob, ratio, entropy, kl)]
-    return loss, PolicyStats(shown[0], shown[1], clipped & counted, *shown[2:])
+    return loss, PolicyStats(shown[0], shown[1], clipped, *shown[2:])
 
 
 def distillation_loss(
@@ -280,14 +280,18 @@ def _divergence(*arguments: Any) -> Tensor:
 def _logsumexp(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, torch.dtype]:
-    """log Σ_j exp(z_j) of every token, [N], 0 where it does not count; and the dtype of the products."""
+    """log Σ_j exp(z_j) of every token in two parts, [2, N], 0 where it does not count; and the dtype of the products.
+
+    The parts are the logit of id 0 and the rest: where logits are large, their sum would lose what divergences need.
+    """
     dtype = api._check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     with torch.no_grad():
         _, stats = linear_cross_entropy(
             hidden, weight, target, bias, reduction="none", return_stats=True, **options
         )  # fmt: skip
-    lse: Tensor = stats.lse
-    return lse.reshape(-1), dtype
+    known = stats.target_logit.isfinite()  # a bias of −inf leaves lse alone
+    parts = torch.where(known, stats.target_logit, stats.lse), torch.where(known, stats.nll, 0.0)
+    return torch.stack([part.reshape(-1) for part in parts]), dtype
 
 
 def _counted(target: Tensor, mask: Tensor | None, ignore_index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
