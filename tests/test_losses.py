@@ -539,3 +539,18 @@ def test_bad_types_and_pairs(impl: Any) -> None:
         package.dpo_loss(**odd, reference_log_prob=impl.array(np.zeros(5, np.float32)))
     with pytest.raises(TypeError, match="teacher_hidden: got list"):
         package.distillation_loss(given["hidden"], given["weight"], [1.0], given["weight"])
+
+
+def test_signatures_are_the_same_in_both_frameworks() -> None:
+    pytest.importorskip("torch", reason="compares both frameworks")
+    pytest.importorskip("jax", reason="compares both frameworks")
+    import inspect
+
+    from logitless import jax_impl, torch_impl
+
+    for name in LOSSES:
+        one, other = (inspect.signature(getattr(package, name)).parameters for package in (torch_impl, jax_impl))
+        assert list(one) == list(other)
+        assert [(p.kind, p.default) for p in one.values()] == [(p.kind, p.default) for p in other.values()]
+        after_bias = list(one)[list(one).index("bias") + 1 :]
+        assert all(one[key].kind is inspect.Parameter.KEYWORD_ONLY for key in after_bias)
