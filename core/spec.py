@@ -72,11 +72,11 @@ class LossOptions:
             raise TypeError(f"ignore_index: got {self.ignore_index!r}, allowed is an integer")
         if not -(2**31) <= self.ignore_index < 2**31:
             raise ValueError(f"ignore_index: got {self.ignore_index}, allowed is what an int32 target can hold")
-        _check_number("label_smoothing", self.label_smoothing, low=0.0, high=1.0)
-        _check_number("z_loss", self.z_loss, low=0.0)
-        _check_number("logit_scale", self.logit_scale, low=0.0, open_low=True)
+        check_number("label_smoothing", self.label_smoothing, low=0.0, high=1.0)
+        check_number("z_loss", self.z_loss, low=0.0)
+        check_number("logit_scale", self.logit_scale, low=0.0, open_low=True)
         if self.softcap is not None:
-            _check_number("softcap", self.softcap, low=0.0, open_low=True, also="None")
+            check_number("softcap", self.softcap, low=0.0, open_low=True, also="None")
 
     @property
     def separable(self) -> bool:
@@ -106,7 +106,7 @@ class TokenStats(NamedTuple):
     min_logit: Any
 
 
-def _check_number(
+def check_number(
     name: str,
     value: object,
     low: float = -math.inf,
@@ -114,6 +114,7 @@ def _check_number(
     open_low: bool = False,
     also: str = "",
 ) -> None:
+    """Raise TypeError unless ``value`` is a number, ValueError unless it is finite and between ``low`` and ``high``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         or_also = f" or {also}" if also else ""
         raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is a Python number{or_also}")
@@ -190,7 +191,7 @@ def check_normalizer(value: object, info: ArrayInfo | None, reduction: str) -> N
         if info.shape != ():
             raise ValueError(f"normalizer: got shape {info.shape}, allowed is a number or an array without axes")
         return
-    _check_number("normalizer", value, also="an array without axes")
+    check_number("normalizer", value, also="an array without axes")
     if float(value) == 0.0:  # type: ignore[arg-type]
         raise ValueError("normalizer: got 0, allowed is a finite number other than 0")
 
@@ -210,7 +211,7 @@ def check_filter_eps(value: object, backend: str) -> None:
     """Refuse ``filter_eps`` where gradient filtering is not offered: an approximation is never applied unasked."""
     if value is None:
         return
-    _check_number("filter_eps", value, low=0.0, also="None")
+    check_number("filter_eps", value, low=0.0, also="None")
     raise NotImplementedError(
         f"filter_eps: got {value!r}, backend {backend!r} computes exact gradients only; filter_eps=None can run"
     )

@@ -22,6 +22,23 @@ TINY = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5}
 # Largest relative error of the target's logit gradient at any confidence, and of the loss of a confident token.
 TARGET_GRADIENT = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}
 
+# Of the losses on top of values per token, and of their gradients: what comes through a loss of many tokens has one
+# rounding to the dtype, and one of its operands on the way.
+ON_TOP_LOSS = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-6, "bfloat16": 2e-6}
+ON_TOP_GRADIENT = {"float64": 1e-12, "float32": 5e-6, "float16": 1.5e-3, "bfloat16": 1e-2}
+
+# AReaL's own table for its fused log-probabilities, absolute and relative tolerance at once: of the forward by dtype,
+# of float32 with a temperature, and of float32 gradients; of a large weight gradient the absolute one alone.
+AREAL = {
+    "forward float32": 1e-5,
+    "forward bfloat16": 2e-2,
+    "forward float16": 1e-2,
+    "temperature float32": 1e-5,
+    "backward hidden": 1e-4,
+    "backward weight": 1e-4,
+    "backward weight large": 5e-4,
+}
+
 # Between two implementations that both pass: the sum of their allowances is what they may differ by.
 OUTPUTS = ("loss", "dhidden", "dweight", "dbias")
 

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def blocks_of(path: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
+
+
+BLOCKS = blocks_of("README.md")
+LOSS_BLOCKS = blocks_of("docs/rl.md")
 
 
 def framework_of(code: str) -> str:
@@ -30,6 +37,24 @@ def test_readme_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> Non
     exec(compile(code, "README.md", "exec"), names)
     assert "loss" in capsys.readouterr().out
     assert float(names["loss"]) == pytest.approx(np.log(5000), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "code", LOSS_BLOCKS, ids=lambda code: f"{framework_of(code)}-{code.split('import ')[-1].split()[0]}"
+)
+def test_blocks_of_the_losses_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(framework_of(code), reason="the block needs it")
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/rl.md", "exec"), names)
+    assert capsys.readouterr().out.startswith("loss ")
+    assert np.isfinite(float(names["loss"]))
+
+
+def test_every_loss_has_a_block_per_framework() -> None:
+    for name in ("dpo_loss", "clipped_policy_loss", "distillation_loss"):
+        using = [framework_of(code) for code in LOSS_BLOCKS if f"{name}(" in code or f"({name}," in code]
+        assert sorted(using) == ["jax", "torch"], name
+    assert any("capture_lm_head(" in code for code in LOSS_BLOCKS)
 
 
 def test_readme_has_a_block_per_framework() -> None:

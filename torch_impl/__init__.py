@@ -1,6 +1,17 @@
 """Linear cross-entropy for PyTorch; the same names as :mod:`logitless.jax_impl`."""
 
 from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
+from logitless.torch_impl.capture import CapturedHead, capture_lm_head
+from logitless.torch_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
 from logitless.torch_impl.module import LinearCrossEntropy
 
-__all__ = ["LinearCrossEntropy", "linear_cross_entropy", "linear_log_probs"]
+__all__ = [
+    "CapturedHead",
+    "LinearCrossEntropy",
+    "capture_lm_head",
+    "clipped_policy_loss",
+    "distillation_loss",
+    "dpo_loss",
+    "linear_cross_entropy",
+    "linear_log_probs",
+]

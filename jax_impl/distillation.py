@@ -1,0 +1,230 @@
+"""A divergence between two linear softmaxes, tile by tile. Mirror of torch_impl/distillation.py.
+
+With p the teacher's and q the student's probabilities of a token and m = β p + (1 − β) q:
+
+    divergence = Σ_j p (log p − log q)                                         β = 0
+                 Σ_j β p (log p − log m) + (1 − β) q (log q − log m)           0 < β < 1
+                 Σ_j q (log q − log p)                                         β = 1
+
+    ∂/∂z_j     = q_j − p_j                                                     β = 0
+                 (1 − β) q_j (log q_j − log m_j − Σ_k q_k (log q_k − log m_k)) 0 < β < 1
+                 q_j (log q_j − log p_j − divergence)                          β = 1
+
+lse of both sides is known, so a tile [C, B] of both sides' logits is all that is ever held. It comes in two parts, a
+logit and the rest, so that large logits cost no accuracy. At β = 0 and 1 the terms − p + q (or − q + p), of sum 0, are
+added: then the error of lse enters in second order.
+
+Rounding: as in xla.py,
+with the gradient of a tile rounded to the student's dtype, and accumulated in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.jax_impl import vjp, xla
+from logitless.objectives import Tile
+from logitless.spec import LossOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Everything about a call that is not an array: β, both sides' logits, the tile. A static argument of jax.jit."""
+
+    beta: float
+    options: LossOptions
+    teacher_options: LossOptions
+    tile: Tile
+
+
+class Arrays(NamedTuple):
+    """A call's arrays; None where there is no bias."""
+
+    hidden: Any  # [..., D]
+    weight: Any  # [V, D]
+    bias: Any  # [V]
+    teacher_hidden: Any  # [..., D_teacher]
+    teacher_weight: Any  # [V, D_teacher]
+    teacher_bias: Any  # [V]
+    target: Any  # [...] −100 where a token does not count, else 0
+    lse: Any  # [2, N]
+    teacher_lse: Any  # [2, N]
+
+
+class Side(NamedTuple):
+    """One side's arrays: what gives its log-probabilities of a tile."""
+
+    inputs: xla.Inputs
+    options: LossOptions
+    lse: Array  # [2, N]: two parts, whose sum it is
+
+    def rows(self, first: Any, tokens: int) -> Array:
+        """The chunk's hidden states [C, D], 0 where a token does not count."""
+        return xla._rows_of(self.inputs, first, tokens)
+
+    def logits(self, x: Array, start: Any, size: int) -> Array:
+        """z of a tile, [C, B], in the accumulation dtype."""
+        return xla._logits_block(x, self.inputs, start, size, self.options)
+
+    def log_probs(self, z: Array, first: Any) -> Array:
+        """log softmax(z) of a tile's logits, [C, B]."""
+        anchor, rest = (xla._take(part, first, z.shape[0])[:, None] for part in self.lse)
+        return (z - anchor) - rest
+
+
+def _weighted(p: Array, log_ratio: Array) -> Array:
+    """p · log_ratio, 0 where p is 0 (there log_ratio may be infinite or NaN)."""
+    return jnp.where(p == 0, 0.0, p * log_ratio)
+
+
+def _log_mixture(log_p: Array, log_q: Array, beta: float) -> Array:
+    """log (β p + (1 − β) q)."""
+    return log_p if beta == 1 else jnp.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+
+
+def _divergence_rows(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Array]:
+    """The tile's share of each row's divergence, and of Σ_j q (log q − log m) (0 where β is 0)."""
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    if beta == 0:
+        total = (_weighted(p, log_p - log_q) - p + q).sum(axis=1)
+        return total, jnp.zeros_like(total)
+    log_m = _log_mixture(log_p, log_q, beta)
+    student = _weighted(q, log_q - log_m)
+    mean = student.sum(axis=1)
+    if beta == 1:
+        return (student - q + p).sum(axis=1), mean
+    return beta * _weighted(p, log_p - log_m).sum(axis=1) + (1 - beta) * mean, mean
+
+
+def _gradient(log_p: Array, log_q: Array, mean: Array, beta: float) -> Array:
+    """∂ divergence / ∂z of a tile."""
+    q = jnp.exp(log_q)
+    if beta == 0:
+        return q - jnp.exp(log_p)
+    gap = log_q - _log_mixture(log_p, log_q, beta)
+    made = _weighted(q, gap - mean[:, None])
+    return made if beta == 1 else (1 - beta) * made
+
+
+def _sides(call: Call, arrays: Arrays) -> tuple[Side, Side]:
+    given = vjp.Arrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target, None, None, None)
+    student = Side(vjp.prepare(given, call.options.ignore_index), call.options, arrays.lse)
+    given = vjp.Arrays(
+        arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target, None, None, None
+    )
+    return student, Side(vjp.prepare(given, call.options.ignore_index), call.teacher_options, arrays.teacher_lse)
+
+
+def _forward(call: Call, arrays: Arrays) -> tuple[Array, Array]:
+    """The divergence of every token, 0 where it does not count, and Σ_j q (log q − log m): [N] each."""
+    (student, teacher), tile = _sides(call, arrays), call.tile
+
+    def chunk(sums: Any, first: Any, tokens: int) -> Any:
+        x, teacher_x = student.rows(first, tokens), teacher.rows(first, tokens)
+
+        def block(carry: Any, start: Any, size: int) -> Any:
+            log_q = student.log_probs(student.logits(x, start, size), first)
+            log_p = teacher.log_probs(teacher.logits(teacher_x, start, size), first).astype(log_q.dtype)
+            made = _divergence_rows(log_p, log_q, call.beta)
+            return carry[0] + made[0], carry[1] + made[1]
+
+        zero = jnp.zeros(tokens, student.lse.dtype)
+        made = xla._for_slices(tile.vocab, tile.vocab_chunk, block, (zero, zero))
+        return tuple(xla._put(whole, part, first) for whole, part in zip(sums, made, strict=True))
+
+    zero = jnp.zeros_like(student.lse[0])
+    total, mean = xla._for_slices(tile.tokens, tile.token_chunk, chunk, (zero, zero))
+    return jnp.where(student.inputs.valid, total, 0.0), mean
+
+
+def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: xla.Needs) -> xla.Gradients:
+    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D.
+
+    A block of the vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded
+    once and no accumulator of dW's size exists.
+    """
+    (student, teacher), tile = _sides(call, arrays), call.tile
+    inputs, dtype, (vocab, size) = student.inputs, mean.dtype, arrays.weight.shape
+    factor = vjp._row_upstream(inputs, call.options, upstream)
+    # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
+    unit = jnp.abs(factor).max(initial=0.0)
+    unit = jnp.where(unit > 0, unit, 1.0)
+    factor = factor / unit
+
+    def block(carry: Any, start: Any, columns: int) -> xla.Gradients:
+        def chunk(carry: Any, first: Any, tokens: int) -> Any:
+            dx, part, bias_part = carry
+            x = student.rows(first, tokens)
+            dz = _logit_gradient(call, student, teacher, x, first, start, columns, mean)
+            dz = dz * xla._take(factor, first, tokens)[:, None]
+            operand = dz.astype(x.dtype)
+            if dx is not None:
+                rows = xla._product(operand, xla._take(inputs.weight, start, columns), dtype)
+                dx = xla._put(dx, xla._take(dx, first, tokens) + rows, first)
+            if part is not None:
+                part = part + xla._product(operand.T, x, dtype)
+            return dx, part, None if bias_part is None else bias_part + dz.sum(axis=0)
+
+        part = jnp.zeros((columns, size), dtype) if needs.weight else None
+        bias_part = jnp.zeros(columns, dtype) if needs.bias else None
+        dx, part, bias_part = xla._for_slices(tile.tokens, tile.token_chunk, chunk, (carry.hidden, part, bias_part))
+        dw = None if part is None else xla._put(carry.weight, (part * unit).astype(inputs.weight.dtype), start)
+        return xla.Gradients(dx, dw, None if bias_part is None else xla._put(carry.bias, bias_part * unit, start))
+
+    zeros = xla.Gradients(
+        hidden=jnp.zeros(inputs.hidden.shape, dtype) if needs.hidden else None,
+        weight=jnp.zeros((vocab, size), inputs.weight.dtype) if needs.weight else None,
+        bias=jnp.zeros(vocab, dtype) if needs.bias else None,
+    )
+    made = xla._for_slices(vocab, tile.vocab_chunk, block, zeros)
+    return made._replace(hidden=None if made.hidden is None else made.hidden * unit)
+
+
+def _logit_gradient(
+    call: Call, student: Side, teacher: Side, x: Array, first: Any, start: Any, columns: int, mean: Array
+) -> Array:
+    """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
+    tokens = x.shape[0]
+    teacher_z = teacher.logits(teacher.rows(first, tokens), start, columns)
+    log_p = teacher.log_probs(teacher_z, first).astype(mean.dtype)
+    z = student.logits(x, start, columns)
+    dz = _gradient(log_p, student.log_probs(z, first), xla._take(mean, first, tokens), call.beta)
+    if call.options.softcap is not None:
+        dz = dz * xla._slope(z, call.options)
+    return jnp.where(xla._take(student.inputs.valid, first, tokens)[:, None], dz, 0.0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _divergence(call: Call, arrays: Arrays) -> Array:
+    return _forward(call, arrays)[0]
+
+
+def _divergence_forward(call: Call, primals: Arrays) -> tuple[Array, Any]:
+    needs = tuple(() if leaf is not None and leaf.perturbed else None for leaf in primals[:3])
+    arrays = vjp._once(Arrays(*(None if leaf is None else leaf.value for leaf in primals)))
+    losses, mean = _forward(call, arrays)
+    return losses, (arrays, mean, needs)
+
+
+def _divergence_backward(call: Call, residuals: Any, upstream: Any) -> tuple[Arrays]:
+    arrays, mean, flags = residuals
+    nothing: tuple[Any, ...] = (None,) * (len(Arrays._fields) - 3)
+    if vjp._zero(upstream):
+        return (Arrays(None, None, None, *nothing),)
+    needs = xla.Needs(*(flag is not None for flag in flags))
+    made = _gradients(call, arrays, mean, vjp._once(upstream), needs)
+    like = zip(made, arrays[:3], strict=True)
+    return (Arrays(*(None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in like), *nothing),)
+
+
+_divergence.defvjp(_divergence_forward, _divergence_backward, symbolic_zeros=True)
+
+# Compiled once for a Call and shapes, also when the caller does not use jax.jit.
+divergence = jax.jit(_divergence, static_argnums=0)

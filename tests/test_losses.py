@@ -1,0 +1,556 @@
+"""The losses on top of per-token values, on every implementation, against full logits in float64 with autograd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import full_losses
+import numpy as np
+import pytest
+from implementations import every_implementation
+
+from logitless.objectives import distillation_tile
+from logitless.rounding import round_to
+from logitless.tolerances import ON_TOP_GRADIENT, ON_TOP_LOSS, error
+
+ARGUMENTS = ("hidden", "weight", "bias")
+SEQUENCES, T, D, V, D_TEACHER = 6, 9, 12, 70, 17
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def arrays(dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
+    """hidden, weight, bias, target with ignored tokens, mask, and everything a loss knows of other models."""
+    rng = np.random.default_rng(seed)
+    made: dict[str, Any] = {
+        "hidden": rng.standard_normal((SEQUENCES, T, D)),
+        "weight": rng.standard_normal((V, D)) * D**-0.5,
+        "bias": rng.standard_normal(V),
+        "teacher_hidden": rng.standard_normal((SEQUENCES, T, D_TEACHER)),
+        "teacher_weight": rng.standard_normal((V, D_TEACHER)) * D_TEACHER**-0.5,
+        "teacher_bias": rng.standard_normal(V),
+    }
+    made = {name: round_to(values, dtype) for name, values in made.items()}
+    made["target"] = rng.integers(0, V, (SEQUENCES, T))
+    made["mask"] = (rng.random((SEQUENCES, T)) < 0.7).astype(np.int64)
+    made["mask"][2] = 0  # a sequence without a token that counts
+    made["target"][:, -2:] = -100
+    made["target"][made["mask"] == 0] = V + 5  # what a masked token's id is does not matter
+    side = "float64" if dtype == "float64" else "float32"
+    near = -4.0 + rng.standard_normal((3, SEQUENCES, T))
+    made["old_log_prob"], made["reference_log_prob"], made["advantage"] = (round_to(values, side) for values in near)
+    made["advantage"] += np.float32(4.0)
+    return made
+
+
+def counted(a: dict[str, Any]) -> Any:
+    return ((a["mask"] != 0) & (a["target"] != -100)).astype(np.float64)
+
+
+def onehot(a: dict[str, Any]) -> Any:
+    return np.eye(V)[np.where(counted(a) > 0, a["target"], 0)] * counted(a)[..., None]
+
+
+def poisoned(values: Any, a: dict[str, Any]) -> Any:
+    """The values, with NaN where a token does not count: it must be read nowhere."""
+    values = np.array(values)
+    values[counted(a) == 0] = np.nan
+    return values
+
+
+class Torch:
+    """A framework's gradient, for the truth and for what is tested."""
+
+    @staticmethod
+    def value_and_grads(
+        impl: Any, function: Callable[[dict[str, Any]], Any], floats: dict[str, Any], dtype: str
+    ) -> Any:
+        given = {name: impl.array(values, dtype).requires_grad_() for name, values in floats.items()}
+        value = function(given)
+        value.backward()
+        return impl.numpy(value), {name: impl.numpy(tensor.grad) for name, tensor in given.items()}
+
+
+class Jax:
+    @staticmethod
+    def value_and_grads(
+        impl: Any, function: Callable[[dict[str, Any]], Any], floats: dict[str, Any], dtype: str
+    ) -> Any:
+        import jax
+
+        given = {name: impl.array(values, dtype) for name, values in floats.items()}
+        value, grads = jax.value_and_grad(function)(given)
+        return impl.numpy(value), {name: impl.numpy(array) for name, array in grads.items()}
+
+
+def tools(impl: Any) -> tuple[Any, Any, Any, Any]:
+    """The implementation's package, array library and gradient, and the context that a dtype needs."""
+    if impl.name.startswith("torch"):
+        import torch
+
+        from logitless import torch_impl
+
+        return torch_impl, torch, Torch, lambda dtype: contextlib.nullcontext()
+    import jax.numpy as jnp
+
+    from logitless import jax_impl
+
+    return jax_impl, jnp, Jax, impl.precision
+
+
+def made(
+    impl: Any, name: str, a: dict[str, Any], constants: Any, dtype: str, wrt: Any = ARGUMENTS, **options: Any
+) -> Any:
+    """Loss and gradients of ``name`` of the implementation; constants: names of ``a`` that are handed to it."""
+    package, _, framework, context = tools(impl)
+    loss = getattr(package, name)
+    with context(dtype):
+        known = {key: impl.array(a[key]) for key in constants if not key.startswith("teacher")}
+        known |= {key: impl.array(a[key], dtype) for key in constants if key.startswith("teacher")}
+        rest = {key: impl.array(a[key], dtype) for key in ARGUMENTS if key not in wrt}
+
+        def function(given: dict[str, Any]) -> Any:
+            return loss(**(given | rest | known), backend=impl.backend, **options)
+
+        return framework.value_and_grads(impl, function, {key: a[key] for key in wrt}, dtype)
+
+
+def true(impl: Any, a: dict[str, Any], full: Callable[..., Any]) -> Any:
+    """Loss and gradients of ``full(z-making arrays, xp, array)`` in float64."""
+    _, xp, framework, context = tools(impl)
+    with context("float64"):
+        return framework.value_and_grads(
+            impl, lambda given: full(given, xp, lambda values: impl.array(values, "float64")),
+            {key: a[key] for key in ARGUMENTS}, "float64",
+        )  # fmt: skip
+
+
+def assert_close(result: Any, truth: Any, dtype: str) -> None:
+    (loss, grads), (true_loss, true_grads) = result, truth
+    assert np.isfinite(true_loss).all()
+    assert error(loss, true_loss) <= ON_TOP_LOSS[dtype]
+    for name, grad in grads.items():
+        assert np.abs(true_grads[name]).max() > 0, name
+        assert error(grad, true_grads[name]) <= ON_TOP_GRADIENT[dtype], name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DPO
+
+DPO_CONSTANTS = ("target", "mask", "reference_log_prob")
+
+
+def full_dpo(a: dict[str, Any], beta: float = 0.1, label_smoothing: float = 0.0, **options: Any) -> Callable[..., Any]:
+    reference = a["reference_log_prob"] if a["reference_log_prob"].ndim == 1 else a["reference_log_prob"] * counted(a)
+
+    def loss(given: dict[str, Any], xp: Any, array: Callable[[Any], Any]) -> Any:
+        z = full_losses.logits(given["hidden"], given["weight"], given["bias"], xp, **options)
+        known = map(array, (onehot(a), counted(a), reference))
+        return full_losses.dpo(z, *known, xp, beta, label_smoothing).mean()
+
+    return loss
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta": 0.7, "label_smoothing": 0.2, "logit_scale": 0.8, "softcap": 4.0}],
+    ids=["plain", "options"],
+)  # fmt: skip
+def test_dpo(impl: Any, options: dict[str, Any], sums: bool, dtype: str) -> None:
+    a = arrays(dtype)
+    if sums:
+        a["reference_log_prob"] = (a["reference_log_prob"] * counted(a)).sum(1).astype(a["old_log_prob"].dtype)
+    truth = true(impl, a, full_dpo(a, **options))
+    a["hidden"] = poisoned(a["hidden"], a)
+    if not sums:
+        a["reference_log_prob"] = poisoned(a["reference_log_prob"], a)
+    result = made(impl, "dpo_loss", a, DPO_CONSTANTS, dtype, **options)
+    assert_close(result, truth, dtype)
+    assert not result[1]["hidden"][counted(a) == 0].any()
+
+
+@every_implementation
+def test_dpo_statistics_and_reductions(impl: Any) -> None:
+    a = arrays()
+    package = tools(impl)[0]
+    floats = [impl.array(a[name], "float32") for name in ("hidden", "weight")]
+    given = [*floats, impl.array(a["target"]), impl.array(a["bias"], "float32")]
+    known = {"reference_log_prob": impl.array(a["reference_log_prob"]), "mask": impl.array(a["mask"]), "beta": 0.3}
+    losses, stats = package.dpo_loss(*given, **known, reduction="none", return_stats=True, backend=impl.backend)
+    log_prob, _ = package.linear_log_probs(
+        *given[:2], impl.array(np.where(counted(a) > 0, a["target"], -100)), given[3]
+    )
+    sums = impl.numpy(log_prob).sum(1)
+    rewards = 0.3 * (sums - (a["reference_log_prob"] * counted(a)).sum(1))
+    for values, expected in zip(stats, (sums[:3], sums[3:], rewards[:3], rewards[3:]), strict=True):
+        assert error(impl.numpy(values), expected) <= 1e-6
+    losses = impl.numpy(losses)
+    assert losses.shape == (3,)
+    assert error(losses, np.log1p(np.exp(rewards[3:] - rewards[:3]))) <= 1e-6
+    for reduction, expected in (("sum", losses.sum()), ("mean", losses.mean())):
+        value = package.dpo_loss(*given, **known, reduction=reduction, backend=impl.backend)
+        assert error(impl.numpy(value), expected) <= 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policies
+
+POLICY = {"clip_low": 0.2, "clip_high": 0.2, "entropy_coef": 0.0, "kl_coef": 0.0, "aggregation": "token_mean"}
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sequence": {"aggregation": "sequence_mean", "clip_high": 0.28},
+    "everything": {"entropy_coef": 0.05, "kl_coef": 0.1, "clip_low": 0.3, "logit_scale": 1.5, "softcap": 5.0},
+    "kl": {"kl_coef": 0.04, "aggregation": "sequence_mean"},
+}
+
+
+def full_policy(a: dict[str, Any], **options: Any) -> Callable[..., Any]:
+    shape = {name: options.pop(name) for name in ("logit_scale", "softcap") if name in options}
+
+    def loss(given: dict[str, Any], xp: Any, array: Callable[[Any], Any]) -> Any:
+        z = full_losses.logits(given["hidden"], given["weight"], given["bias"], xp, **shape)
+        known = map(array, (onehot(a), counted(a), a["advantage"], a["old_log_prob"], a["reference_log_prob"]))
+        return full_losses.clipped_policy(z, *known, xp, **(POLICY | options))
+
+    return loss
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+def test_clipped_policy(impl: Any, name: str, per_sequence: bool, dtype: str) -> None:
+    a, options = arrays(dtype), POLICIES[name]
+    if per_sequence:
+        a["advantage"] = a["advantage"][:, 0]
+    truth = true(impl, a, full_policy(a, **options))
+    constants = [
+        "target",
+        "mask",
+        "old_log_prob",
+        "advantage",
+        *(["reference_log_prob"] if options.get("kl_coef") else []),
+    ]
+    for key in ("hidden", *constants[2:]):
+        a[key] = a[key] if a[key].ndim == 1 else poisoned(a[key], a)
+    result = made(impl, "clipped_policy_loss", a, constants, dtype, **options)
+    assert_close(result, truth, dtype)
+    assert not result[1]["hidden"][counted(a) == 0].any()
+
+
+@every_implementation
+def test_policy_on_its_own_samples_and_statistics(impl: Any) -> None:
+    """Without old_log_prob the ratio is 1 and the gradient that of −A log p."""
+    a, (package, _, _, _) = arrays(), tools(impl)
+    log_prob, entropy = package.linear_log_probs(
+        *(impl.array(a[n], "float32") for n in ("hidden", "weight")),
+        impl.array(np.where(counted(a) > 0, a["target"], -100)), impl.array(a["bias"], "float32"), with_entropy=True,
+    )  # fmt: skip
+    own = made(impl, "clipped_policy_loss", a, ("target", "mask", "advantage"), "float32", clip_low=0.0, clip_high=0.0)
+    a["old_log_prob"] = impl.numpy(log_prob).astype(np.float32)
+    upstream = -a["advantage"] * counted(a) / counted(a).sum()
+    expected = impl.run_log_probs(
+        a["hidden"], a["weight"], np.where(counted(a) > 0, a["target"], -100), a["bias"], log_prob_upstream=upstream
+    )
+    assert error(own[0], (upstream * 1.0).sum()) <= 1e-6
+    for name in ARGUMENTS:
+        assert error(own[1][name], expected.grads[name]) <= 2e-6, name
+    a["old_log_prob"] = a["old_log_prob"] - np.where(np.arange(T) % 2, 0.5, 0.1).astype(np.float32)
+    given = {key: impl.array(a[key]) for key in ("target", "mask", "advantage", "old_log_prob", "reference_log_prob")}
+    given |= {key: impl.array(a[key], "float32") for key in ARGUMENTS}
+    _, stats = package.clipped_policy_loss(
+        **given, kl_coef=0.1, entropy_coef=0.1, return_stats=True, backend=impl.backend
+    )  # fmt: skip
+    stats = type(stats)(*map(impl.numpy, stats))
+    ones = counted(a)
+    ratio = np.broadcast_to(np.exp(np.where(np.arange(T) % 2, 0.5, 0.1)), ones.shape)
+    d = (a["reference_log_prob"] - impl.numpy(log_prob)) * ones
+    assert error(stats.log_prob, impl.numpy(log_prob)) <= 1e-6
+    assert error(stats.ratio, ratio * ones) <= 1e-6
+    assert error(stats.entropy, impl.numpy(entropy)) <= 1e-6
+    assert error(stats.kl, np.exp(d) - d - 1) <= 1e-5
+    assert np.array_equal(stats.clipped, (ratio > 1.2) & (a["advantage"] > 0) & (ones > 0))
+    assert 0 < stats.clipped.sum() < ones.sum()
+
+
+@every_implementation
+def test_policy_ratios_out_of_any_range_stay_finite(impl: Any) -> None:
+    a = arrays()
+    a["old_log_prob"][:] = -500.0
+    a["old_log_prob"][1::2] = 500.0
+    a["reference_log_prob"][:] = 400.0
+    constants = ("target", "mask", "old_log_prob", "advantage", "reference_log_prob")
+    loss, grads = made(impl, "clipped_policy_loss", a, constants, "float32", kl_coef=0.1)
+    assert np.isfinite(loss)
+    for name in ARGUMENTS:
+        assert np.isfinite(grads[name]).all(), name
+
+
+@every_implementation
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_policy_normalizer_joins_micro_batches(impl: Any, aggregation: str) -> None:
+    a = arrays()
+    ones = counted(a)
+    total = float(ones.sum() if aggregation == "token_mean" else (ones.sum(1) > 0).sum())
+    constants = ("target", "mask", "old_log_prob", "advantage")
+    whole = made(impl, "clipped_policy_loss", a, constants, "float32", aggregation=aggregation)
+    per_sequence = {key for key in a if key not in ("weight", "bias") and not key.startswith("teacher")}
+    parts = [
+        made(impl, "clipped_policy_loss", {k: v[rows] if k in per_sequence else v for k, v in a.items()}, constants,
+             "float32", aggregation=aggregation, normalizer=total)
+        for rows in (slice(0, 2), slice(2, 6))
+    ]  # fmt: skip
+    assert error(parts[0][0] + parts[1][0], whole[0]) <= 1e-6
+    assert error(parts[0][1]["weight"] + parts[1][1]["weight"], whole[1]["weight"]) <= 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Distillation
+
+DISTILLATION_CONSTANTS = ("mask", "teacher_hidden", "teacher_weight", "teacher_bias")
+DISTILLATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "options": {
+        "temperature": 1.7, "logit_scale": 0.8, "softcap": 4.0, "teacher_logit_scale": 1.3, "teacher_softcap": 6.0,
+    },
+}  # fmt: skip
+
+
+def full_distillation(
+    a: dict[str, Any], beta: float, reduce: Callable[[Any, Any], Any], temperature: float = 1.0, **options: Any
+) -> Callable[..., Any]:
+    own = {key: value for key, value in options.items() if not key.startswith("teacher")}
+    others = {key.removeprefix("teacher_"): value for key, value in options.items() if key.startswith("teacher")}
+
+    def loss(given: dict[str, Any], xp: Any, array: Callable[[Any], Any]) -> Any:
+        z = full_losses.logits(given["hidden"], given["weight"], given["bias"], xp, **own)
+        teacher = (array(a[f"teacher_{name}"]) for name in ARGUMENTS)
+        teacher_z = full_losses.logits(*teacher, xp, **others)
+        return reduce(full_losses.divergence(z, teacher_z, xp, beta, temperature), array(a["mask"].astype(float)))
+
+    return loss
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("name", DISTILLATIONS)
+def test_distillation(impl: Any, name: str, beta: float, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against full logits, on tiles that cut tokens and vocabulary raggedly."""
+    monkeypatch.setattr("logitless.objectives.LARGEST_TILE", 32)
+    monkeypatch.setattr("logitless.objectives.TOKEN_TILE", 32)
+    monkeypatch.setattr("logitless.objectives.VOCAB_TILE", 32)
+    tile = distillation_tile(tokens=SEQUENCES * T, hidden=D, teacher_hidden=D_TEACHER, vocab=V, dtype=dtype)
+    assert (len(tile.token_slices), len(tile.vocab_slices)) == (2, 3)
+    a, options = arrays(dtype), DISTILLATIONS[name]
+    truth = true(impl, a, full_distillation(a, beta, lambda d, m: (d * m).sum() / m.sum(), **options))
+    a["hidden"][a["mask"] == 0] = np.nan
+    a["teacher_hidden"][a["mask"] == 0] = np.nan
+    result = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, dtype, beta=beta, **options)
+    assert_close(result, truth, dtype)
+    assert not result[1]["hidden"][a["mask"] == 0].any()
+
+
+@every_implementation
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_distillation_from_itself_is_zero(impl: Any, beta: float) -> None:
+    a = arrays()
+    for name in ARGUMENTS:
+        a[f"teacher_{name}"] = a[name]
+    loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", beta=beta)
+    assert abs(loss) <= 1e-7
+    assert max(np.abs(grad).max() for grad in grads.values()) <= 1e-7
+
+
+@every_implementation
+@pytest.mark.parametrize("wrt", [("hidden",), ("weight",), ("bias",), ("hidden", "bias")])
+def test_distillation_subsets_of_gradients(impl: Any, wrt: tuple[str, ...]) -> None:
+    a = arrays()
+    options = {"beta": 0.4, "reduction": "sum"}
+    _, every = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", **options)
+    _, some = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", wrt=wrt, **options)
+    assert set(some) == set(wrt)
+    for name in wrt:
+        assert error(some[name], every[name]) <= 1e-6
+
+
+@every_implementation
+def test_distillation_reductions_and_normalizer(impl: Any) -> None:
+    a = arrays()
+    truth = true(impl, a, full_distillation(a, 0.0, lambda d, m: (d * m).sum()))
+    for options, factor in (({"reduction": "sum"}, 1.0), ({"normalizer": 7.0}, 1 / 7.0)):
+        loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", **options)
+        assert error(loss, truth[0] * factor) <= 1e-6
+        assert error(grads["weight"], truth[1]["weight"] * factor) <= 2e-6
+    package, _, _, _ = tools(impl)
+    given = {name: impl.array(a[name], "float32") for name in (*ARGUMENTS, *DISTILLATION_CONSTANTS[1:])}
+    losses = package.distillation_loss(**given, mask=impl.array(a["mask"]), reduction="none", backend=impl.backend)
+    losses = impl.numpy(losses)
+    assert losses.shape == (SEQUENCES, T)
+    assert not losses[a["mask"] == 0].any()
+    assert (losses[a["mask"] != 0] > 0).all()
+    assert error(losses.sum(), truth[0]) <= 1e-6
+
+
+@every_implementation
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_distillation_with_ids_that_neither_side_has(impl: Any, beta: float) -> None:
+    """A −inf bias takes an id out of a vocabulary: out of both it is as if it were not there."""
+    a = arrays()
+    gone = np.isin(np.arange(V), [0, 31, V - 2, V - 1])
+    few = {name: values[~gone] if name.endswith(("weight", "bias")) else values for name, values in a.items()}
+    a["bias"][gone] = a["teacher_bias"][gone] = -np.inf
+    expected = made(impl, "distillation_loss", few, DISTILLATION_CONSTANTS, "float32", beta=beta)
+    result = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", beta=beta)
+    assert np.isfinite(expected[0])
+    assert error(result[0], expected[0]) <= 1e-6
+    assert error(result[1]["hidden"], expected[1]["hidden"]) <= 1e-6
+    assert error(result[1]["weight"][~gone], expected[1]["weight"]) <= 1e-6
+    assert not result[1]["weight"][gone].any()
+
+
+@pytest.mark.case(11)
+@every_implementation
+@pytest.mark.parametrize("shift", [-1024.0, 1024.0])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_distillation_of_shifted_logits_near_the_teachers(impl: Any, beta: float, shift: float) -> None:
+    """Logits near ±1000 and a divergence near 1e-4: neither loss nor gradient loses it to the rounding of lse.
+
+    All numbers are multiples of 1/64, so that float32 holds every logit exactly. Rows that do not count have the bias
+    alone as logits, whose exponentials overflow.
+    """
+    a = arrays()
+    for name in ("hidden", "weight"):
+        a[name] = np.round(a[name] * 8) / 8
+        a[f"teacher_{name}"] = a[name]
+    a["bias"] = np.round(a["bias"] * 64) / 64
+    a["teacher_bias"] = a["bias"] + np.random.default_rng(3).integers(-1, 2, V).astype(np.float32) / 64
+    truth = true(impl, a, full_distillation(a, beta, lambda d, m: (d * m).sum() / m.sum()))
+    assert 1e-5 < truth[0] < 1e-3
+    a["bias"] = a["bias"] + np.float32(shift)
+    loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", beta=beta)
+    assert error(loss, truth[0]) <= 1e-4
+    for name in ARGUMENTS:
+        assert error(grads[name], truth[1][name]) <= 1e-4, name
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_distillation_small_factors_survive(impl: Any, dtype: str) -> None:
+    """A mean over many tokens makes row factors that float16 cannot hold; they must stay out of its operands.
+
+    Large hidden states (and a small weight) bring the weight's gradient itself back into range.
+    """
+    a = arrays(dtype)
+    a["hidden"], a["weight"] = a["hidden"] * np.float32(2**10), round_to(a["weight"] * np.float32(2**-10), dtype)
+    truth = true(impl, a, full_distillation(a, 0.0, lambda d, m: (d * m).sum() / 2.0**16))
+    grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, dtype, normalizer=2.0**16, wrt=("weight",))[1]
+    assert error(grads["weight"], truth[1]["weight"]) <= ON_TOP_GRADIENT[dtype]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing to count, bad input
+
+LOSSES: dict[str, tuple[str, ...]] = {
+    "dpo_loss": DPO_CONSTANTS,
+    "clipped_policy_loss": ("target", "mask", "old_log_prob", "advantage"),
+    "distillation_loss": DISTILLATION_CONSTANTS,
+}
+
+
+@pytest.mark.case(7)
+@every_implementation
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("empty", [False, True])
+def test_no_token_counts(impl: Any, name: str, empty: bool) -> None:
+    a = arrays()
+    a["mask"][:] = 0
+    if empty:
+        none = {key for key in a if key not in ("weight", "bias", "teacher_weight", "teacher_bias")}
+        a = {key: values[:0] if key in none else values for key, values in a.items()}
+    loss, grads = made(impl, name, a, LOSSES[name], "float32")
+    if name != "dpo_loss":
+        assert loss == 0
+    assert np.isfinite(loss)
+    for argument in ARGUMENTS:
+        assert not grads[argument].any(), argument
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("dpo_loss", {"beta": 0.0}, r"beta: got 0.0, allowed is a finite number in \(0, inf\)"),
+    ("dpo_loss", {"label_smoothing": 0.6}, r"label_smoothing: got 0.6, allowed .* \[0, 0.5\]"),
+    ("dpo_loss", {"reduction": "batch"}, "reduction: got 'batch', allowed are 'mean', 'sum', 'none'"),
+    ("dpo_loss", {"mask": np.ones((SEQUENCES, T - 1))}, r"mask: got shape \(6, 8\), allowed is .* \(6, 9\)"),
+    ("dpo_loss", {"reference_log_prob": np.zeros(3, np.float32)}, r"reference_log_prob: got shape \(3,\), allowed is"),
+    ("clipped_policy_loss", {"clip_low": 1.5}, r"clip_low: got 1.5, allowed is a finite number in \[0, 1\]"),
+    ("clipped_policy_loss", {"aggregation": "mean"}, "aggregation: got 'mean', allowed are 'token_mean', 'seq"),
+    ("clipped_policy_loss", {"kl_coef": 0.1}, "reference_log_prob: got None beside kl_coef=0.1"),
+    (
+        "clipped_policy_loss",
+        {"reference_log_prob": np.zeros((SEQUENCES, T), np.float32)},
+        "kl_coef: got 0 beside a reference_log_prob",
+    ),
+    (
+        "clipped_policy_loss",
+        {"advantage": np.zeros(T, np.float32)},
+        r"advantage: got shape \(9,\), allowed is target's",
+    ),
+    ("clipped_policy_loss", {"normalizer": 0.0}, "normalizer: got 0"),
+    ("distillation_loss", {"beta": 1.1}, r"beta: got 1.1, allowed is a finite number in \[0, 1\]"),
+    ("distillation_loss", {"temperature": 0.0}, "temperature: got 0.0"),
+    ("distillation_loss", {"teacher_softcap": -1.0}, "teacher_softcap: got -1.0"),
+    ("distillation_loss", {"memory_budget": 1000}, "memory_budget: got 1000 bytes, allowed for"),
+    ("distillation_loss", {"normalizer": 2.0, "reduction": "sum"}, "normalizer: got a value beside reduction='sum'"),
+    ("distillation_loss", {"teacher_weight": np.zeros((V + 2, D_TEACHER))}, "teacher_weight: got V = 72, .* slice"),
+    ("distillation_loss", {"teacher_hidden": np.zeros((SEQUENCES, 2, D_TEACHER))}, "teacher_hidden: got leading axes"),
+    ("distillation_loss", {"teacher_bias": np.zeros(3)}, r"teacher's bias: got shape \(3,\)"),
+    ("distillation_loss", {"teacher_hidden": np.zeros((SEQUENCES, T, 3))}, "teacher's hidden: got last axis 3"),
+]
+
+
+@every_implementation
+@pytest.mark.parametrize(("name", "changes", "words"), BAD, ids=[f"{n}-{next(iter(c))}" for n, c, _ in BAD])
+def test_bad_arguments(impl: Any, name: str, changes: dict[str, Any], words: str) -> None:
+    a = arrays() | {key: value for key, value in changes.items() if isinstance(value, np.ndarray)}
+    options = {key: value for key, value in changes.items() if not isinstance(value, np.ndarray)}
+    constants = dict.fromkeys((*LOSSES[name], *(key for key in changes if key not in options)))
+    with pytest.raises(ValueError, match=words):
+        made(impl, name, a, constants, "float32", **options)
+
+
+@every_implementation
+def test_bad_types_and_pairs(impl: Any) -> None:
+    a, (package, _, _, _) = arrays(), tools(impl)
+    target = impl.array(np.where(counted(a) > 0, a["target"], -100))
+    given = {key: impl.array(a[key], "float32") for key in ARGUMENTS} | {"target": target}
+    for name, known in (("dpo_loss", "reference_log_prob"), ("clipped_policy_loss", "advantage")):
+        with pytest.raises(TypeError, match=rf"{known}: got list, allowed is a"):
+            getattr(package, name)(**given, **{known: [1.0]})
+        with pytest.raises(TypeError, match=rf"{known}: got dtype int32, allowed are bfloat16, "):
+            getattr(package, name)(**given, **{known: impl.array(np.zeros((SEQUENCES, T), np.int32))})
+        with pytest.raises(TypeError, match=r"target: got list, allowed is a"):
+            getattr(package, name)(**(given | {"target": [1]}), **{known: impl.array(a[known])})
+    odd = {key: values[:5] if key in ("hidden", "target") else values for key, values in given.items()}
+    with pytest.raises(ValueError, match=r"target: got shape \(5, 9\), allowed is \[2 B, T\]: B chosen"):
+        package.dpo_loss(**odd, reference_log_prob=impl.array(np.zeros(5, np.float32)))
+    with pytest.raises(TypeError, match="teacher_hidden: got list"):
+        package.distillation_loss(given["hidden"], given["weight"], [1.0], given["weight"])
+
+
+def test_signatures_are_the_same_in_both_frameworks() -> None:
+    pytest.importorskip("torch", reason="compares both frameworks")
+    pytest.importorskip("jax", reason="compares both frameworks")
+    import inspect
+
+    from logitless import jax_impl, torch_impl
+
+    for name in LOSSES:
+        one, other = (inspect.signature(getattr(package, name)).parameters for package in (torch_impl, jax_impl))
+        assert list(one) == list(other)
+        assert [(p.kind, p.default) for p in one.values()] == [(p.kind, p.default) for p in other.values()]
+        after_bias = list(one)[list(one).index("bias") + 1 :]
+        assert all(one[key].kind is inspect.Parameter.KEYWORD_ONLY for key in after_bias)

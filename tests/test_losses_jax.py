@@ -1,0 +1,80 @@
+"""What JAX asks of the losses on top: jit, vmap, checkpoint, one derivative, NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="these tests are about JAX")
+
+import jax.numpy as jnp  # noqa: E402
+
+from logitless.jax_impl import clipped_policy_loss, distillation_loss, dpo_loss  # noqa: E402
+
+NAMES = ("dpo", "policy", "distillation")
+
+
+def make(name: str) -> tuple[Any, Any, Any]:
+    """A loss as a function of hidden and weight, and these two, as NumPy arrays."""
+    rng = np.random.default_rng(0)
+
+    def some(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    target = rng.integers(0, 50, (4, 6))
+    target[:, 4:] = -100
+    known = {"reference_log_prob": some(4, 6) - 4, "mask": np.arange(6) < np.array([[5], [3], [6], [0]])}
+    arrays = some(4, 6, 8), some(50, 8)
+    if name == "dpo":
+        return lambda x, w: dpo_loss(x, w, target, **known), *arrays
+    if name == "policy":
+        known |= {"advantage": some(4), "old_log_prob": some(4, 6) - 4}
+        return lambda x, w: clipped_policy_loss(x, w, target, **known, kl_coef=0.1, entropy_coef=0.1), *arrays
+    teacher = some(4, 6, 5), some(50, 5)
+    return lambda x, w: distillation_loss(x, w, *teacher, beta=0.4, mask=known["mask"]), *arrays
+
+
+@pytest.mark.case(32)
+@pytest.mark.parametrize("name", NAMES)
+def test_transformations(name: str) -> None:
+    loss, x, w = make(name)
+    expected = jax.grad(loss, (0, 1))(x, w)
+    jitted = jax.jit(jax.grad(jax.checkpoint(loss), (0, 1)))(x, w)
+    mapped = jax.vmap(jax.grad(loss, (0, 1)), in_axes=(0, None))(jnp.stack([x, 2 * x]), w)
+    for one, other, many in zip(expected, jitted, mapped, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(one, many[0], rtol=1e-4, atol=1e-6)
+        assert np.abs(many[1] - many[0]).max() > 1e-4
+    with jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_allclose(jax.grad(loss, (0, 1))(x, w)[1], expected[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.case(32)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_derivative_in_reverse_mode(name: str) -> None:
+    loss, x, w = make(name)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: loss(x, w), (x,), (x,))
+    with pytest.raises(NotImplementedError, match="can be differentiated once"):
+        jax.grad(lambda x: (jax.grad(loss)(x, w) ** 2).sum())(x)
+
+
+def test_the_others_get_no_gradient() -> None:
+    rng = np.random.default_rng(0)
+    x, w, tx, tw = (rng.standard_normal(shape).astype(np.float32) for shape in ((6, 8), (50, 8), (6, 5), (50, 5)))
+    teacher = jax.grad(lambda *arrays: distillation_loss(x, w, *arrays), (0, 1))(tx, tw)
+    assert not any(np.asarray(grad).any() for grad in teacher)
+    target, a = rng.integers(0, 50, 6), rng.standard_normal(6).astype(np.float32)
+    known = jax.grad(lambda a: clipped_policy_loss(x, w, target, advantage=a, old_log_prob=a))(a)
+    assert not np.asarray(known).any()
+
+
+def test_an_id_of_64_bits_does_not_wrap_into_the_vocabulary() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 3, 8)).astype(np.float32), rng.standard_normal((50, 8)).astype(np.float32)
+    target = np.array([[1, 2, 3], [2**32 + 1, 4, 5]])
+    for mask in (np.ones((2, 3)), jnp.ones((2, 3))):
+        with pytest.raises(ValueError, match=r"target: got id \d+ at index \(1, 0\), allowed are 0 to 49"):
+            dpo_loss(x, w, target, reference_log_prob=np.zeros(2, np.float32), mask=mask)

@@ -1,0 +1,144 @@
+"""The losses on top hold nothing of the size of the logits, forward and backward, on any side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from implementations import every_implementation
+
+from logitless import plan
+from logitless.objectives import distillation_tile
+
+B, T, D, V, D_TEACHER = 4, 128, 64, 8192, 96
+N = B * T
+LOGITS = N * V * 4
+NAMES = ("dpo_loss", "clipped_policy_loss", "distillation_loss")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dpo_loss": {},
+    "clipped_policy_loss": {"entropy_coef": 0.1, "kl_coef": 0.1},
+    "distillation_loss": {"beta": 0.5, "softcap": 30.0},
+}
+
+
+def floats_and_constants(impl: Any, name: str, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    rng = np.random.default_rng(0)
+
+    def some(*shape: int) -> Any:
+        return impl.array(rng.standard_normal(shape) * 0.1, dtype)
+
+    floats = {"hidden": some(B, T, D), "weight": some(V, D), "bias": some(V)}
+    per_token = {key: impl.array(rng.standard_normal((B, T)), "float32") for key in ("old", "reference", "advantage")}
+    known: dict[str, Any] = {"mask": impl.array(rng.integers(0, 2, (B, T)))}
+    if name == "distillation_loss":
+        return floats, known | {"teacher_hidden": some(B, T, D_TEACHER), "teacher_weight": some(V, D_TEACHER)}
+    known |= {"target": impl.array(rng.integers(0, V, (B, T))), "reference_log_prob": per_token["reference"]}
+    if name == "clipped_policy_loss":
+        known |= {"old_log_prob": per_token["old"], "advantage": per_token["advantage"]}
+    return floats, known
+
+
+def scratch(impl: Any, name: str, dtype: str, **options: Any) -> int:
+    """Peak bytes beyond inputs and gradients of one forward and backward."""
+    options = OPTIONS[name] | options
+    if impl.name.startswith("torch"):
+        from logitless import torch_impl
+
+        return torch_scratch(impl, name, dtype, getattr(torch_impl, name), options)
+    from logitless import jax_impl
+
+    return jax_scratch(impl, name, dtype, getattr(jax_impl, name), options)
+
+
+def torch_scratch(impl: Any, name: str, dtype: str, loss: Callable[..., Any], options: dict[str, Any]) -> int:
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    floats, known = floats_and_constants(impl, name, dtype)
+    for leaf in floats.values():
+        leaf.requires_grad_()
+
+    def step() -> None:
+        loss(**floats, **known, backend=impl.backend, **options).backward()
+
+    step()
+    for leaf in floats.values():
+        leaf.grad = None
+    return peak_scratch_bytes(step) - sum(leaf.grad.nbytes for leaf in floats.values())
+
+
+def jax_scratch(impl: Any, name: str, dtype: str, loss: Callable[..., Any], options: dict[str, Any]) -> int:
+    import jax
+
+    from logitless.jax_impl.memory import temp_bytes
+
+    def value(floats: Any, known: Any) -> Any:
+        return loss(**floats, **known, backend=impl.backend, **options)
+
+    return temp_bytes(jax.jit(jax.value_and_grad(value)), *floats_and_constants(impl, name, dtype))
+
+
+@pytest.mark.case(31)
+@every_implementation
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> None:
+    budget = LOGITS // 2
+    used = scratch(impl, name, dtype, memory_budget=budget)
+    assert used <= budget, f"{used / 2**20:.2f} MiB of {budget / 2**20:.2f}"
+    # The meter is not blind.
+    assert used >= 0.02 * budget
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_distillation_holds_its_tile(impl: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promise of the tile, for every tile (on a GPU the pass for the logsumexps has a promise of its own)."""
+    sizes = {"tokens": N, "hidden": D, "teacher_hidden": D_TEACHER, "vocab": V, "dtype": dtype}
+    fused = impl.backend == "triton"
+    sums = plan(tokens=N, hidden=D_TEACHER, vocab=V, dtype=dtype, one_pass=False, fused=fused).scratch_bytes
+    for side in (128, 256, 512, 2048):
+        monkeypatch.setattr("logitless.objectives.LARGEST_TILE", side)
+        promised = distillation_tile(**sizes).scratch_bytes
+        used = scratch(impl, "distillation_loss", dtype)
+        allowed = max(promised, sums) if impl.on_gpu else promised
+        assert used <= allowed, f"{side}: {used / 2**20:.2f} MiB of {allowed / 2**20:.2f} promised"
+
+
+@every_implementation
+def test_full_logits_would_break_the_budget(impl: Any) -> None:
+    """The oracle can go red: a distillation that holds both sides' logits."""
+    floats, known = floats_and_constants(impl, "distillation_loss", "float32")
+    used = full_torch(floats, known) if impl.name.startswith("torch") else full_jax(floats, known)
+    assert used > 2 * LOGITS
+
+
+def full_torch(floats: Any, known: Any) -> int:
+    import torch
+
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    for leaf in floats.values():
+        leaf.requires_grad_()
+
+    def step() -> None:
+        q = torch.log_softmax(floats["hidden"] @ floats["weight"].T + floats["bias"], -1)
+        p = torch.log_softmax(known["teacher_hidden"] @ known["teacher_weight"].T, -1)
+        (p.exp() * (p - q)).sum().backward()
+
+    return peak_scratch_bytes(step) - sum(leaf.nbytes for leaf in floats.values())
+
+
+def full_jax(floats: Any, known: Any) -> int:
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl.memory import temp_bytes
+
+    def loss(floats: Any, known: Any) -> Any:
+        q = jax.nn.log_softmax(floats["hidden"] @ floats["weight"].T + floats["bias"])
+        p = jax.nn.log_softmax(known["teacher_hidden"] @ known["teacher_weight"].T)
+        return (jnp.exp(p) * (p - q)).sum()
+
+    return temp_bytes(jax.jit(jax.value_and_grad(loss)), floats, known)

@@ -1,0 +1,177 @@
+"""What PyTorch asks of the losses on top: compilation, autocast, graphs that are used twice, frozen arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
+
+from logitless.torch_impl import clipped_policy_loss, distillation_loss, dpo_loss  # noqa: E402
+
+NAMES = ("dpo", "policy", "distillation")
+
+
+def make(name: str, dtype: Any = torch.float32) -> tuple[Any, dict[str, Any]]:
+    """A loss as a function of hidden and weight, and these two."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator)
+
+    target = torch.randint(0, 50, (4, 6), generator=generator)
+    target[:, 4:] = -100
+    known = {"reference_log_prob": some(4, 6) - 4, "mask": torch.arange(6) < torch.tensor([[5], [3], [6], [0]])}
+    leaves = {"hidden": some(4, 6, 8).to(dtype).requires_grad_(), "weight": some(50, 8).to(dtype).requires_grad_()}
+    if name == "dpo":
+        return lambda hidden, weight: dpo_loss(hidden, weight, target, **known), leaves
+    if name == "policy":
+        known |= {"advantage": some(4), "old_log_prob": some(4, 6) - 4}
+        return lambda hidden, weight: clipped_policy_loss(
+            hidden, weight, target, **known, kl_coef=0.1, entropy_coef=0.1, aggregation="sequence_mean"
+        ), leaves
+    # Autocast rounds the teacher too.
+    teacher = some(4, 6, 5).bfloat16().float(), torch.nn.Parameter(some(50, 5).bfloat16().float())
+    return lambda hidden, weight: distillation_loss(hidden, weight, *teacher, beta=0.4, mask=known["mask"]), leaves
+
+
+def value_and_grads(loss: Any, leaves: dict[str, Any]) -> list[Any]:
+    made = loss(**leaves)
+    return [made.detach(), *torch.autograd.grad(made, list(leaves.values()))]
+
+
+@pytest.mark.case(24)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_equals_eager(name: str) -> None:
+    loss, leaves = make(name)
+    expected = value_and_grads(loss, leaves)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=name != "distillation", backend="aot_eager")
+    for made, value in zip(value_and_grads(compiled, leaves), expected, strict=True):
+        torch.testing.assert_close(made, value)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**leaves), expected[0])
+    if name == "distillation":
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(loss, fullgraph=True, backend="aot_eager")(**leaves)
+
+
+@pytest.mark.case(25)
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast(name: str, hidden_dtype: Any) -> None:
+    loss, leaves = make(name)
+    low = {key: leaf.detach().to(torch.bfloat16).requires_grad_() for key, leaf in leaves.items()}
+    expected = value_and_grads(loss, low)
+    leaves["hidden"] = leaves["hidden"].detach().to(hidden_dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        made = loss(**leaves)
+    grads = torch.autograd.grad(made, list(leaves.values()))
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made.detach(), expected[0], rtol=1e-5, atol=1e-6)
+    for leaf, grad, value in zip(leaves.values(), grads, expected[1:], strict=True):
+        assert grad.dtype == leaf.dtype
+        torch.testing.assert_close(grad.float(), value.float(), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.case(5)
+@pytest.mark.parametrize("name", NAMES)
+def test_two_backwards_and_a_second_derivative(name: str) -> None:
+    loss, leaves = make(name)
+    made = loss(**leaves)
+    once, thrice = (
+        torch.autograd.grad(made * factor, list(leaves.values()), retain_graph=True) for factor in (1.0, 3.0)
+    )
+    for one, three in zip(once, thrice, strict=True):
+        torch.testing.assert_close(three, 3 * one)
+    (twice,) = torch.autograd.grad(loss(**leaves), leaves["hidden"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiate twice|does not require grad"):
+        twice.sum().backward()
+
+
+@pytest.mark.case(29)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_grad_and_inputs_unmodified(name: str) -> None:
+    loss, leaves = make(name)
+    kept = {key: leaf.detach().clone() for key, leaf in leaves.items()}
+    trained = value_and_grads(loss, leaves)
+    with torch.no_grad():
+        evaluated = loss(**leaves)
+    assert not evaluated.requires_grad
+    torch.testing.assert_close(evaluated, trained[0])
+    assert all(torch.equal(leaf, kept[key]) for key, leaf in leaves.items())
+
+
+def test_a_teacher_gets_no_gradient_and_known_numbers_must_be_constants() -> None:
+    x, w, teacher = (torch.randn(shape, requires_grad=True) for shape in ((4, 8), (50, 8), (50, 8)))
+    distillation_loss(x, w, x.detach().requires_grad_(), teacher).backward()
+    assert teacher.grad is None
+    target, known = torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, requires_grad=True)
+    x = torch.randn(2, 4, 8)
+    with pytest.raises(
+        ValueError, match="advantage: got a tensor that requires grad, allowed is a constant: detach it"
+    ):
+        clipped_policy_loss(x, w, target, advantage=known)
+    for name in ("old_log_prob", "reference_log_prob"):
+        with pytest.raises(ValueError, match=f"{name}: got a tensor that requires grad"):
+            clipped_policy_loss(
+                x,
+                w,
+                target,
+                advantage=known.detach(),
+                kl_coef=0.1,
+                **{
+                    "reference_log_prob": known.detach(),
+                    name: known,
+                },
+            )
+    with pytest.raises(ValueError, match="reference_log_prob: got a tensor that requires grad"):
+        dpo_loss(x, w, target, reference_log_prob=known)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_distillation_passes_gradcheck(beta: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, w, b, tx, tw = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (9, 4), (9,), (5, 3), (9, 3))
+    )
+
+    def losses(x: Any, w: Any, b: Any) -> Any:
+        return distillation_loss(x, w, tx, tw, b, beta=beta, reduction="none", softcap=3.0, temperature=1.5)
+
+    assert torch.autograd.gradcheck(losses, [leaf.requires_grad_() for leaf in (x, w, b)])
+
+
+@pytest.mark.gpu
+@pytest.mark.case(28)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_host_synchronisation(name: str, dtype: Any) -> None:
+    torch.set_default_device("cuda")
+    try:
+        rows = (
+            torch.randn(4, 6, 8, dtype=dtype, requires_grad=True),
+            torch.randn(50, 8, dtype=dtype, requires_grad=True),
+        )
+        known = {"mask": torch.ones(4, 6), "reference_log_prob": torch.zeros(4, 6)}
+        target, advantage = torch.zeros(4, 6, dtype=torch.long), torch.randn(4)
+        teacher = torch.randn(4, 6, 5, dtype=dtype), torch.randn(50, 5, dtype=dtype)
+    finally:
+        torch.set_default_device("cpu")
+
+    def step() -> None:
+        if name == "dpo":
+            dpo_loss(*rows, target, **known).backward()
+        elif name == "policy":
+            clipped_policy_loss(*rows, target, advantage=advantage, **known, kl_coef=0.1, entropy_coef=0.1).backward()
+        else:
+            distillation_loss(*rows, *teacher, mask=known["mask"], beta=0.4).backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,231 @@
+"""Values per token — losses, log-probabilities, entropies, statistics — with gradients that arrive later, on every
+implementation, and on interpreted kernels where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from implementations import ALL, TorchEager
+
+from logitless import plan, reference
+from logitless.rounding import round_to
+from logitless.tolerances import AREAL, error
+
+
+class TorchTritonInterpreted(TorchEager):
+    """The kernels on CPU tensors."""
+
+    name = "torch_triton_interpreted"
+    backend = "triton"
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and all(map(importlib.util.find_spec, ("torch", "triton")))
+EVERY = [
+    *ALL,
+    pytest.param(
+        TorchTritonInterpreted(), id="torch_triton_interpreted",
+        marks=pytest.mark.skipif(not INTERPRETED, reason="triton is not installed, or compiles where there is a GPU"),
+    ),
+]  # fmt: skip
+every_implementation = pytest.mark.parametrize("impl", EVERY)
+
+
+def some(tokens: int = 40, hidden: int = 16, vocab: int = 90, dtype: str = "float32", seed: int = 0) -> tuple[Any, ...]:
+    """x, w, b of the dtype's values, and y with ignored tokens."""
+    rng = np.random.default_rng(seed)
+    x, w, b = (rng.standard_normal(shape) for shape in ((tokens, hidden), (vocab, hidden), (vocab,)))
+    y = rng.integers(0, vocab, tokens)
+    y[::7] = -100
+    return round_to(x, dtype), round_to(w * hidden**-0.5, dtype), round_to(b, dtype), y
+
+
+def gradients_of(
+    impl: Any, scalar: Callable[[Any, Any, Callable[[Any], Any]], Any], x: Any, w: Any, b: Any, y: Any
+) -> Any:
+    """Gradients in x, w and b of ``scalar(log_prob, entropy, array)``, a function of tensors or of JAX arrays."""
+    given = {name: impl.array(values, "float32") for name, values in (("hidden", x), ("weight", w), ("bias", b))}
+    if impl.name.startswith("torch"):
+        from logitless import torch_impl
+
+        for leaf in given.values():
+            leaf.requires_grad_()
+        made = torch_impl.linear_log_probs(**given, target=impl.array(y), with_entropy=True, backend=impl.backend)
+        scalar(*made, impl.array).backward()
+        return [impl.numpy(leaf.grad) for leaf in given.values()]
+    import jax
+
+    from logitless import jax_impl
+
+    def value(given: dict[str, Any]) -> Any:
+        made = jax_impl.linear_log_probs(**given, target=impl.array(y), with_entropy=True, backend=impl.backend)
+        return scalar(*made, impl.array)
+
+    made = jax.grad(value)(given)
+    return [impl.numpy(made[name]) for name in given]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# AReaL's table, to the letter
+
+
+def within(made: Any, true: Any, key: str) -> None:
+    large = key.endswith("large")
+    np.testing.assert_allclose(made, true, rtol=0.0 if large else AREAL[key], atol=AREAL[key], err_msg=key)
+
+
+@pytest.mark.case(19)
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_areal_forward(impl: Any, dtype: str) -> None:
+    if impl.name == "torch_triton_interpreted" and dtype == "bfloat16":
+        pytest.skip("Triton's interpreter cuts float32 off where it should round it to bfloat16")
+    x, w, b, y = some(128, 64, 500, dtype)
+    true = reference.linear_log_probs(x, w, y, b)
+    made = impl.run_log_probs(x, w, y, b, dtype=dtype, entropy_upstream=0.0)
+    within(made.log_prob, true.log_prob, f"forward {dtype}")
+    within(made.entropy, true.entropy, f"forward {dtype}")
+
+
+@pytest.mark.case(19)
+@every_implementation
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_areal_temperature(impl: Any, temperature: float) -> None:
+    x, w, _, y = some(128, 64, 500)
+    true = reference.linear_log_probs(x, w, y, logit_scale=1 / temperature)
+    made = impl.run_log_probs(x, w, y, entropy_upstream=0.0, logit_scale=1 / temperature)
+    within(made.log_prob, true.log_prob, "temperature float32")
+    within(made.entropy, true.entropy, "temperature float32")
+
+
+@pytest.mark.case(2)
+@every_implementation
+@pytest.mark.parametrize("kind", ["log_prob", "entropy", "both"])
+def test_areal_backward(impl: Any, kind: str) -> None:
+    x, w, _, y = some(128, 64, 500)
+    rng = np.random.default_rng(1)
+    g1 = rng.standard_normal(128) * (kind != "entropy")
+    g2 = rng.standard_normal(128) * (kind != "log_prob")
+    true = reference.linear_log_probs(x, w, y, log_prob_upstream=g1, entropy_upstream=g2)
+    made = impl.run_log_probs(x, w, y, log_prob_upstream=g1, entropy_upstream=g2)
+    within(made.grads["hidden"], true.hidden_grad, "backward hidden")
+    within(made.grads["weight"], true.weight_grad, "backward weight")
+
+
+@every_implementation
+def test_areal_backward_large(impl: Any) -> None:
+    if impl.name == "torch_triton_interpreted":
+        pytest.skip("interpreted kernels are slow: a large problem is judged on a GPU")
+    x, w, _, y = some(1024, 256, 8192)
+    g1, g2 = np.random.default_rng(1).standard_normal((2, 1024))
+    true = reference.linear_log_probs(x, w, y, log_prob_upstream=g1, entropy_upstream=g2)
+    made = impl.run_log_probs(x, w, y, log_prob_upstream=g1, entropy_upstream=g2)
+    within(made.grads["hidden"], true.hidden_grad, "backward hidden")
+    within(made.grads["weight"], true.weight_grad, "backward weight large")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cases
+
+
+@pytest.mark.case(4)
+@every_implementation
+@pytest.mark.parametrize("kind", ["strided", "expanded", "sliced", "transposed"])
+def test_upstream_gradients_of_any_layout(impl: Any, kind: str) -> None:
+    x, w, b, y = some()
+    g = np.random.default_rng(5).standard_normal(80).astype(np.float32)
+    scalars: dict[str, Any] = {
+        "strided": (lambda lp, h, array: (lp * array(g)[::2]).sum() + (h * array(g)[1::2]).sum(), g[::2], g[1::2]),
+        "expanded": (lambda lp, h, array: lp.sum() - h.sum(), np.ones(40), -np.ones(40)),
+        "sliced": (lambda lp, h, array: lp[::3].sum() + h[1::4].sum(), np.arange(40) % 3 == 0, np.arange(40) % 4 == 1),
+        "transposed": (
+            lambda lp, h, array: (lp.reshape(5, 8).T * array(g[:40]).reshape(8, 5)).sum() + 0 * h.sum(),
+            g[:40].reshape(8, 5).T.reshape(-1), np.zeros(40),
+        ),
+    }  # fmt: skip
+    scalar, g1, g2 = scalars[kind]
+    true = reference.linear_log_probs(x, w, y, b, log_prob_upstream=g1, entropy_upstream=g2)
+    made = gradients_of(impl, scalar, x, w, b, y)
+    for grad, expected in zip(made, (true.hidden_grad, true.weight_grad, true.bias_grad), strict=True):
+        assert error(grad, expected) <= 2e-6
+
+
+@pytest.mark.case(18)
+@every_implementation
+def test_gradient_of_lse_through_log_probs(impl: Any) -> None:
+    """Σ (i log p_i)²: the upstream gradient of token i is 2 i² log p_i, made of what the forward gave."""
+    x, w, b, y = some()
+    i = np.arange(1.0, 41.0).astype(np.float32)
+    forward = reference.linear_log_probs(x, w, y, b)
+    true = reference.linear_log_probs(x, w, y, b, log_prob_upstream=2 * i.astype(np.float64) ** 2 * forward.log_prob)
+    made = gradients_of(impl, lambda lp, _, array: ((lp * array(i)) ** 2).sum(), x, w, b, y)
+    for grad, expected in zip(made, (true.hidden_grad, true.weight_grad, true.bias_grad), strict=True):
+        assert error(grad, expected) <= 2e-6
+
+
+@pytest.mark.case(20)
+@every_implementation
+@pytest.mark.parametrize("order", ["tokens", "vocab"])
+def test_ties_take_the_first_index_wherever_blocks_end(impl: Any, order: str) -> None:
+    """Two largest logits at every pair of places: in one block or in two, beside their ends."""
+    vocab, tokens = 300, 36
+    places = [0, 1, 127, 128, 129, 255, 256, 298, 299]
+    pairs = [(a, b) for a in places for b in places if a < b]
+    assert len(pairs) == tokens
+    x = np.eye(tokens, dtype=np.float32)
+    w = np.zeros((vocab, tokens), np.float32)
+    for token, pair in enumerate(pairs):
+        w[list(pair), token] = 3.0
+    first, second = np.array(pairs).T
+    sizes = {"tokens": tokens, "hidden": tokens, "vocab": vocab, "dtype": "float32"}
+    chosen = plan(**sizes, order=order, chunk=128, fused=impl.backend == "triton")
+    for y, right in ((first, True), (second, False)):
+        stats = impl.run(x, w, y, return_stats=True, plan=chosen).stats
+        assert stats.argmax.tolist() == first.tolist()
+        assert stats.correct.tolist() == [right] * tokens
+        assert (stats.max_logit == 3.0).all()
+        assert not stats.min_logit.any()
+    nothing = impl.run(x, 0 * w, first, return_stats=True, plan=chosen).stats
+    assert not nothing.argmax.any()
+    assert np.allclose(nothing.entropy, np.log(vocab))
+
+
+@pytest.mark.case(3)
+@pytest.mark.case(20)
+@every_implementation
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("poison", [1.0, 1e30, np.nan])
+def test_statistics_of_ignored_rows_are_defined(impl: Any, poison: float, reduction: str) -> None:
+    x, w, b, y = some()
+    x[y == -100] *= poison
+    stats = impl.run(x, w, y, b, return_stats=True, reduction=reduction).stats
+    ignored = y == -100
+    for name, values in zip(stats._fields, stats, strict=True):
+        assert (values[ignored] == (-1 if name == "argmax" else 0)).all(), name
+        assert np.isfinite(values).all(), name
+    true = reference.linear_cross_entropy(np.nan_to_num(x, posinf=0), w, y, b).stats
+    for name in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
+        assert error(getattr(stats, name), getattr(true, name)) <= 1e-6, name
+    assert stats.argmax.tolist() == true.argmax.tolist()
+    assert stats.correct.tolist() == true.correct.tolist()
+
+
+@pytest.mark.case(3)
+@every_implementation
+def test_mask_weights_per_token(impl: Any) -> None:
+    """A mask as token_weight, as ignored targets and as a factor of the losses: one gradient, and not zero."""
+    x, w, b, y = some()
+    mask = (np.arange(40) % 3 > 0).astype(np.float32)
+    g = np.random.default_rng(2).standard_normal(40)
+    weighted = impl.run(x, w, y, b, reduction="none", token_weight=mask, upstream=g)
+    ignored = impl.run(x, w, np.where(mask > 0, y, -100), b, reduction="none", upstream=g)
+    factored = impl.run(x, w, y, b, reduction="none", upstream=g * mask)
+    for name in ("hidden", "weight", "bias"):
+        assert np.abs(weighted.grads[name]).max() > 0
+        assert error(ignored.grads[name], weighted.grads[name]) <= 1e-6
+        assert error(factored.grads[name], weighted.grads[name]) <= 1e-6
+    assert np.array_equal(weighted.loss, ignored.loss)

@@ -1,0 +1,202 @@
+"""A divergence between two linear softmaxes, tile by tile, in plain operations. Mirror of jax_impl/distillation.py.
+
+With p the teacher's and q the student's probabilities of a token and m = β p + (1 − β) q:
+
+    divergence = Σ_j p (log p − log q)                                         β = 0
+                 Σ_j β p (log p − log m) + (1 − β) q (log q − log m)           0 < β < 1
+                 Σ_j q (log q − log p)                                         β = 1
+
+    ∂/∂z_j     = q_j − p_j                                                     β = 0
+                 (1 − β) q_j (log q_j − log m_j − Σ_k q_k (log q_k − log m_k)) 0 < β < 1
+                 q_j (log q_j − log p_j − divergence)                          β = 1
+
+lse of both sides is known, so a tile [C, B] of both sides' logits is all that is ever held. It comes in two parts, a
+logit and the rest, so that large logits cost no accuracy. At β = 0 and 1 the terms − p + q (or − q + p), of sum 0, are
+added: then the error of lse enters in second order.
+
+Rounding: as in eager.py,
+with the gradient of a tile rounded to the student's dtype on a GPU, and accumulated in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from logitless.objectives import Tile
+from logitless.spec import LossOptions
+from logitless.torch_impl import eager
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Everything about a call that is not an array: β, both sides' logits, the dtypes of their products, the tile."""
+
+    beta: float
+    options: LossOptions
+    teacher_options: LossOptions
+    compute_dtype: torch.dtype
+    teacher_compute_dtype: torch.dtype
+    tile: Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One side's arrays: what gives its log-probabilities of a tile."""
+
+    inputs: eager.Inputs
+    options: LossOptions
+    lse: Tensor  # [2, N]: two parts, whose sum it is
+
+    def rows(self, rows: slice) -> Tensor:
+        """The chunk's hidden states [C, D] in the products' dtype, 0 where a token does not count."""
+        return eager._rows_of(self.inputs, rows)
+
+    def logits(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """z of a tile, [C, B], in the accumulation dtype."""
+        out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
+        return eager._logits_block(x, self.inputs, start, stop, self.options, out)
+
+    def log_probs(self, z: Tensor, rows: slice) -> Tensor:
+        """log softmax(z) in place of a tile's logits, [C, B]."""
+        anchor, rest = self.lse[:, rows].unsqueeze(2)
+        return z.sub_(anchor).sub_(rest)
+
+
+def _weighted(p: Tensor, log_ratio: Tensor) -> Tensor:
+    """p · log_ratio in place of log_ratio, 0 where p is 0 (there log_ratio may be infinite or NaN)."""
+    return log_ratio.mul_(p).masked_fill_(p == 0, 0.0)
+
+
+def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """log (β p + (1 − β) q)."""
+    return log_p if beta == 1 else torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+
+
+def _divergence_rows(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """The tile's share of each row's divergence, and of Σ_j q (log q − log m) (0 where β is 0)."""
+    p = log_p.exp()
+    if beta == 0:
+        terms = _weighted(p, log_p - log_q).sub_(p).add_(log_q.exp_())
+        return terms.sum(dim=1), torch.zeros_like(terms[:, 0])
+    q, log_m = log_q.exp(), _log_mixture(log_p, log_q, beta)
+    student = _weighted(q, log_q - log_m)
+    mean = student.sum(dim=1)
+    if beta == 1:
+        return student.sub_(q).add_(p).sum(dim=1), mean
+    return beta * _weighted(p, log_p - log_m).sum(dim=1) + (1 - beta) * mean, mean
+
+
+def _gradient(log_p: Tensor, log_q: Tensor, mean: Tensor, beta: float) -> Tensor:
+    """∂ divergence / ∂z of a tile."""
+    if beta == 0:
+        return log_q.exp_().sub_(log_p.exp_())
+    gap = log_q - _log_mixture(log_p, log_q, beta)
+    made = _weighted(log_q.exp_(), gap.sub_(mean.unsqueeze(1)))
+    return made if beta == 1 else made.mul_(1 - beta)
+
+
+class DivergenceFunction(torch.autograd.Function):
+    """The divergence of every token, [N], 0 where it does not count; differentiable in the student's arrays."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        target: Tensor,
+        lse: Tensor,
+        teacher_lse: Tensor,
+        call: Call,
+    ) -> Tensor:
+        arrays = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, lse, teacher_lse)
+        with torch.autocast(hidden.device.type, enabled=False):
+            student, teacher = _sides(arrays, call)
+            total, mean = torch.zeros_like(lse[0]), torch.zeros_like(lse[0])
+            for first, last in call.tile.token_slices:
+                rows = slice(first, last)
+                x, teacher_x = student.rows(rows), teacher.rows(rows)
+                for start, stop in call.tile.vocab_slices:
+                    log_p = teacher.log_probs(teacher.logits(teacher_x, start, stop), rows).to(total.dtype)
+                    log_q = student.log_probs(student.logits(x, start, stop), rows)
+                    part, student_part = _divergence_rows(log_p, log_q, call.beta)
+                    total[rows] += part
+                    mean[rows] += student_part
+        ctx.call = call
+        ctx.save_for_backward(*arrays, mean)
+        return total.masked_fill_(~student.inputs.valid, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        *arrays, mean = ctx.saved_tensors
+        with torch.autocast(mean.device.type, enabled=False):
+            made = _gradients(tuple(arrays), mean, upstream, ctx.call, ctx.needs_input_grad[:3])
+        like = zip(made, arrays[:3], strict=True)
+        return (*(None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like), *(None,) * 7)
+
+
+def _sides(arrays: tuple[Any, ...], call: Call) -> tuple[Side, Side]:
+    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, lse, teacher_lse = arrays
+    given = eager.Arrays(hidden, weight, bias, target)
+    student = Side(eager.prepare(given, call.options, call.compute_dtype), call.options, lse)
+    given = eager.Arrays(teacher_hidden, teacher_weight, teacher_bias, target)
+    inputs = eager.prepare(given, call.teacher_options, call.teacher_compute_dtype)
+    return student, Side(inputs, call.teacher_options, teacher_lse)
+
+
+def _gradients(
+    arrays: tuple[Any, ...], mean: Tensor, upstream: Tensor, call: Call, needs: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D.
+
+    A block of the vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded
+    once and no accumulator of dW's size exists.
+    """
+    student, teacher = _sides(arrays, call)
+    inputs, (vocab, size) = student.inputs, student.inputs.weight.shape
+    factor = eager.row_upstream(inputs, call.options, upstream)
+    # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
+    unit = torch.where(factor.any(), factor.abs().amax() if len(factor) else 1.0, 1.0)
+    factor = factor / unit
+    dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=mean.dtype) if needs[0] else None
+    dw = inputs.weight.new_empty((vocab, size), dtype=arrays[1].dtype) if needs[1] else None
+    db = mean.new_zeros(vocab) if needs[2] else None
+    for start, stop in call.tile.vocab_slices:
+        part = mean.new_zeros((stop - start, size))
+        for first, last in call.tile.token_slices:
+            rows = slice(first, last)
+            x = student.rows(rows)
+            dz = _logit_gradient(student, teacher, rows, start, stop, mean, call).mul_(factor[rows].unsqueeze(1))
+            if db is not None:
+                db[start:stop] += dz.sum(dim=0)
+            operand = dz.to(inputs.operand_dtype)
+            if dx is not None:
+                eager._product(operand, inputs.weight[start:stop].to(operand.dtype), dx[rows], add=True)
+            if dw is not None:
+                eager._product(operand.t(), x, part, add=True)
+        if dw is not None:
+            dw[start:stop] = part.mul_(unit)
+    return [dx if dx is None else dx.mul_(unit), dw, db if db is None else db.mul_(unit)]
+
+
+def _logit_gradient(
+    student: Side, teacher: Side, rows: slice, start: int, stop: int, mean: Tensor, call: Call
+) -> Tensor:
+    """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
+    log_p = teacher.log_probs(teacher.logits(teacher.rows(rows), start, stop), rows).to(mean.dtype)
+    z = student.logits(student.rows(rows), start, stop)
+    slope = None if call.options.softcap is None else eager._slope(z, call.options)
+    dz = _gradient(log_p, student.log_probs(z, rows), mean[rows], call.beta)
+    if slope is not None:
+        dz.mul_(slope)
+    return dz.masked_fill_(~student.inputs.valid[rows].unsqueeze(1), 0.0)
