@@ -4,8 +4,8 @@ With T the float64 reference and B the ideal full-logits path of the dtype, an i
 
     error(K, T) ≤ RATIO · error(B, T) + TINY[dtype]         for loss, dhidden, dweight and dbias
 
-(:mod:`logitless.tolerances`). The reference itself is held, by the same rule (in float64 by float32's), against a second
-float64 computation that shares nothing with it: full logits, a row maximum, explicit gradients of the logits.
+(:mod:`logitless.tolerances`). The reference itself is held, by the same rule (in float64 by float32's), against a
+second float64 computation that shares nothing with it: full logits, a row maximum, explicit gradients of the logits.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _row(name: str, runner: Runner, case: Case, truth: Outputs, ideal: Outputs) 
         return Row(
             name, "skipped", {}, "; ".join(f"{package} is not installed: {INSTALL[package]}" for package in missing)
         )
-    # The second float64 computation loses what full logits lose (log 2 at logits of 2²⁴), so it cannot judge to float64's
-    # own allowance.
+    # The second float64 computation loses what full logits lose (log 2 at logits of 2²⁴), so it cannot judge to
+    # float64's own allowance.
     dtype = "float32" if (name, case.problem.dtype) == ("reference", "float64") else case.problem.dtype
     ideal_errors = {output: error(ideal[output], truth[output]) for output in truth}
     try:

@@ -14,15 +14,13 @@ lse of both sides is known, so a tile [C, B] of both sides' logits is all that i
 logit and the rest, so that large logits cost no accuracy. At β = 0 and 1 the terms − p + q (or − q + p), of sum 0, are
 added: then the error of lse enters in second order.
 
-Rounding: as in xla.py,
-with the gradient of a tile rounded to the student's dtype, and accumulated in float32.
+Rounding: as in xla.py, with the gradient of a tile rounded to the student's dtype, and accumulated in float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -84,9 +82,12 @@ def _weighted(p: Array, log_ratio: Array) -> Array:
     return jnp.where(p == 0, 0.0, p * log_ratio)
 
 
-def _log_mixture(log_p: Array, log_q: Array, beta: float) -> Array:
-    """log (β p + (1 − β) q)."""
-    return log_p if beta == 1 else jnp.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+def _log_ratios(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Array]:
+    """log (p / m) and log (q / m) for 0 < β < 1, of full relative precision where p and q are close."""
+    gap = log_q - log_p
+    share = jnp.where(gap > 0, beta, 1 - beta)  # of the smaller one in m
+    log_m = jnp.log1p(share * jnp.expm1(-jnp.abs(gap)))  # log (m / max(p, q)): no exponential is large
+    return -jnp.maximum(gap, 0) - log_m, jnp.minimum(gap, 0) - log_m
 
 
 def _divergence_rows(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Array]:
@@ -95,12 +96,12 @@ def _divergence_rows(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Ar
     if beta == 0:
         total = (_weighted(p, log_p - log_q) - p + q).sum(axis=1)
         return total, jnp.zeros_like(total)
-    log_m = _log_mixture(log_p, log_q, beta)
-    student = _weighted(q, log_q - log_m)
-    mean = student.sum(axis=1)
     if beta == 1:
-        return (student - q + p).sum(axis=1), mean
-    return beta * _weighted(p, log_p - log_m).sum(axis=1) + (1 - beta) * mean, mean
+        student = _weighted(q, log_q - log_p)
+        return (student - q + p).sum(axis=1), student.sum(axis=1)
+    from_p, from_q = _log_ratios(log_p, log_q, beta)
+    mean = _weighted(q, from_q).sum(axis=1)
+    return beta * _weighted(p, from_p).sum(axis=1) + (1 - beta) * mean, mean
 
 
 def _gradient(log_p: Array, log_q: Array, mean: Array, beta: float) -> Array:
@@ -108,7 +109,7 @@ def _gradient(log_p: Array, log_q: Array, mean: Array, beta: float) -> Array:
     q = jnp.exp(log_q)
     if beta == 0:
         return q - jnp.exp(log_p)
-    gap = log_q - _log_mixture(log_p, log_q, beta)
+    gap = log_q - log_p if beta == 1 else _log_ratios(log_p, log_q, beta)[1]
     made = _weighted(q, gap - mean[:, None])
     return made if beta == 1 else (1 - beta) * made
 

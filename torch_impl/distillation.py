@@ -14,14 +14,13 @@ lse of both sides is known, so a tile [C, B] of both sides' logits is all that i
 logit and the rest, so that large logits cost no accuracy. At β = 0 and 1 the terms − p + q (or − q + p), of sum 0, are
 added: then the error of lse enters in second order.
 
-Rounding: as in eager.py,
-with the gradient of a tile rounded to the student's dtype on a GPU, and accumulated in float32.
+Rounding: as in eager.py, with the gradient of a tile rounded to the student's dtype on a GPU, and accumulated in
+float32.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -73,9 +72,12 @@ def _weighted(p: Tensor, log_ratio: Tensor) -> Tensor:
     return log_ratio.mul_(p).masked_fill_(p == 0, 0.0)
 
 
-def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """log (β p + (1 − β) q)."""
-    return log_p if beta == 1 else torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+def _log_ratios(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log (p / m) and log (q / m) for 0 < β < 1, of full relative precision where p and q are close."""
+    gap = log_q - log_p
+    share = torch.full_like(gap, 1 - beta).masked_fill_(gap > 0, beta)  # of the smaller one in m
+    log_m = share.mul_(gap.abs().neg_().expm1_()).log1p_()  # log (m / max(p, q)): no exponential is large
+    return gap.clamp(min=0).neg_().sub_(log_m), gap.clamp_(max=0).sub_(log_m)
 
 
 def _divergence_rows(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -84,19 +86,21 @@ def _divergence_rows(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor,
     if beta == 0:
         terms = _weighted(p, log_p - log_q).sub_(p).add_(log_q.exp_())
         return terms.sum(dim=1), torch.zeros_like(terms[:, 0])
-    q, log_m = log_q.exp(), _log_mixture(log_p, log_q, beta)
-    student = _weighted(q, log_q - log_m)
-    mean = student.sum(dim=1)
+    q = log_q.exp()
     if beta == 1:
+        student = _weighted(q, log_q - log_p)
+        mean = student.sum(dim=1)
         return student.sub_(q).add_(p).sum(dim=1), mean
-    return beta * _weighted(p, log_p - log_m).sum(dim=1) + (1 - beta) * mean, mean
+    from_p, from_q = _log_ratios(log_p, log_q, beta)
+    mean = _weighted(q, from_q).sum(dim=1)
+    return beta * _weighted(p, from_p).sum(dim=1) + (1 - beta) * mean, mean
 
 
 def _gradient(log_p: Tensor, log_q: Tensor, mean: Tensor, beta: float) -> Tensor:
     """∂ divergence / ∂z of a tile."""
     if beta == 0:
         return log_q.exp_().sub_(log_p.exp_())
-    gap = log_q - _log_mixture(log_p, log_q, beta)
+    gap = log_q - log_p if beta == 1 else _log_ratios(log_p, log_q, beta)[1]
     made = _weighted(log_q.exp_(), gap.sub_(mean.unsqueeze(1)))
     return made if beta == 1 else made.mul_(1 - beta)
 
