@@ -109,12 +109,13 @@ def turns_of(tiles, steps, PROGRAMS: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    a_desc, b_desc, a_smem, b_smem, ready, free, row_tiles, column_tiles, steps,
+    a_desc, b_desc, a_smem, b_smem, ready, free, count_ptr, first, chunk, other, width, COUNTS_DEPTH: gl.constexpr,
     A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: a's two halves and b of every step. DEPTH_FIRST: the depth is the matrix's first axis."""
     i = 0
+    _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, other, width, COUNTS_DEPTH, BM, BN, BK)
     tiles = row_tiles * column_tiles
     for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
         tile, begin, depth, _ = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
@@ -222,9 +223,22 @@ def barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(count_ptr, first, chunk):
-    """How many rows of the chunk exist."""
-    return gl.minimum(gl.maximum(gl.load(count_ptr) - first, 0), chunk)
+def extents(
+    count_ptr, first, chunk, other, width,
+    COUNTS_DEPTH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+):  # fmt: skip
+    """How many rows of the chunk exist, and the product's row tiles, column tiles and steps.
+
+    These rows are the height of its result, ``other`` its depth, or with COUNTS_DEPTH the other way round. Every group
+    reads the count for itself: what groups are handed beside the kernel's arguments goes through shared memory.
+    """
+    rows = gl.minimum(gl.maximum(gl.load(count_ptr) - first, 0), chunk)
+    height = rows
+    depth = other
+    if COUNTS_DEPTH:
+        height = other
+        depth = rows
+    return rows, (height + BM - 1) // BM, (width + BN - 1) // BN, (depth + BK - 1) // BK
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,16 +326,18 @@ def logits_tiles(
     e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr,
     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
     log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
-    rows, row_tiles, column_tiles, steps, chunk, start, columns, scale, cap, HALF: gl.constexpr,
+    count_ptr, first, chunk, size, start, columns, scale, cap, HALF: gl.constexpr,
     MODE: gl.constexpr, STATISTICS: gl.constexpr, SUM_LOGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr,
-    HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
+    HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`logits_kernel`: products, then everything kernels.logits_kernel makes of them."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     WIDTH: gl.constexpr = BN // PIECES
+    rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, size, columns, False, BM, BN, BK)
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         top = m * BM + HALF * (BM // 2)
@@ -425,10 +441,6 @@ def logits_kernel(
 
     The arguments are the same (w_ptr and w_stride are what a kernel without descriptors reads).
     """
-    rows = rows_of(count_ptr, first, chunk)
-    row_tiles = (rows + BM - 1) // BM
-    column_tiles = (columns + BN - 1) // BN
-    steps = (size + BK - 1) // BK
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, BM // 2, BK], x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     staging = x_smem
@@ -441,21 +453,21 @@ def logits_kernel(
                 e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr,
                 anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
                 log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
-                rows, row_tiles, column_tiles, steps, chunk, start, columns, scale, cap, 0,
+                count_ptr, first, chunk, size, start, columns, scale, cap, 0,
                 MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
-                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (logits_tiles, (
                 e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr,
                 anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
                 log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
-                rows, row_tiles, column_tiles, steps, chunk, start, columns, scale, cap, 1,
+                count_ptr, first, chunk, size, start, columns, scale, cap, 1,
                 MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
-                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
-                x_desc, w_desc, x_smem, w_smem, ready, free, row_tiles, column_tiles, steps, False, False, BM, BN, BK,
-                GROUP, PROGRAMS, STAGES, False,
+                x_desc, w_desc, x_smem, w_smem, ready, free, count_ptr, first, chunk, size, columns, False,
+                False, False, BM, BN, BK, GROUP, PROGRAMS, STAGES, False,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -480,13 +492,14 @@ def scale_rows(value, row, column, mask, exists, factor_ptr, target_value_ptr, r
 def hidden_tiles(
     sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
     row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
-    rows, row_tiles, column_tiles, steps, first, size, w_stride, HALF: gl.constexpr,
+    count_ptr, first, chunk, columns, size, w_stride, HALF: gl.constexpr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`hidden_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, False, BM, BN, BK)
     tiles = row_tiles * column_tiles
     for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
         tile, _, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
@@ -545,10 +558,6 @@ def hidden_kernel(
     Beside its arguments: the sum's descriptor, so that the memory itself adds; and with SPLIT ``parts``
     [PROGRAMS, BM, BN], where the parts of split tiles are left for kernels.combine_hidden_kernel.
     """
-    rows = rows_of(count_ptr, first, chunk)
-    row_tiles = (rows + BM - 1) // BM
-    column_tiles = (size + BN - 1) // BN
-    steps = (columns + BK - 1) // BK
     e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BM // 2, BK], e_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
     staging = e_smem
@@ -560,18 +569,18 @@ def hidden_kernel(
             (hidden_tiles, (
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
-                rows, row_tiles, column_tiles, steps, first, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
-                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
+                count_ptr, first, chunk, columns, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
             )),
             (hidden_tiles, (
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
-                rows, row_tiles, column_tiles, steps, first, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
-                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
+                count_ptr, first, chunk, columns, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
             )),
             (load_tiles, (
-                e_desc, w_desc, e_smem, w_smem, ready, free, row_tiles, column_tiles, steps, False, True, BM, BN, BK,
-                GROUP, PROGRAMS, STAGES, SPLIT,
+                e_desc, w_desc, e_smem, w_smem, ready, free, count_ptr, first, chunk, columns, size, False,
+                False, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -581,13 +590,14 @@ def hidden_kernel(
 @gluon.jit
 def weight_tiles(
     out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    row_tiles, column_tiles, steps, start, columns, size, HALF: gl.constexpr,
+    count_ptr, first, chunk, start, columns, size, HALF: gl.constexpr,
     ADD: gl.constexpr, FINAL: gl.constexpr, SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
-    SKEW: gl.constexpr, PIECES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`weight_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         whole = multiply(
@@ -641,10 +651,6 @@ def weight_kernel(
 ):  # fmt: skip
     """kernels.weight_kernel, with the same arguments: dW of vocabulary entries from a chunk. A sum is added to by the
     memory itself, so that no group waits for what it held."""
-    rows = rows_of(count_ptr, first, chunk)
-    row_tiles = (columns + BM - 1) // BM
-    column_tiles = (size + BN - 1) // BN
-    steps = (rows + BK - 1) // BK
     e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BK, BM // 2], e_desc.layout)
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout)
     staging = gl.allocate_shared_memory(out_desc.dtype, [2, BM // 2, BN // PARTS], out_desc.layout)
@@ -653,17 +659,17 @@ def weight_kernel(
         [
             (weight_tiles, (
                 out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr,
-                smooth_x_ptr, row_tiles, column_tiles, steps, start, columns, size, 0, ADD, FINAL, SMOOTH, HAS_CLASS,
-                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 0, ADD, FINAL, SMOOTH, HAS_CLASS,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (weight_tiles, (
                 out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr,
-                smooth_x_ptr, row_tiles, column_tiles, steps, start, columns, size, 1, ADD, FINAL, SMOOTH, HAS_CLASS,
-                BM, BN, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 1, ADD, FINAL, SMOOTH, HAS_CLASS,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
-                e_desc, x_desc, e_smem, x_smem, ready, free, row_tiles, column_tiles, steps, True, True, BM, BN, BK,
-                GROUP, PROGRAMS, STAGES, False,
+                e_desc, x_desc, e_smem, x_smem, ready, free, count_ptr, first, chunk, columns, size, True,
+                True, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False,
             )),
         ],
         [4, 1], [REGISTERS, 24],
