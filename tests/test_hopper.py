@@ -26,12 +26,11 @@ PLAIN = (
     "known fp16",
     "hidden",
     "hidden, split",
-    "hidden sum",
     "hidden sum, add",
     "weight",
 )
 PLAIN += ("weight sum", "weight sum, add")
-OTHERS = ("statistics", "anchored, all", "known, all", "hidden, all", "weight, all")
+OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all")
 
 
 @pytest.fixture(scope="module")
