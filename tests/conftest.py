@@ -3,6 +3,7 @@ gpu and case markers."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 
@@ -20,8 +21,11 @@ else:
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = "cpu"
     # The optimiser takes most of the time of tests that compile hundreds of small programs; buffers are assigned
-    # before it runs.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+    # before it runs. The older emitters take half of the rest; jax 0.11 has none.
+    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    if importlib.util.find_spec("jax") is not None and importlib.metadata.version("jax").startswith("0.10."):
+        flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_XDIST_WORKER:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -313,6 +313,19 @@ if cuda_device_count():  # tests/test_gpu.py says so where there is none
 HAVE_BOTH = _installed("torch") and _installed("jax")
 
 every_implementation = pytest.mark.parametrize("impl", ALL)
+
+
+def in_turn(firsts: Iterable[Any], dtypes: Sequence[str], always: Sequence[str] = ()) -> list[Any]:
+    """Pairs (first, dtype) for parametrize: on a GPU all, elsewhere each first with ``always`` and one more, in turn.
+
+    A CPU spends a second on every program that JAX compiles, and what depends on the dtype hardly depends on the rest.
+    """
+    pairs, others = [], [dtype for dtype in dtypes if dtype not in always]
+    for number, first in enumerate(firsts):
+        chosen = dtypes if cuda_device_count() else [*always, others[number % len(others)]]
+        name = getattr(first, "name", None) or "-".join(map(str, first if isinstance(first, tuple) else [first]))
+        pairs += [pytest.param(first, dtype, id=f"{name}-{dtype}") for dtype in chosen]
+    return pairs
 
 
 def options_of(case: Case) -> dict[str, Any]:

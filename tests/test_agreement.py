@@ -12,6 +12,7 @@ from implementations import (
     assert_within,
     every_implementation,
     ideal_errors,
+    in_turn,
     plan_for,
     problem_named,
     run_case,
@@ -30,6 +31,8 @@ PLANNED = (
     *("confident", "confident_wrong", "shifted_up", "tied", "minus_inf", "gpt2"),
 )
 
+PLANNED_RUNS = [(name, order) for name in PLANNED for order in ("tokens", "tokens_two_pass", "vocab")]
+
 
 def plans(problem: Problem) -> dict[str, Any]:
     """One chunk size that leaves a ragged rest in each order, in one pass and with lse known first."""
@@ -42,8 +45,7 @@ def plans(problem: Problem) -> dict[str, Any]:
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", [*LOW, "float64"])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize(("problem", "dtype"), in_turn(PROBLEMS, [*LOW, "float64"], always=["float32"]))
 @pytest.mark.case(1)
 @pytest.mark.case(11)
 @pytest.mark.case(13)
@@ -56,17 +58,15 @@ def test_within_the_rule_by_default(impl: Any, problem: Problem, dtype: str) -> 
 
 
 @every_implementation
-@pytest.mark.parametrize("order", ["tokens", "tokens_two_pass", "vocab"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", PLANNED)
-def test_within_the_rule_for_every_plan(impl: Any, name: str, dtype: str, order: str) -> None:
+@pytest.mark.parametrize(("run", "dtype"), in_turn(PLANNED_RUNS, ["float32", "bfloat16"]))
+def test_within_the_rule_for_every_plan(impl: Any, run: tuple[str, str], dtype: str) -> None:
+    name, order = run
     problem = problem_named(name).with_dtype(dtype)
     assert_within(problem, run_case(impl, problem.case(), plan=plans(problem)[order]))
 
 
 @pytest.mark.skipif(not HAVE_BOTH, reason="needs both torch and jax")
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("problem", [p for p in PROBLEMS if "odd" in p.tags], ids=lambda problem: problem.name)
+@pytest.mark.parametrize(("problem", "dtype"), in_turn([p for p in PROBLEMS if "odd" in p.tags], LOW))
 def test_torch_and_jax_agree_on_identical_bytes(problem: Problem, dtype: str) -> None:
     problem = problem.with_dtype(dtype)
     case, ideal = problem.case(), ideal_errors(problem)
@@ -78,8 +78,10 @@ def test_torch_and_jax_agree_on_identical_bytes(problem: Problem, dtype: str) ->
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["odd_bias", "odd_softcap", "odd_all", "confident_wrong", "ragged", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    in_turn(["odd_bias", "odd_softcap", "odd_all", "confident_wrong", "ragged", "gpt2"], ["float32", "bfloat16"]),
+)
 def test_statistics(impl: Any, name: str, dtype: str) -> None:
     problem = next(p for p in PROBLEMS if p.name == name).with_dtype(dtype)
     case, true = problem.case(), truth(problem).stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from implementations import (
     ARGUMENTS,
     assert_within,
     every_implementation,
+    in_turn,
     options_of,
     plan_for,
     problem_named,
@@ -297,11 +299,11 @@ def test_gradient_through_lse(impl: Any, softcap: float | None) -> None:
 
 @pytest.mark.case(19)
 @every_implementation
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("kind", ["log_prob", "entropy", "both"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_log_probs_and_entropy(impl: Any, temperature: float, kind: str, dtype: str, softcap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("run", "dtype"), in_turn(itertools.product(["log_prob", "entropy", "both"], [0.7, 1.0, 1.5], [None, 3.0]), LOW)
+)
+def test_log_probs_and_entropy(impl: Any, run: tuple[str, float, float | None], dtype: str) -> None:
+    kind, temperature, softcap = run
     rng = np.random.default_rng(3)
     x, w, y = random_arrays(50, 20, 90)
     x, w = round_to(x, dtype), round_to(w, dtype)

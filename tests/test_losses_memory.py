@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import every_implementation
+from implementations import every_implementation, in_turn
 
 from logitless import plan
 from logitless.objectives import distillation_tile
@@ -62,7 +62,8 @@ def torch_scratch(impl: Any, name: str, dtype: str, loss: Callable[..., Any], op
     def step() -> None:
         loss(**floats, **known, backend=impl.backend, **options).backward()
 
-    step()
+    if impl.on_gpu:  # where the first call makes what stays: kernels, cuBLAS's workspace
+        step()
     for leaf in floats.values():
         leaf.grad = None
     return peak_scratch_bytes(step) - sum(leaf.grad.nbytes for leaf in floats.values())
@@ -81,8 +82,7 @@ def jax_scratch(impl: Any, name: str, dtype: str, loss: Callable[..., Any], opti
 
 @pytest.mark.case(31)
 @every_implementation
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "dtype"), in_turn(NAMES, ["float32", "bfloat16"]))
 def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> None:
     budget = LOGITS // 2
     used = scratch(impl, name, dtype, memory_budget=budget)
@@ -92,18 +92,17 @@ def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> N
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_distillation_holds_its_tile(impl: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("side", "dtype"), in_turn([128, 256, 512, 2048], ["float32", "bfloat16"]))
+def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The promise of the tile, for every tile (on a GPU the pass for the logsumexps has a promise of its own)."""
     sizes = {"tokens": N, "hidden": D, "teacher_hidden": D_TEACHER, "vocab": V, "dtype": dtype}
     fused = impl.backend == "triton"
     sums = plan(tokens=N, hidden=D_TEACHER, vocab=V, dtype=dtype, one_pass=False, fused=fused).scratch_bytes
-    for side in (128, 256, 512, 2048):
-        monkeypatch.setattr("logitless.objectives.LARGEST_TILE", side)
-        promised = distillation_tile(**sizes).scratch_bytes
-        used = scratch(impl, "distillation_loss", dtype)
-        allowed = max(promised, sums) if impl.on_gpu else promised
-        assert used <= allowed, f"{side}: {used / 2**20:.2f} MiB of {allowed / 2**20:.2f} promised"
+    monkeypatch.setattr("logitless.objectives.LARGEST_TILE", side)
+    promised = distillation_tile(**sizes).scratch_bytes
+    used = scratch(impl, "distillation_loss", dtype)
+    allowed = max(promised, sums) if impl.on_gpu else promised
+    assert used <= allowed, f"{used / 2**20:.2f} MiB of {allowed / 2**20:.2f} promised"
 
 
 @every_implementation

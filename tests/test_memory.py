@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from implementations import every_implementation
+from implementations import every_implementation, in_turn
 
 from logitless import ChunkPlan, plan
 
@@ -51,7 +52,8 @@ def _torch_scratch(impl: Any, chosen: ChunkPlan, dtype: str, arrays: Any, option
         made = torch_impl.linear_cross_entropy(x, w, y, b, plan=chosen, backend=impl.backend, **options)
         (made[0] if isinstance(made, tuple) else made).sum().backward()
 
-    step()
+    if impl.on_gpu:  # where the first call makes what stays: kernels, cuBLAS's workspace
+        step()
     for leaf in (x, w, b):
         if leaf is not None:
             leaf.grad = None
@@ -94,10 +96,9 @@ def used_and_promised(impl: Any, sizes: tuple[int, int, int], dtype: str, kind: 
 
 @pytest.mark.case(31)
 @every_implementation
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scratch_stays_within_the_promise(impl: Any, dtype: str, kind: str, options: str) -> None:
+@pytest.mark.parametrize(("run", "dtype"), in_turn(itertools.product(PLANS, OPTIONS), ["float32", "bfloat16"]))
+def test_scratch_stays_within_the_promise(impl: Any, run: tuple[str, str], dtype: str) -> None:
+    kind, options = run
     used, promised = used_and_promised(impl, (N, D, V), dtype, kind, options)
     assert used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
     # The meter is not blind: a promise far above what is used would not be worth much.

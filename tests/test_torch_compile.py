@@ -329,8 +329,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 
 @pytest.mark.case(31)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [64, 256])
+@pytest.mark.parametrize(("chunk", "dtype"), [(64, torch.bfloat16), (256, torch.float32)])
 def test_memory_is_that_of_eager_mode(dtype: Any, chunk: int) -> None:
     from logitless.torch_impl.memory import peak_scratch_bytes
 

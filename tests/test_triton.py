@@ -35,7 +35,9 @@ TRITON = TorchTriton()
 # Interpreted kernels are slow: each problem once, and every order of the plan where an order can go wrong.
 ORDERS = ("default", "tokens", "tokens_two_pass", "vocab")
 RUNS = (
-    *((name, "float32", order) for name in ("odd_all", "odd_softcap", "confident_wrong") for order in ORDERS),
+    *(("odd_all", "float32", order) for order in ORDERS),
+    *(("odd_softcap", "float32", order) for order in ("tokens", "vocab")),
+    *(("confident_wrong", "float32", order) for order in ("default", "tokens_two_pass")),
     *((name, "float32", "default") for name in ("odd_bias", "signed_smooth", "confident", "odd_none_all")),
     *((name, "float32", "tokens") for name in ("shifted_up", "tied", "minus_inf")),
     *(("odd_all", "float16", "default"), ("confident_wrong", "float16", "tokens"), ("odd_most", "float16", "vocab")),
@@ -115,7 +117,7 @@ def test_long_runs_of_one_target(chunk: int | None) -> None:
     """A frequent target's row of dW and element of db is summed in pieces; every piece must arrive, once."""
     rng = np.random.default_rng(5)
     x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((230, 8), (20, 8), (20,)))
-    for share in (1.0, 0.7, 0.3):
+    for share in (1.0, 0.5):
         y = np.where(rng.random(230) < share, 3, rng.integers(0, 20, 230))
         y[5], y[77] = -100, 19
         sizes = {"tokens": 230, "hidden": 8, "vocab": 20, "dtype": "float32", "fused": True}
