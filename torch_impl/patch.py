@@ -222,9 +222,9 @@ def _forward_with_loss(
         if recorder.hidden is None or loss.probes is not None:
             raise
         raise NotImplementedError(
-            f"model: {type(owner).__name__} does more with its logits before its loss than a scale and a softcap, "
-            f"which failed on the probes in their place ({type(error).__name__}: {error}); allowed is what "
-            f"linear_cross_entropy computes"
+            f"model: {type(owner).__name__} computes its loss itself, or does more with its logits before than a scale "
+            f"and a softcap, which failed on the probes in their place ({type(error).__name__}: {error}); allowed is a "
+            f"model that gives its logits to its loss_function"
         ) from error
     if loss.probes is None:
         raise NotImplementedError(
