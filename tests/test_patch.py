@@ -535,3 +535,17 @@ def test_compile_takes_the_body_as_one_graph_once() -> None:
         loss, gradients = loss_and_gradients(compiled)
         assert_same((loss, {key.removeprefix("_orig_mod."): g for key, g in gradients.items()}), expected)
     assert len(graphs) == 1
+
+
+def test_the_benchmark_runs() -> None:
+    """On a tiny model: every loss begins at the same value; the search for a batch finds the largest."""
+    from bench import hf
+
+    losses = []
+    for variant in ("transformers", "logitless"):
+        (row,) = hf.measure(variant, hf.TINY)
+        assert row["tokens_per_s"] > 0, row
+        losses.append(row["first_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert [hf.largest(lambda batch: batch <= 11, limit) for limit in (5, 10, 11, 12, 100)] == [5, 10, 11, 11, 11]
+    assert hf.largest(lambda batch: False, 8) == 0
