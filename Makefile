@@ -31,13 +31,15 @@ TORCH_PIN := torch==2.13.0
 TRITON_PIN := "triton==3.9.0; sys_platform == 'linux'"
 # The JAX examples besides the plain one.
 EXAMPLE_PINS := $(if $(filter 3.11,$(PYTHON_VERSION)),flax==0.12.8,flax==0.12.12) equinox==0.13.8
+# The models that torch_impl.patch is for, and what trains and adapts them: 15 MB.
+HF_PINS := transformers==5.23.0 accelerate==1.15.0 peft==0.21.2
 JAX_PIN := $(if $(filter 3.11,$(PYTHON_VERSION)),jax==0.10.2,jax==0.11.2)
 
 ifeq "$(FRAMEWORKS)" "torch,jax"
 VENV ?= .venv
 PINS := $(TORCH_PIN) $(JAX_PIN)
 EXTRAS := demo
-TEST_PINS := $(TRITON_PIN) $(EXAMPLE_PINS)
+TEST_PINS := $(TRITON_PIN) $(EXAMPLE_PINS) $(HF_PINS)
 TEST_NEEDS := lint
 else ifeq "$(FRAMEWORKS)" "jax"
 # Lint and types are left out: type checking needs both frameworks installed.

@@ -38,7 +38,7 @@ def _gpu_name() -> str | None:
 def describe(commit: str | None = None) -> dict[str, object]:
     """Processor, cores, GPU, versions and commit (``commit`` where the checkout came without its history)."""
     versions = {}
-    for name in ("numpy", "torch", "triton", "jax", "jaxlib"):
+    for name in ("numpy", "torch", "triton", "jax", "jaxlib", "transformers", "liger_kernel"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

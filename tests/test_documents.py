@@ -20,6 +20,7 @@ def blocks_of(path: str) -> list[str]:
 
 BLOCKS = blocks_of("README.md")
 LOSS_BLOCKS = blocks_of("docs/rl.md")
+MODEL_BLOCKS = blocks_of("docs/huggingface.md")
 
 
 def framework_of(code: str) -> str:
@@ -48,6 +49,17 @@ def test_blocks_of_the_losses_run(code: str, capsys: pytest.CaptureFixture[str])
     exec(compile(code, "docs/rl.md", "exec"), names)
     assert capsys.readouterr().out.startswith("loss ")
     assert np.isfinite(float(names["loss"]))
+
+
+@pytest.mark.parametrize("code", MODEL_BLOCKS, ids=["model", "adapter"])
+def test_blocks_of_the_models_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for needed in ("torch", "transformers", "peft"):
+        if f"\nfrom {needed} import" in code or f"import {needed}\n" in code:
+            pytest.importorskip(needed, reason="the block needs it")
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/huggingface.md", "exec"), names)
+    loss = float(capsys.readouterr().out.split("loss ")[1])
+    assert loss == pytest.approx(np.log(5000), rel=0.2)
 
 
 def test_every_loss_has_a_block_per_framework() -> None:

@@ -4,6 +4,7 @@ from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.capture import CapturedHead, capture_lm_head
 from logitless.torch_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
 from logitless.torch_impl.module import LinearCrossEntropy
+from logitless.torch_impl.patch import patch, unpatch
 
 __all__ = [
     "CapturedHead",
@@ -14,4 +15,6 @@ __all__ = [
     "dpo_loss",
     "linear_cross_entropy",
     "linear_log_probs",
+    "patch",
+    "unpatch",
 ]

@@ -1,0 +1,173 @@
+"""The LM head of a model made by others: finding it, recording what goes into it, checking what becomes of its result.
+
+What comes out of a recorded head in the logits' place is a handful of probes. The model does with them what it does
+with logits, and the result is compared with ``softcap · tanh(logit_scale · probe / softcap)``, so that a model that
+treats its logits in a way not known here is refused, whatever its configuration says. The probes are on the CPU
+wherever the model is: what the model does to them is numbers from its configuration, and reading them waits for no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Exact in every floating dtype; far enough apart to show a scale, a shift, a cap and a threshold.
+PROBES = (-64.0, -1.0, 0.0, 0.5, 8.0, 64.0)
+
+# The names of a head where a model does not say which one it is (``get_output_embeddings``).
+HEAD_NAMES = ("lm_head", "embed_out", "output_projection")
+
+# Where Hugging Face models keep what they do to logits: attributes of the model, then of its configuration.
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere, Cohere2; Falcon-H1
+DIVISORS = ("logits_scaling",)  # Granite, GraniteMoe
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2; RecurrentGemma; xLSTM
+
+_ABSENT = object()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recording
+
+
+class Recorder:
+    """A head's forward: keeps its input, and gives probes where logits would be."""
+
+    def __init__(self) -> None:
+        self.hidden: Tensor | None = None
+        """[..., D]: what went into the head."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self.hidden is not None:
+            raise NotImplementedError("module: it runs its LM head more than once in one forward, allowed is once")
+        self.hidden = hidden
+        kind = hidden.device.type
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+        return torch.tensor(PROBES, dtype=dtype).expand(*hidden.shape[:-1], len(PROBES)).clone()
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Within the block, ``value`` is an attribute of the instance; afterwards it is as before, whatever happened.
+
+    An instance's own forward, as others patch it (accelerate does), not another module: parameters, their names and
+    hooks stay where they are.
+    """
+    before = module.__dict__.get(name, _ABSENT)
+    module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = before
+
+
+def check_probes(logit_scale: float, softcap: float | None, made: Tensor) -> None:
+    """Raise NotImplementedError unless ``made`` [..., len(PROBES)] is what scale and softcap make of the probes."""
+    if not made.numel():
+        return
+    expected = [
+        logit_scale * probe if softcap is None else softcap * math.tanh(logit_scale * probe / softcap)
+        for probe in PROBES
+    ]
+    values = made.detach().reshape(-1, len(PROBES))[0].tolist()
+    # A model may work in bfloat16: a few roundings of each number.
+    eps = torch.finfo(torch.bfloat16).eps
+    right = [abs(value - known) <= 2 * eps * abs(known) for value, known in zip(values, expected, strict=True)]
+    if not all(right):
+        raise NotImplementedError(
+            f"module: its logits are not z = f(hidden @ weight.T + bias) with the logit_scale = {logit_scale:g} and "
+            f"softcap = {softcap} that its configuration says: it makes {[round(v, 4) for v in values]} of "
+            f"{list(PROBES)}; allowed is what linear_cross_entropy computes"
+        )
+
+
+def is_probes(value: Any) -> bool:
+    """Whether ``value`` is a tensor [..., len(PROBES)], as the logits of a recorded forward are."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[-1] == len(PROBES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding the head and what is done to its logits
+
+
+def find_head(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
+    """The module whose forward runs the head, and the head."""
+    found: dict[int, tuple[str, nn.Module, Any]] = {}
+    for name, owner in module.named_modules():
+        head = _output_embeddings(owner)
+        if head is not None:
+            found.setdefault(id(head), (name, owner, head))
+    if not found:
+        for name, owner in module.named_modules():
+            for attribute in HEAD_NAMES:
+                head = owner._modules.get(attribute)
+                if head is not None:
+                    found.setdefault(id(head), (name, owner, head))
+    if len(found) != 1:
+        places = ", ".join(f"{type(owner).__name__} ({name or 'itself'})" for name, owner, _ in found.values())
+        raise NotImplementedError(
+            f"module: found {len(found)} LM heads in {type(module).__name__}{': ' if places else ''}{places}; "
+            f"allowed is one: from get_output_embeddings(), or a torch.nn.Linear called {', '.join(HEAD_NAMES)}"
+        )
+    ((_, owner, head),) = found.values()
+    check_head(head)
+    return owner, head
+
+
+def _output_embeddings(owner: nn.Module) -> nn.Module | None:
+    """What the model says its head is; the class's own method, not one that a wrapper passes on."""
+    if not callable(getattr(type(owner), "get_output_embeddings", None)):
+        return None
+    try:
+        head = owner.get_output_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):  # an inner model of transformers: has the method, but no head
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def check_head(head: nn.Module) -> None:
+    """Raise NotImplementedError unless the head is a plain linear map."""
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise NotImplementedError(
+            f"module: its LM head is a {type(head).__module__}.{type(head).__qualname__}, allowed is a "
+            f"torch.nn.Linear: merge an adapter, and leave the head out of a quantisation, first"
+        )
+    if head.weight.dim() != 2 or not head.weight.is_floating_point():
+        raise NotImplementedError(
+            f"module: its LM head's weight is {head.weight.dtype} of shape {tuple(head.weight.shape)}, allowed is a "
+            f"floating [V, D]"
+        )
+
+
+def logit_options(owner: nn.Module) -> tuple[float, float | None]:
+    """logit_scale and softcap, from the owner of the head or its configuration."""
+    scale = 1.0
+    for name in MULTIPLIERS:
+        value = _setting(owner, name)
+        scale *= 1.0 if value is None else value
+    for name in DIVISORS:
+        value = _setting(owner, name)
+        scale /= 1.0 if value is None else value
+    caps = [value for value in (_setting(owner, name) for name in SOFTCAPS) if value is not None]
+    return scale, caps[0] if caps else None
+
+
+def _setting(owner: nn.Module, name: str) -> float | None:
+    config = getattr(owner, "config", None)
+    text_config: Any = getattr(config, "get_text_config", lambda: None)
+    for place in (owner, text_config(), config):
+        value = getattr(place, name, None)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise NotImplementedError(f"module: its {name} is {value!r}, allowed is a number greater than 0")
+        return float(value)
+    return None
