@@ -172,6 +172,25 @@ def check_arrays(
     _check_weights("class_weight", class_weight, (vocab,), "[V] =")
 
 
+def check_logits(
+    logits: ArrayInfo,
+    target: ArrayInfo,
+    token_weight: ArrayInfo | None = None,
+    class_weight: ArrayInfo | None = None,
+) -> None:
+    """Check the arrays of a loss on given logits: logits [..., V] floating, the others as :func:`check_arrays`."""
+    if logits.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"logits: got dtype {logits.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(f"target: got dtype {target.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    if len(logits.shape) < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits: got shape {logits.shape}, allowed is [..., V] with V at least 1")
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(f"target: got shape {target.shape}, allowed is logits' leading axes {logits.shape[:-1]}")
+    _check_weights("token_weight", token_weight, target.shape, "target's shape")
+    _check_weights("class_weight", class_weight, logits.shape[-1:], "[V] =")
+
+
 def _check_weights(name: str, info: ArrayInfo | None, shape: tuple[int, ...], words: str) -> None:
     if info is None:
         return

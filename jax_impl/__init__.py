@@ -1,6 +1,14 @@
 """Linear cross-entropy for JAX; the same names as :mod:`logitless.torch_impl`."""
 
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
+from logitless.jax_impl.logits_loss import cross_entropy
 from logitless.jax_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
 
-__all__ = ["clipped_policy_loss", "distillation_loss", "dpo_loss", "linear_cross_entropy", "linear_log_probs"]
+__all__ = [
+    "clipped_policy_loss",
+    "cross_entropy",
+    "distillation_loss",
+    "dpo_loss",
+    "linear_cross_entropy",
+    "linear_log_probs",
+]

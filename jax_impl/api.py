@@ -162,21 +162,24 @@ def _info(array: Any) -> ArrayInfo:
     return ArrayInfo(tuple(array.shape), str(array.dtype))
 
 
-def _check_arrays(arrays: dict[str, Any]) -> None:
-    """Types, sizes and dtypes."""
-    infos: dict[str, ArrayInfo | None] = {}
+def _check_types(arrays: dict[str, Any], optional: tuple[str, ...]) -> None:
+    """Every array is one of JAX's or NumPy's, and none would be rounded on its way in; None only where it may be."""
     for name, array in arrays.items():
-        if array is None and name in _OPTIONAL:
-            infos[name] = None
+        if array is None and name in optional:
             continue
         if not isinstance(array, jax.Array | np.ndarray | np.generic):
             raise TypeError(f"{name}: got {type(array).__name__}, allowed is a jax.Array or a NumPy array")
-        infos[name] = _info(array)
         if isinstance(array, np.ndarray | np.generic) and array.dtype == np.float64 and not _x64():
             raise TypeError(
                 f"{name}: got a NumPy array of dtype float64 while x64 is off, allowed are bfloat16, float16, float32: "
                 f"it would be rounded; cast it, or turn jax_enable_x64 on"
             )
+
+
+def _check_arrays(arrays: dict[str, Any]) -> None:
+    """Types, sizes and dtypes."""
+    _check_types(arrays, _OPTIONAL)
+    infos = {name: None if array is None else _info(array) for name, array in arrays.items()}
     hidden, weight, target = (infos.pop(name) for name in ("hidden", "weight", "target"))
     assert hidden is not None
     assert weight is not None

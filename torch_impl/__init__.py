@@ -2,6 +2,7 @@
 
 from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.capture import CapturedHead, capture_lm_head
+from logitless.torch_impl.logits_loss import cross_entropy
 from logitless.torch_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
 from logitless.torch_impl.module import LinearCrossEntropy
 
@@ -10,6 +11,7 @@ __all__ = [
     "LinearCrossEntropy",
     "capture_lm_head",
     "clipped_policy_loss",
+    "cross_entropy",
     "distillation_loss",
     "dpo_loss",
     "linear_cross_entropy",
