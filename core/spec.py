@@ -242,3 +242,24 @@ def out_of_range_error(position: tuple[int, ...], target: int, vocab: int, ignor
     return ValueError(
         f"target: got id {target} at index ({where}), allowed are 0 to {vocab - 1} and ignore_index = {ignore_index}"
     )
+
+
+def check_gather(input: ArrayInfo, index: ArrayInfo, pad_to_multiple: object) -> None:
+    """Check the arguments of padded_index_gather: input [R, ...] floating, index [M] int32 or int64."""
+    if input.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"input: got dtype {input.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
+    if index.dtype not in TARGET_DTYPES:
+        raise TypeError(f"index: got dtype {index.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    if len(input.shape) < 1:
+        raise ValueError(f"input: got shape {input.shape}, allowed is [R, ...]")
+    if len(index.shape) != 1:
+        raise ValueError(f"index: got shape {index.shape}, allowed is [M]")
+    if isinstance(pad_to_multiple, bool) or not isinstance(pad_to_multiple, numbers.Integral):
+        raise TypeError(f"pad_to_multiple: got {pad_to_multiple!r}, allowed is an integer")
+    if pad_to_multiple < 1:
+        raise ValueError(f"pad_to_multiple: got {pad_to_multiple}, allowed is at least 1")
+
+
+def index_error(position: int, index: int, rows: int) -> ValueError:
+    """The error for an index outside the rows, found where looking costs no synchronisation."""
+    return ValueError(f"index: got {index} at position {position}, allowed are 0 to {rows - 1}")

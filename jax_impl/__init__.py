@@ -1,8 +1,10 @@
 """Linear cross-entropy for JAX; the same names as :mod:`logitless.torch_impl`."""
 
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
+from logitless.jax_impl.gather import padded_index_gather
 from logitless.jax_impl.logits_loss import cross_entropy
 from logitless.jax_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
+from logitless.jax_impl.profiling import profile_losses, profile_saved_residuals
 
 __all__ = [
     "clipped_policy_loss",
@@ -11,4 +13,7 @@ __all__ = [
     "dpo_loss",
     "linear_cross_entropy",
     "linear_log_probs",
+    "padded_index_gather",
+    "profile_losses",
+    "profile_saved_residuals",
 ]

@@ -198,17 +198,24 @@ def _check_targets(target: Any, vocab: int, ignore_index: int) -> None:
 
     A NumPy array is always looked at, before it is converted: int64 would be wrapped to int32.
     """
-    if isinstance(target, jax.core.Tracer):
+    ids = _readable(target)
+    if ids is None:
         return
-    if isinstance(target, jax.Array) and not (
-        target.is_fully_addressable and all(device.platform == "cpu" for device in target.devices())
-    ):
-        return
-    ids = np.asarray(target)
     outside = ((ids < 0) | (ids >= vocab)) & (ids != ignore_index)
     if outside.any():
         position = tuple(int(axis[0]) for axis in np.nonzero(outside))
         raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index)
+
+
+def _readable(array: Any) -> np.ndarray[Any, Any] | None:
+    """The values where looking waits for nothing, else None."""
+    if isinstance(array, jax.core.Tracer):
+        return None
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable and all(device.platform == "cpu" for device in array.devices())
+    ):
+        return None
+    return np.asarray(array)
 
 
 def _array(value: Any, dtype: Any) -> Array:
