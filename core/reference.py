@@ -31,6 +31,15 @@ class LossResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class LogitsResult:
+    """Loss (scalar, or [...] for "none"), the gradient of Σ loss · upstream in the given logits, and statistics."""
+
+    loss: Array
+    logits_grad: Array
+    stats: TokenStats
+
+
+@dataclasses.dataclass(frozen=True)
 class LogProbResult:
     """log p(target) and entropy, [...] each, and the gradients of their sums weighted by the upstream gradients."""
 
@@ -160,6 +169,42 @@ def linear_log_probs(
     return LogProbResult(log_prob.reshape(shape), entropy.reshape(shape), dx.reshape(np.shape(hidden)), dw, db)
 
 
+def cross_entropy(
+    logits: ArrayLike,
+    target: ArrayLike,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    token_weight: ArrayLike | None = None,
+    class_weight: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    normalizer: ArrayLike | None = None,
+    upstream: ArrayLike = 1.0,
+    chunk: int = 128,
+) -> LogitsResult:
+    """:func:`linear_cross_entropy` on logits that are given: they take the place of hidden weightᵀ + bias."""
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)  # type: ignore[arg-type]
+    nothing = np.zeros((np.shape(logits)[-1], 1))
+    inputs = _inputs(np.zeros((np.size(target), 1)), nothing, target, None, token_weight, class_weight, ignore_index)
+    r, tokens, shape = _float64(logits).reshape(-1, len(nothing)), inputs.y.size, np.shape(target)
+    g = np.broadcast_to(np.asarray(upstream, np.float64), shape if reduction == "none" else ())
+    norm = _norm(inputs, options, normalizer)
+    g_rows = g.reshape(-1) if reduction == "none" else np.full(tokens, float(g) * norm)
+    loss, gradient, stats = np.zeros(tokens), np.zeros_like(r), [np.zeros(tokens) for _ in range(8)]
+    for start in range(0, tokens, chunk):
+        rows = slice(start, min(start + chunk, tokens))
+        part = _anchored(r[rows], inputs.y[rows], options)
+        loss[rows] = _loss_rows(inputs, rows, options, part)
+        for total, values in zip(stats, _stats_rows(inputs, rows, part), strict=True):
+            total[rows] = values
+        gradient[rows] = _logit_gradient(inputs, rows, options, part, g_rows[rows] * inputs.t[rows])
+    total_loss: Any = loss.reshape(shape) if reduction == "none" else np.asarray(np.sum(loss) * norm)
+    return LogitsResult(total_loss, gradient.reshape(np.shape(logits)), _shaped_stats(stats, shape))
+
+
 def _float64(values: ArrayLike) -> Array:
     return np.asarray(values).astype(np.float64)
 
@@ -205,9 +250,12 @@ def _slope(z: Array, options: LossOptions) -> Any:
 
 
 def _exponentials(inputs: _Inputs, rows: slice, options: LossOptions) -> _Chunk:
-    y = inputs.y[rows]
+    return _anchored(inputs.x[rows] @ inputs.w.T + inputs.b, inputs.y[rows], options)
+
+
+def _anchored(r: Array, y: NDArray[np.int64], options: LossOptions) -> _Chunk:
     index = np.arange(y.size)
-    z = options.logit_scale * (inputs.x[rows] @ inputs.w.T + inputs.b)
+    z = options.logit_scale * r
     if options.softcap is not None:
         z = options.softcap * np.tanh(z / options.softcap)
     a = z[index, y]
@@ -257,6 +305,20 @@ def _stats_rows(inputs: _Inputs, rows: slice, part: _Chunk) -> tuple[Any, ...]:
 def _shaped_stats(stats: list[Array], shape: tuple[int, ...]) -> TokenStats:
     kinds = {4: np.int32, 5: np.bool_}
     return TokenStats(*(values.reshape(shape).astype(kinds.get(i, np.float64)) for i, values in enumerate(stats)))
+
+
+def _logit_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> Array:
+    """∂ Σ g ℓ / ∂r: g (α p_j − (ε/V) k_j − β δ_jy) times the slope; p − 1 at the target is −s / Σ, not a difference."""
+    y, k, valid = inputs.y[rows], inputs.k, inputs.valid[rows]
+    index = np.arange(y.size)
+    smooth = options.label_smoothing / k.size
+    beta = (1.0 - options.label_smoothing) * k[y]
+    rest = smooth * k.sum() + 2.0 * options.z_loss * part.lse
+    total = part.s + part.e_target
+    dz = (beta + rest)[:, None] * (part.e / total[:, None]) - smooth * k
+    dz[index, y] = (rest * part.e_target - beta * part.s) / total - smooth * k[y]
+    dz = dz * _slope(part.z, options) * options.logit_scale * g[:, None]
+    return np.where(valid[:, None], dz, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)

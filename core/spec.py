@@ -172,6 +172,25 @@ def check_arrays(
     _check_weights("class_weight", class_weight, (vocab,), "[V] =")
 
 
+def check_logits(
+    logits: ArrayInfo,
+    target: ArrayInfo,
+    token_weight: ArrayInfo | None = None,
+    class_weight: ArrayInfo | None = None,
+) -> None:
+    """Check the arrays of a loss on given logits: logits [..., V] floating, the others as :func:`check_arrays`."""
+    if logits.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"logits: got dtype {logits.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(f"target: got dtype {target.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    if len(logits.shape) < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits: got shape {logits.shape}, allowed is [..., V] with V at least 1")
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(f"target: got shape {target.shape}, allowed is logits' leading axes {logits.shape[:-1]}")
+    _check_weights("token_weight", token_weight, target.shape, "target's shape")
+    _check_weights("class_weight", class_weight, logits.shape[-1:], "[V] =")
+
+
 def _check_weights(name: str, info: ArrayInfo | None, shape: tuple[int, ...], words: str) -> None:
     if info is None:
         return
@@ -223,3 +242,24 @@ def out_of_range_error(position: tuple[int, ...], target: int, vocab: int, ignor
     return ValueError(
         f"target: got id {target} at index ({where}), allowed are 0 to {vocab - 1} and ignore_index = {ignore_index}"
     )
+
+
+def check_gather(input: ArrayInfo, index: ArrayInfo, pad_to_multiple: object) -> None:
+    """Check the arguments of padded_index_gather: input [R, ...] floating, index [M] int32 or int64."""
+    if input.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"input: got dtype {input.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
+    if index.dtype not in TARGET_DTYPES:
+        raise TypeError(f"index: got dtype {index.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    if len(input.shape) < 1:
+        raise ValueError(f"input: got shape {input.shape}, allowed is [R, ...]")
+    if len(index.shape) != 1:
+        raise ValueError(f"index: got shape {index.shape}, allowed is [M]")
+    if isinstance(pad_to_multiple, bool) or not isinstance(pad_to_multiple, numbers.Integral):
+        raise TypeError(f"pad_to_multiple: got {pad_to_multiple!r}, allowed is an integer")
+    if pad_to_multiple < 1:
+        raise ValueError(f"pad_to_multiple: got {pad_to_multiple}, allowed is at least 1")
+
+
+def index_error(position: int, index: int, rows: int) -> ValueError:
+    """The error for an index outside the rows, found where looking costs no synchronisation."""
+    return ValueError(f"index: got {index} at position {position}, allowed are 0 to {rows - 1}")

@@ -162,21 +162,24 @@ def _info(array: Any) -> ArrayInfo:
     return ArrayInfo(tuple(array.shape), str(array.dtype))
 
 
-def _check_arrays(arrays: dict[str, Any]) -> None:
-    """Types, sizes and dtypes."""
-    infos: dict[str, ArrayInfo | None] = {}
+def _check_types(arrays: dict[str, Any], optional: tuple[str, ...]) -> None:
+    """Every array is one of JAX's or NumPy's, and none would be rounded on its way in; None only where it may be."""
     for name, array in arrays.items():
-        if array is None and name in _OPTIONAL:
-            infos[name] = None
+        if array is None and name in optional:
             continue
         if not isinstance(array, jax.Array | np.ndarray | np.generic):
             raise TypeError(f"{name}: got {type(array).__name__}, allowed is a jax.Array or a NumPy array")
-        infos[name] = _info(array)
         if isinstance(array, np.ndarray | np.generic) and array.dtype == np.float64 and not _x64():
             raise TypeError(
                 f"{name}: got a NumPy array of dtype float64 while x64 is off, allowed are bfloat16, float16, float32: "
                 f"it would be rounded; cast it, or turn jax_enable_x64 on"
             )
+
+
+def _check_arrays(arrays: dict[str, Any]) -> None:
+    """Types, sizes and dtypes."""
+    _check_types(arrays, _OPTIONAL)
+    infos = {name: None if array is None else _info(array) for name, array in arrays.items()}
     hidden, weight, target = (infos.pop(name) for name in ("hidden", "weight", "target"))
     assert hidden is not None
     assert weight is not None
@@ -195,17 +198,24 @@ def _check_targets(target: Any, vocab: int, ignore_index: int) -> None:
 
     A NumPy array is always looked at, before it is converted: int64 would be wrapped to int32.
     """
-    if isinstance(target, jax.core.Tracer):
+    ids = _readable(target)
+    if ids is None:
         return
-    if isinstance(target, jax.Array) and not (
-        target.is_fully_addressable and all(device.platform == "cpu" for device in target.devices())
-    ):
-        return
-    ids = np.asarray(target)
     outside = ((ids < 0) | (ids >= vocab)) & (ids != ignore_index)
     if outside.any():
         position = tuple(int(axis[0]) for axis in np.nonzero(outside))
         raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index)
+
+
+def _readable(array: Any) -> np.ndarray[Any, Any] | None:
+    """The values where looking waits for nothing, else None."""
+    if isinstance(array, jax.core.Tracer):
+        return None
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable and all(device.platform == "cpu" for device in array.devices())
+    ):
+        return None
+    return np.asarray(array)
 
 
 def _array(value: Any, dtype: Any) -> Array:

@@ -99,14 +99,19 @@ def _perturbed(leaf: Any) -> bool:
 
 def _values_and_needs(primals: Arrays) -> tuple[Arrays, xla.Needs]:
     """Strip the marks of what is differentiated off the arguments; a constant must not have one."""
+    refuse_perturbed(primals)
+    needs = xla.Needs(*(_perturbed(leaf) for leaf in primals[:3]))
+    return _once(Arrays(*(None if leaf is None else leaf.value for leaf in primals))), needs
+
+
+def refuse_perturbed(primals: Any) -> None:
+    """Raise ValueError where a constant is differentiated."""
     for name in ("token_weight", "class_weight", "normalizer"):
         if _perturbed(getattr(primals, name)):
             raise ValueError(
                 f"{name}: got an array that is differentiated, allowed is a constant: jax.lax.stop_gradient it, or "
                 f"weight the losses of reduction='none' yourself"
             )
-    needs = xla.Needs(*(_perturbed(leaf) for leaf in primals[:3]))
-    return _once(Arrays(*(None if leaf is None else leaf.value for leaf in primals))), needs
 
 
 def _cotangents(gradients: xla.Gradients, arguments: Any) -> tuple[Arrays]:

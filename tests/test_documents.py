@@ -21,6 +21,7 @@ def blocks_of(path: str) -> list[str]:
 BLOCKS = blocks_of("README.md")
 LOSS_BLOCKS = blocks_of("docs/rl.md")
 MODEL_BLOCKS = blocks_of("docs/huggingface.md")
+COMPANION_BLOCKS = blocks_of("docs/companions.md")
 
 
 def framework_of(code: str) -> str:
@@ -41,12 +42,14 @@ def test_readme_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    "code", LOSS_BLOCKS, ids=lambda code: f"{framework_of(code)}-{code.split('import ')[-1].split()[0]}"
+    "code",
+    LOSS_BLOCKS + COMPANION_BLOCKS,
+    ids=lambda code: f"{framework_of(code)}-{code.split('import ')[-1].splitlines()[0].replace(', ', '-')}",
 )
-def test_blocks_of_the_losses_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_of_the_losses_and_companions_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip(framework_of(code), reason="the block needs it")
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/rl.md", "exec"), names)
+    exec(compile(code, "docs", "exec"), names)
     assert capsys.readouterr().out.startswith("loss ")
     assert np.isfinite(float(names["loss"]))
 

@@ -1,0 +1,61 @@
+"""How many layers each pipeline stage gets, with the embedding and the head counted. No framework, integers out."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+from logitless.spec import check_number
+
+
+def layer_partition(
+    layers: int, stages: int, *, head_cost: float = 0.5, embedding_cost: float = 0.25, min_layers: int = 1
+) -> list[int]:
+    """Layers per pipeline stage, in order, such that the largest load of a stage is as small as it can be.
+
+        load(stage) = its layers + embedding_cost on the first stage + head_cost on the last
+
+    The rule: every stage starts with ``min_layers`` layers and its fixed cost; each further layer goes to the stage
+    with the smallest load, of several to the earliest. With the defaults a remainder therefore goes to stages in the
+    middle first, then to the first stage, and never to the last: (27, 8) gives [3, 4, 4, 4, 3, 3, 3, 3].
+
+    Costs are in units of one layer's memory: weights with their gradients and optimizer state, and what a micro-batch
+    keeps for the backward. The head's weights are V × D; the loss adds several tensors of logits to that where logits
+    are held, and next to nothing with ``linear_cross_entropy``. While both costs stay below one layer, as the defaults
+    do, no two stages differ by more than one layer. A tied weight counts on each stage that holds a copy.
+
+    Arguments:
+        layers: number of layers, at least min_layers · stages.
+        stages: number of pipeline stages, at least 1. A stage that holds several chunks (interleaved schedules) is as
+            many entries.
+        head_cost, embedding_cost: at least 0, in layers.
+        min_layers: layers that every stage has at least; 0 lets a stage hold nothing but the head or the embedding.
+
+    Returns: list[int] of length ``stages`` whose sum is ``layers``.
+
+    Raises ValueError or TypeError naming the argument, what came and what is allowed.
+
+    >>> layer_partition(32, 8)
+    [4, 4, 4, 4, 4, 4, 4, 4]
+    >>> layer_partition(32, 8, head_cost=2.4, embedding_cost=2.4)
+    [2, 5, 5, 5, 5, 4, 4, 2]
+    """
+    _check_count("stages", stages, 1)
+    _check_count("min_layers", min_layers, 0)
+    _check_count("layers", layers, min_layers * stages, f", min_layers · stages = {min_layers} · {stages}")
+    check_number("head_cost", head_cost, low=0.0)
+    check_number("embedding_cost", embedding_cost, low=0.0)
+    counts, fixed = [min_layers] * stages, [0.0] * stages
+    fixed[0] += embedding_cost
+    fixed[-1] += head_cost
+    for _ in range(layers - min_layers * stages):
+        lightest = min(range(stages), key=lambda stage: counts[stage] + fixed[stage])
+        counts[lightest] += 1
+    return counts
+
+
+def _check_count(name: str, value: Any, least: int, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is an integer")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, allowed is at least {least}{why}")

@@ -1,0 +1,107 @@
+"""Rows picked by an index, padded to a multiple: what packs tokens before a head. Mirror of torch_impl/gather.py."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from logitless import spec
+from logitless.jax_impl import api, xla
+from logitless.planning import round_up
+
+
+def padded_index_gather(input: Array, index: Array, *, pad_to_multiple: int = 1) -> Array:
+    """``input[index]``, with rows of zeros after it up to a multiple of ``pad_to_multiple``.
+
+        out_i = input_{index_i}   for i < M,      0   for M ≤ i < P        P = M rounded up
+
+    For the backward only ``index`` is kept: not the input, no mask. The gradient of a row is the sum over all places
+    that it was gathered to, in float32 (float64 for float64), rounded once; the same bit by bit from run to run, on a
+    GPU as well: equal indices are sorted together and added as a tree, where XLA's own scatter adds in any order.
+
+    Arguments:
+        input: [R, ...] bfloat16, float16, float32, or float64 where x64 is on.
+        index: [M] int32 or int64 in [0, R); duplicates allowed, M may be 0. Where it can be looked at without waiting
+            (a NumPy array, a concrete array on a CPU) an index outside raises ValueError; elsewhere its row is NaN, and
+            nothing outside the input is read or written. A negative index is outside: it does not count from the end.
+        pad_to_multiple: at least 1.
+
+    Returns [P, ...] in input's dtype. Differentiable once, in reverse mode, in ``input``; what arrives at the padding
+    goes nowhere.
+
+    Raises ValueError or TypeError naming the argument, what came and what is allowed.
+    """
+    api._check_types({"input": input, "index": index}, ())
+    spec.check_gather(api._info(input), api._info(index), pad_to_multiple)
+    if (ids := api._readable(index)) is not None:
+        outside = (ids < 0) | (ids >= input.shape[0])
+        if outside.any():
+            position = int(np.nonzero(outside)[0][0])
+            raise spec.index_error(position, int(ids[position]), input.shape[0])
+    like = tuple(input.shape), str(input.dtype)
+    made: Array = _jitted(like, pad_to_multiple, jnp.asarray(input), jnp.asarray(index))
+    return made
+
+
+def _places(index: Array, rows: int) -> Array:
+    """The index, ``rows`` where it is outside."""
+    return jnp.where((index >= 0) & (index < rows), index, rows).astype(jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(like: tuple[tuple[int, ...], str], multiple: int, input: Array, index: Array) -> Array:
+    del like
+    rows, count = input.shape[0], index.shape[0]
+    places = _places(index, rows)
+    if rows and count:
+        picked = xla._rows_at(input, jnp.minimum(places, rows - 1))
+    else:
+        picked = jnp.zeros((count, *input.shape[1:]), input.dtype)
+    outside = (places == rows).reshape(-1, *(1,) * (input.ndim - 1))
+    picked = jnp.where(outside, jnp.asarray(jnp.nan, input.dtype), picked)
+    padding = [(0, round_up(count, multiple) - count), *((0, 0),) * (input.ndim - 1)]
+    return jnp.pad(picked, padding)
+
+
+def _forward(like: Any, multiple: int, input: Array, index: Array) -> tuple[Array, Array]:
+    return _gather(like, multiple, input, index), index
+
+
+def _backward(like: tuple[tuple[int, ...], str], multiple: int, index: Array, upstream: Array) -> tuple[Array, None]:
+    del multiple
+    (rows, *rest), dtype = like[0], jnp.dtype(like[1])
+    made = jnp.zeros((rows, *rest), xla.accumulation_dtype(dtype))
+    if not rows or not index.shape[0]:
+        return made.astype(dtype), None
+    places = _places(index, rows)
+    order = jnp.argsort(places, stable=True)
+    ids = places[order]
+    first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+    values = xla._rows_at(upstream, order).astype(made.dtype)
+    totals = _run_sums(values, first)
+    last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
+    # Every row that was gathered is written once, from the end of its run; all other places go nowhere.
+    made = made.at[jnp.where(last, ids, rows)].set(totals, mode="drop")
+    return made.astype(dtype), None
+
+
+def _run_sums(values: Array, first: Array) -> Array:
+    """Sums from the first of a run of equal ids up to here, along the first axis: a scan over a fixed tree."""
+
+    def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        (a_first, a), (b_first, b) = left, right
+        fresh = b_first.reshape(-1, *(1,) * (b.ndim - 1))
+        return a_first | b_first, jnp.where(fresh, b, a + b)
+
+    sums: Array = lax.associative_scan(join, (first, values))[1]
+    return sums
+
+
+_gather.defvjp(_forward, _backward)
+
+_jitted = jax.jit(_gather, static_argnums=(0, 1))

@@ -1,0 +1,251 @@
+"""What stands beside the loss: the padded gather, layers per pipeline stage, and the tables of what is kept."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import every_implementation
+
+from logitless import layer_partition
+from logitless.saved import SavedRow, SavedTensors
+from logitless.tolerances import TINY, error
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers per stage
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"),
+    [
+        (48, 8, [6] * 8),
+        (27, 8, [3, 4, 4, 4, 3, 3, 3, 3]),
+        (1, 1, [1]),
+        (3, 2, [2, 1]),
+        (5, 3, [2, 2, 1]),
+    ],
+)
+def test_layers_of_the_seed(layers: int, stages: int, expected: list[int]) -> None:
+    assert layer_partition(layers, stages) == expected
+
+
+def loads(counts: list[int], head: float, embedding: float) -> list[float]:
+    fixed = [0.0] * len(counts)
+    fixed[0] += embedding
+    fixed[-1] += head
+    return [count + cost for count, cost in zip(counts, fixed, strict=True)]
+
+
+def smallest_load(layers: int, stages: int, head: float, embedding: float, least: int) -> float:
+    """By trying every largest load there can be: how many layers fit below it."""
+    fixed = loads([0] * stages, head, embedding)
+    candidates = sorted({cost + count for cost in fixed for count in range(least, layers + 1)})
+    for largest in candidates:
+        room = [int(np.floor(largest - cost + 1e-9)) for cost in fixed]
+        if min(room) >= least and sum(room) >= layers:
+            return largest
+    raise AssertionError("nothing fits")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 30), st.integers(0, 2), st.integers(0, 40), st.integers(0, 40))
+def test_no_partition_has_a_smaller_largest_load(stages: int, more: int, least: int, head: int, embedding: int) -> None:
+    layers, costs = stages * least + more, {"head_cost": head / 8, "embedding_cost": embedding / 8}
+    counts = layer_partition(layers, stages, min_layers=least, **costs)
+    assert sum(counts) == layers
+    assert len(counts) == stages
+    assert min(counts) >= least
+    if more:
+        assert max(loads(counts, head / 8, embedding / 8)) == smallest_load(
+            layers, stages, head / 8, embedding / 8, least
+        )
+    if max(head, embedding) < 8 and stages > 1:
+        assert max(counts) - min(counts) <= 1
+
+
+def test_partition_refuses() -> None:
+    with pytest.raises(ValueError, match=r"layers: got 3, allowed is at least 4, min_layers · stages = 1 · 4"):
+        layer_partition(3, 4)
+    with pytest.raises(ValueError, match="stages: got 0, allowed is at least 1"):
+        layer_partition(3, 0)
+    with pytest.raises(TypeError, match=r"layers: got float 3\.0, allowed is an integer"):
+        layer_partition(3.0, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="head_cost: got -1"):
+        layer_partition(3, 1, head_cost=-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The padded gather
+
+
+def gather(impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple: int) -> tuple[Any, Any]:
+    """The result and the gradient of Σ result · upstream, as float64."""
+    if impl.name.startswith("torch"):
+        import torch
+
+        from logitless.torch_impl import padded_index_gather
+
+        leaf = impl.array(rows, dtype).requires_grad_()
+        out = padded_index_gather(leaf, impl.array(index), pad_to_multiple=multiple)
+        assert out.dtype == leaf.dtype
+        (made,) = torch.autograd.grad(out, leaf, impl.array(upstream, dtype))
+        return impl.numpy(out), impl.numpy(made)
+    import jax
+
+    from logitless.jax_impl import padded_index_gather as in_jax
+
+    with impl.precision(dtype):
+        ids = impl.array(index)
+        out, backward = jax.vjp(lambda x: in_jax(x, ids, pad_to_multiple=multiple), impl.array(rows, dtype))
+        (made,) = backward(impl.array(upstream, dtype))
+        return impl.numpy(out), impl.numpy(made)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gather_and_its_gradient(impl: Any, dtype: str) -> None:
+    """Every place's row, zeros after them; the gradient summed over duplicates and rounded once; bit for bit again."""
+    from logitless.rounding import round_to
+
+    rng = np.random.default_rng(0)
+    rows, index = round_to(rng.standard_normal((30, 5)), dtype), rng.integers(0, 6, 45)
+    upstream = round_to(rng.standard_normal((48, 5)), dtype)
+    out, made = gather(impl, rows, index, upstream, dtype, 8)
+    assert (out[:45] == rows[index]).all()
+    assert (out[45:] == 0).all()
+    assert out.shape == (48, 5)
+    truth = np.zeros((30, 5))
+    np.add.at(truth, index, upstream[:45].astype(np.float64))
+    assert error(made, truth) <= error(round_to(truth, dtype), truth) * 1.05 + TINY["float32"]
+    assert (made == gather(impl, rows, index, upstream, dtype, 8)[1]).all()
+
+
+@every_implementation
+def test_gather_at_its_edges(impl: Any) -> None:
+    rows = np.arange(12.0).reshape(4, 3)
+    out, made = gather(impl, rows, np.zeros(0, np.int64), np.zeros((0, 3)), "float32", 8)
+    assert out.shape == (0, 3)
+    assert (made == 0).all()
+    for bad in (4, -1):
+        if impl.on_gpu:
+            out, made = gather(impl, rows, np.array([1, bad]), np.ones((2, 3)), "float32", 1)
+            assert np.isnan(out[1]).all()
+            assert (made == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]).all()
+        else:
+            with pytest.raises(ValueError, match=f"index: got {bad} at position 1, allowed are 0 to 3"):
+                gather(impl, rows, np.array([1, bad]), np.ones((2, 3)), "float32", 1)
+    for multiple, words in ((0, "pad_to_multiple: got 0, allowed is at least 1"), (2.0, "pad_to_multiple: got 2")):
+        with pytest.raises((ValueError, TypeError), match=words):
+            gather(impl, rows, np.array([1]), np.ones((1, 3)), "float32", multiple)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"index: got shape \(1, 1\), allowed is \[M\]"):
+        gather(impl, rows, np.array([[1]]), np.ones((1, 3)), "float32", 1)
+
+
+@needs_torch
+def test_gather_in_torch_keeps_the_index_alone() -> None:
+    import torch
+
+    from logitless.torch_impl import padded_index_gather, profile_saved_tensors
+
+    rows, index = torch.randn(6, 4, dtype=torch.double, requires_grad=True), torch.tensor([5, 0, 5])
+    assert torch.autograd.gradcheck(lambda x: padded_index_gather(x, index, pad_to_multiple=2), rows)
+    kept = profile_saved_tensors(lambda: padded_index_gather(rows, index, pad_to_multiple=4))
+    assert (kept.activation_bytes, kept.weight_bytes) == (index.nbytes, 0)
+    compiled = torch.compile(
+        lambda x, i: padded_index_gather(x * 2, i, pad_to_multiple=4), fullgraph=True, backend="aot_eager"
+    )
+    out = compiled(rows, torch.tensor([5, 6, -1]))
+    assert torch.equal(out[0], 2 * rows[5])
+    assert out[1:3].isnan().all()
+    (made,) = torch.autograd.grad(out[[0, 3]].sum(), rows)
+    assert made.sum() == 8.0
+    assert (made[5] == 2).all()
+
+
+@needs_jax
+def test_gather_in_jax_keeps_the_index_alone() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import padded_index_gather, profile_saved_residuals
+
+    rows, index = jnp.ones((6, 4)), jnp.array([5, 0, 5])
+    kept = profile_saved_residuals(lambda x: padded_index_gather(x, index, pad_to_multiple=4).sum(), rows)
+    assert kept.activation_bytes + kept.weight_bytes == index.nbytes
+    out, backward = jax.vjp(
+        jax.jit(lambda x: padded_index_gather(x, jnp.array([5, 6, -1]) + 0 * x[0, :3].astype(int))), rows
+    )
+    assert np.isnan(np.asarray(out)[1:]).all()
+    (made,) = backward(jnp.ones_like(out))
+    assert np.asarray(made).sum(1).tolist() == [0, 0, 0, 0, 0, 4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept
+
+
+def test_rows_add_up() -> None:
+    made = SavedTensors.of([("a", 3, False), ("b", 5, True), ("a", 4, True)])
+    assert made.rows == (SavedRow("a", 2, 3, 4), SavedRow("b", 1, 0, 5))
+    assert (made.activation_bytes, made.weight_bytes) == (3, 9)
+    pytest.importorskip("rich", reason="the table is rich's")
+    assert list(made.__rich__().columns[0].cells) == ["a", "b", "all"]
+
+
+@needs_torch
+def test_saved_tensors_by_layer() -> None:
+    """Of two linear layers around a relu: an input each, once although two operations share it; weights apart."""
+    import torch
+    from torch import nn
+
+    from logitless.torch_impl import LinearCrossEntropy, profile_saved_tensors
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+            self.head = LinearCrossEntropy(8, 100)
+
+        def forward(self, x: Any, y: Any) -> Any:
+            unused = torch.exp(self.up(x))  # its graph dies with it
+            del unused
+            return self.head(self.down(torch.relu(self.up(x)).view(4, 32)), y)
+
+    model, x, y = Model(), torch.randn(4, 8), torch.randint(0, 100, (4,))
+    made = profile_saved_tensors(model, x, y)
+    rows = {row.where: row for row in made.rows}
+    assert rows["up"].activation_bytes == x.nbytes
+    assert rows[""].activation_bytes == 4 * 4 * 32
+    assert rows["down"] == SavedRow("down", 1, 0, model.down.weight.nbytes)
+    head = rows["head"]
+    assert head.weight_bytes == model.head.weight.nbytes
+    # hidden and target; dX and dW, which wait in float32; and a few numbers per token.
+    least = 4 * 4 * 8 + 8 * 4 + 4 * 4 * 8 + 4 * 100 * 8
+    assert least <= head.activation_bytes <= least + 4 * 4 * 4 + 64
+    assert made.activation_bytes == sum(row.activation_bytes for row in made.rows)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=needs_torch), pytest.param("jax", marks=needs_jax)])
+def test_the_share_of_the_loss(framework: str) -> None:
+    """Full logits keep them in float32 at least once; without them what waits is as large as the gradients."""
+    import importlib
+
+    tokens, size, vocab = 64, 8, 4000
+    x, w = np.ones((tokens, size), np.float32), np.ones((vocab, size), np.float32)
+    y = np.arange(tokens, dtype=np.int32)
+    if framework == "torch":
+        import torch
+
+        x, w, y = (torch.tensor(array) for array in (x, w, y))
+    made = importlib.import_module(f"logitless.{framework}_impl").profile_losses(x, w, y)
+    assert made["full logits"].activation_bytes >= 4 * tokens * vocab
+    gradients = 4 * (tokens + vocab) * size
+    assert gradients <= made["logitless"].activation_bytes <= gradients + 64 * tokens

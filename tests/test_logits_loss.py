@@ -1,0 +1,373 @@
+"""Cross-entropy on given logits: every implementation against float64, and what is written in place and when."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from implementations import JaxXla, TorchEager, options_of, problem_named
+
+from logitless import reference
+from logitless.rounding import round_to
+from logitless.tolerances import TARGET_GRADIENT, TINY, allowance, error
+
+IGNORED = -100
+
+
+class TorchLogits(TorchEager):
+    """torch_impl.cross_entropy; the logits are the result of an operation."""
+
+    in_place = False
+
+    def loss(self, logits: Any, target: Any, *, dtype: str = "float32", upstream: Any = 1.0, **options: Any) -> Any:
+        """(loss, gradient, statistics), the gradient in the logits' own dtype."""
+        import torch
+
+        from logitless.torch_impl import cross_entropy
+
+        leaf = self.array(logits, dtype).requires_grad_()
+        for name in ("token_weight", "class_weight"):
+            options[name] = self.array(options.get(name))
+        loss, stats = cross_entropy(
+            leaf * 1, self.array(target), backend=self.backend, inplace_backward=self.in_place, return_stats=True,
+            **options,
+        )  # fmt: skip
+        loss.backward(torch.as_tensor(np.array(upstream), dtype=loss.dtype, device=loss.device).expand_as(loss))
+        assert leaf.grad.dtype == leaf.dtype
+        return self.numpy(loss), self.numpy(leaf.grad), type(stats)(*map(self.numpy, stats))
+
+
+class TorchLogitsInPlace(TorchLogits):
+    name = "torch_eager_in_place"
+    in_place = True
+
+
+class TorchLogitsTriton(TorchLogitsInPlace):
+    name = "torch_triton"
+    backend = "triton"
+
+
+class JaxLogits(JaxXla):
+    """jax_impl.cross_entropy."""
+
+    def loss(self, logits: Any, target: Any, *, dtype: str = "float32", upstream: Any = 1.0, **options: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+
+        from logitless.jax_impl import cross_entropy
+
+        with self.precision(dtype):
+            for name in ("token_weight", "class_weight"):
+                options[name] = self.array(options.get(name))
+            given, ids = self.array(logits, dtype), self.array(target)
+            loss, backward, stats = jax.vjp(
+                lambda z: cross_entropy(z, ids, return_stats=True, **options), given, has_aux=True
+            )
+            (made,) = backward(jnp.broadcast_to(jnp.asarray(upstream, loss.dtype), loss.shape))
+            assert made.dtype == given.dtype
+            return self.numpy(loss), self.numpy(made), type(stats)(*map(self.numpy, stats))
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+needs_torch = pytest.mark.skipif(not _installed("torch"), reason="torch is not installed")
+needs_jax = pytest.mark.skipif(not _installed("jax"), reason="jax is not installed")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or not _installed("triton") or not _installed("torch"),
+    reason="kernels are interpreted only where there is no GPU, and triton must be installed",
+)
+IMPLEMENTATIONS = (
+    pytest.param(TorchLogits(), id="torch_eager", marks=needs_torch),
+    pytest.param(TorchLogitsInPlace(), id="torch_eager_in_place", marks=needs_torch),
+    pytest.param(TorchLogitsTriton(), id="torch_triton_in_place", marks=interpreted),
+    pytest.param(JaxLogits(), id="jax_xla", marks=needs_jax),
+)
+every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+
+
+def given_of(name: str, dtype: str, most: int = 16) -> tuple[Any, Any, dict[str, Any]]:
+    """logits rounded to the dtype that an implementation gets them in, target and options of (some of) the tokens."""
+    case = problem_named(name).with_dtype(dtype).case()
+    z = case.hidden.astype(np.float64) @ case.weight.T.astype(np.float64)
+    logits = round_to(z if case.bias is None else z + case.bias, dtype)
+    options = options_of(case) | {"upstream": case.upstream}
+    if case.target.size <= most:
+        return logits, case.target, options
+    some = np.arange(0, case.target.size, -(-case.target.size // most))
+    for key in ("token_weight", "upstream"):
+        if np.size(options[key]) == case.target.size:
+            options[key] = options[key].reshape(-1)[some]
+    return logits.reshape(-1, logits.shape[-1])[some], case.target.reshape(-1)[some], options
+
+
+# Interpreted kernels cut bfloat16 off where they should round, and have no float64; a compilation takes a second.
+DTYPES = {"triton": ("float32", "float16"), "xla": ("float32", "bfloat16", "float64")}
+RUNS = [
+    pytest.param(*impl.values, dtype, id=f"{dtype}-{impl.id}", marks=impl.marks)
+    for impl in IMPLEMENTATIONS
+    for dtype in DTYPES.get(impl.values[0].backend, ("float32", "bfloat16", "float16", "float64"))
+]
+
+
+@pytest.mark.parametrize(("impl", "dtype"), RUNS)
+def test_within_the_rule(impl: Any, dtype: str) -> None:
+    """Loss and gradient at most 1.35 times as far from float64 as the truth rounded once; statistics as exact."""
+    names: tuple[str, ...] = ("odd_none_most", "confident_wrong", "all_ignored", "no_token")
+    if impl.backend != "xla":
+        names += ("signed_smooth", "minus_inf", "no_axes")
+    for name in ("odd_all", *(names if dtype == "float32" else ())):
+        logits, target, options = given_of(name, dtype)
+        true = reference.cross_entropy(logits, target, **options)
+        loss, gradient, stats = impl.loss(logits, target, dtype=dtype, **options)
+        assert error(loss, true.loss) <= TINY[dtype], name
+        allowed = allowance(error(round_to(true.logits_grad, dtype), true.logits_grad), dtype)
+        assert error(gradient, true.logits_grad) <= allowed, name
+        for field in ("nll", "lse", "entropy", "max_logit", "min_logit", "target_logit"):
+            assert error(getattr(stats, field), getattr(true.stats, field)) <= 2 * TINY[dtype], (name, field)
+        assert (stats.argmax == true.stats.argmax).all()
+        assert (stats.correct == true.stats.correct).all()
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.case(14)
+def test_confident_targets(impl: Any, dtype: str) -> None:
+    """p − 1 and the loss keep their relative accuracy as p → 1: at p = 0.999, 0.99999, 1 − 1e-7. Of ties the first."""
+    rest, some = np.array([1e-3, 1e-5, 1e-7]), np.arange(3)
+    vocab = 5000  # more than a block of the kernels
+    logits, target = np.zeros((4, vocab)), np.array([0, 150, vocab - 1, 9])
+    logits[some, target[:3]] = np.log((1 - rest) / rest * (vocab - 1))
+    logits = round_to(logits, dtype)
+    true = reference.cross_entropy(logits, target, reduction="none")
+    loss, gradient, stats = impl.loss(logits, target, dtype=dtype, reduction="none", upstream=np.full(4, 64.0))
+    truth = true.logits_grad[some, target[:3]]
+    assert (np.abs(truth / -rest - 1) < 0.02).all()
+    assert (np.abs(loss / true.loss - 1) <= TARGET_GRADIENT["float32"]).all()
+    assert (np.abs(gradient[some, target[:3]] / 64 / truth - 1) <= TARGET_GRADIENT[dtype]).all()
+    assert stats.argmax.tolist() == [0, 150, vocab - 1, 0]
+
+
+def test_the_reference_is_the_linear_one_with_an_identity() -> None:
+    logits, target, options = given_of("odd_none_all", "float64")
+    one = reference.cross_entropy(logits, target, **options)
+    other = reference.linear_cross_entropy(logits, np.eye(logits.shape[1]), target, **options)
+    assert error(one.logits_grad, other.hidden_grad) <= 1e-14
+    assert error(one.loss, other.loss) <= 1e-14
+
+
+@every_implementation
+def test_ids_outside_and_what_ignored_rows_hold(impl: Any) -> None:
+    rng = np.random.default_rng(0)
+    logits, target = rng.standard_normal((2, 3, 20)), rng.integers(0, 20, (2, 3))
+    target[1, 1] = IGNORED
+    plain, gradient, _ = impl.loss(logits, target)
+    logits[1, 1] = np.nan
+    loss, other, stats = impl.loss(logits, target)
+    assert loss == plain
+    assert (other == gradient).all()
+    assert (other[1, 1] == 0).all()
+    assert stats.argmax[1, 1] == -1
+    with pytest.raises(ValueError, match=r"target: got id 20 at index \(0, 2\), allowed are 0 to 19 and"):
+        impl.loss(logits, np.where(np.arange(6).reshape(2, 3) == 2, 20, target))
+    with pytest.raises(ValueError, match=r"target: got shape \(3,\), allowed is logits' leading axes \(2, 3\)"):
+        impl.loss(logits, target[0])
+    with pytest.raises(ValueError, match=r"class_weight: got shape \(3,\), allowed is \[V\] = \(20,\)"):
+        impl.loss(logits, target, class_weight=np.ones(3, np.float32))
+    with pytest.raises(ValueError, match=r"label_smoothing: got 2\.0"):
+        impl.loss(logits, target, label_smoothing=2.0)
+
+
+@needs_torch
+@needs_jax
+def test_signatures_agree() -> None:
+    from logitless import jax_impl, torch_impl
+
+    one, other = (dict(inspect.signature(p.cross_entropy).parameters) for p in (torch_impl, jax_impl))
+    one.pop("inplace_backward")  # JAX: a donated buffer
+    assert list(one) == list(other)
+    assert [p.default for p in one.values()] == [p.default for p in other.values()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PyTorch: the gradient in the logits' place
+
+
+def backends() -> Any:
+    return pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=interpreted)])
+
+
+@needs_torch
+@backends()
+def test_the_gradient_takes_the_logits_place(backend: str) -> None:
+    import torch
+
+    from logitless.torch_impl import cross_entropy
+
+    leaf, y = torch.randn(4, 6, 30, requires_grad=True), torch.randint(0, 30, (4, 6))
+    (plain,) = torch.autograd.grad(cross_entropy(leaf * 2, y, backend=backend), leaf)
+    flat = (leaf * 2).view(24, 30)
+    logits = flat.view(4, 6, 30)  # what torch.nn.Linear gives: the whole of it, reshaped
+    values = logits.detach().clone()
+    loss = cross_entropy(logits, y, inplace_backward=True, backend=backend)
+    assert torch.equal(logits, values)
+    loss.backward(retain_graph=True)
+    assert torch.equal(leaf.grad, plain)
+    assert torch.equal(logits, plain / 2)
+    with pytest.raises(RuntimeError, match="first backward wrote the gradient over the logits"):
+        loss.backward()
+    assert torch.equal(leaf.grad, plain)
+    # Without it a second backward is right.
+    loss = cross_entropy(leaf * 2, y, backend=backend)
+    for factor in (3.0, 0.5):
+        (again,) = torch.autograd.grad(loss * factor, leaf, retain_graph=True)
+        assert error(again.numpy(), factor * plain.numpy()) <= TINY["float32"]
+
+
+@needs_torch
+@backends()
+def test_another_user_of_overwritten_logits_is_refused_by_autograd(backend: str) -> None:
+    import torch
+
+    from logitless.torch_impl import cross_entropy
+
+    leaf, y = torch.randn(5, 9, requires_grad=True), torch.randint(0, 9, (5,))
+    logits = leaf * 1
+    other = logits.square().sum()
+    cross_entropy(logits, y, inplace_backward=True, backend=backend).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+@needs_torch
+def test_what_must_not_be_overwritten_is_not() -> None:
+    import torch
+
+    from logitless.torch_impl import cross_entropy
+
+    leaf, y = torch.randn(5, 12, requires_grad=True), torch.randint(0, 9, (5,))
+    for logits, words in (
+        (leaf, "a leaf, whose values"),
+        (leaf.view(5, 12), "a leaf, whose values"),
+        ((leaf * 1)[:, :9], r"a view of a part of a tensor of shape \(5, 12\)"),
+        ((leaf * 1)[:1].expand(5, 12), "strides"),
+        ((leaf * 1).t().contiguous().t(), "strides"),
+    ):
+        with pytest.raises(ValueError, match=f"logits: got {words}.*inplace_backward=False takes any"):
+            cross_entropy(logits, y, inplace_backward=True)
+        cross_entropy(logits, y).backward()
+    values = leaf.detach().clone()
+    with torch.no_grad():
+        cross_entropy(leaf, y, inplace_backward=True)
+    cross_entropy(leaf.detach(), y, inplace_backward=True)
+    assert torch.equal(leaf, values)
+    (made,) = torch.autograd.grad(cross_entropy(leaf * 1, y) ** 2, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        made.sum().backward()
+
+
+@needs_torch
+def test_memory_is_the_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, forward and backward make nothing of the logits' size: blocks of rows only."""
+    import torch
+
+    from logitless.torch_impl import cross_entropy, logits_eager
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    monkeypatch.setitem(logits_eager.BLOCK_ELEMENTS, "cpu", 2**16)
+    leaf = torch.randn(64, 8192, dtype=torch.bfloat16, requires_grad=True)
+    logits, y = leaf * 1, torch.randint(0, 8192, (64,))
+
+    def step() -> None:
+        loss = cross_entropy(logits, y, inplace_backward=True)
+        torch.autograd.grad(loss, logits)
+
+    assert peak_scratch_bytes(step) <= 2.5 * 4 * 2**16 < logits.nbytes
+
+
+@needs_torch
+@backends()
+def test_compiled_as_one_graph(backend: str) -> None:
+    import torch
+
+    from logitless.torch_impl import cross_entropy
+
+    def function(x: Any, y: Any, c: Any) -> Any:
+        loss, stats = cross_entropy(
+            x * 2, y, class_weight=c, label_smoothing=0.1, softcap=9.0, normalizer=7.5, inplace_backward=True,
+            return_stats=True, backend=backend,
+        )  # fmt: skip
+        return loss, stats.entropy
+
+    torch._dynamo.reset()
+    x, y, c = torch.randn(6, 40, requires_grad=True), torch.randint(0, 40, (6,)), torch.rand(40)
+    y[2] = IGNORED
+    plain = function(x, y, c)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(x, y, c)
+    assert all(torch.equal(one, other) for one, other in zip(plain, compiled, strict=True))
+    gradients = [torch.autograd.grad(made[0] * 3, x)[0] for made in (plain, compiled)]
+    assert torch.equal(*gradients)
+
+
+@needs_torch
+@pytest.mark.skipif(not _installed("triton"), reason="triton is not installed")
+def test_the_kernels_compile_for_hopper() -> None:
+    """For sm_90, without a GPU: nothing spilled, 16-byte loads."""
+    script = Path(__file__).with_name("compile_logits.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = json.loads(done.stdout)
+    assert len(made) == 2
+    assert all(kernel["spills"] == 0 and kernel["wide_loads"] > 0 for kernel in made.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JAX
+
+
+@needs_jax
+def test_the_gradient_may_take_a_donated_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the result nothing of the logits' size is made, and the result lies where the donated logits were."""
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import cross_entropy, logits_loss
+
+    monkeypatch.setattr(logits_loss, "CPU_BLOCK", 2**16)
+    logits = jax.ShapeDtypeStruct((64, 8195), jnp.bfloat16)
+    target = jax.ShapeDtypeStruct((64,), jnp.int32)
+    step = jax.jit(jax.value_and_grad(cross_entropy), donate_argnums=0)
+    analysis: Any = step.lower(logits, target).compile().memory_analysis()
+    size = 2 * 64 * 8195
+    assert analysis.alias_size_in_bytes >= size
+    assert analysis.temp_size_in_bytes <= 1.5 * 4 * 2**16 < size
+
+
+@needs_jax
+def test_traced_ids_make_nan_and_misuse_is_refused() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import cross_entropy
+
+    logits, y = jnp.zeros((3, 5)), jnp.array([0, 7, 2])
+    losses = jax.jit(lambda z, y: cross_entropy(z, y, reduction="none"))(logits, y)
+    assert np.isnan(np.asarray(losses)).tolist() == [False, True, False]
+    with pytest.raises(NotImplementedError, match=r"'pallas' cannot run here: .* backend='xla' can"):
+        cross_entropy(logits, y, backend="pallas")
+    with pytest.raises(ValueError, match="class_weight: got an array that is differentiated"):
+        jax.grad(lambda c: cross_entropy(logits, jnp.array([0, 1, 2]), class_weight=c))(jnp.ones(5))
+    with pytest.raises(NotImplementedError, match="differentiated once"):
+        jax.hessian(lambda z: cross_entropy(z, jnp.array([0, 1, 2])))(logits)

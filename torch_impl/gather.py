@@ -1,0 +1,89 @@
+"""Rows picked by an index, padded to a multiple: what packs tokens before a head. Mirror of jax_impl/gather.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from logitless import spec
+from logitless.planning import round_up
+from logitless.torch_impl import api, eager, tracing
+
+
+def padded_index_gather(input: Tensor, index: Tensor, *, pad_to_multiple: int = 1) -> Tensor:
+    """``input[index]``, with rows of zeros after it up to a multiple of ``pad_to_multiple``.
+
+        out_i = input_{index_i}   for i < M,      0   for M ≤ i < P        P = M rounded up
+
+    For the backward only ``index`` is kept: not the input, no mask. The gradient of a row is the sum over all places
+    that it was gathered to, in float32 (float64 for float64), rounded once; the same bit by bit from run to run, on a
+    GPU as well.
+
+    Arguments:
+        input: [R, ...] bfloat16, float16, float32 or float64.
+        index: [M] int32 or int64 in [0, R); duplicates allowed, M may be 0. On a CPU an index outside raises
+            ValueError; on a GPU and inside torch.compile its row is NaN, and nothing outside the input is read or
+            written. A negative index is outside: it does not count from the end.
+        pad_to_multiple: at least 1.
+
+    Returns [P, ...] in input's dtype, new memory. Differentiable once in ``input``; what arrives at the padding goes
+    nowhere. Beyond the gradient the backward makes [R + 1, ...] in float32 for a narrower dtype.
+
+    Raises ValueError or TypeError naming the argument, what came and what is allowed.
+    """
+    for name, tensor in (("input", input), ("index", index)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, allowed is a torch.Tensor")
+    spec.check_gather(api._info(input), api._info(index), pad_to_multiple)
+    if index.device != input.device:
+        raise ValueError(f"index: got device {index.device}, allowed is input's {input.device}")
+    looked_at = index.device.type == "cpu" and not tracing.is_traced(index)
+    if looked_at:
+        outside = (index < 0) | (index >= input.shape[0])
+        if bool(outside.any()):
+            position = int(outside.nonzero()[0])
+            raise spec.index_error(position, int(index[position]), input.shape[0])
+    made: Tensor = GatherFunction.apply(input, index, pad_to_multiple)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _places(index: Tensor, rows: int) -> Tensor:
+    """The index, ``rows`` where it is outside."""
+    return torch.where((index >= 0) & (index < rows), index, rows).long()
+
+
+class GatherFunction(torch.autograd.Function):
+    """See :func:`padded_index_gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, index: Tensor, multiple: int) -> Tensor:
+        rows, count = input.shape[0], index.shape[0]
+        out = input.new_empty((round_up(count, multiple), *input.shape[1:]))
+        if rows:
+            places = _places(index, rows)
+            torch.index_select(input, 0, places.clamp(max=rows - 1), out=out[:count])
+            out[:count].masked_fill_((places == rows).view(-1, *(1,) * (input.dim() - 1)), torch.nan)
+        else:
+            out[:count].fill_(torch.nan)
+        out[count:].zero_()
+        ctx.save_for_backward(index)
+        ctx.like = input.shape, input.dtype
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (index,), (shape, dtype) = ctx.saved_tensors, ctx.like
+        rows, count = shape[0], index.shape[0]
+        # One row more takes what came from an index outside.
+        total = upstream.new_zeros((rows + 1, *shape[1:]), dtype=eager.accumulation_dtype(dtype))
+        places, values = _places(index, rows), upstream[:count].to(total.dtype)
+        # By PyTorch's documentation the one is deterministic on CUDA and the other is not, and on a CPU the reverse.
+        if total.is_cuda:
+            total.index_put_((places,), values, accumulate=True)
+        else:
+            total.index_add_(0, places, values)
+        return total[:rows].to(dtype), None, None

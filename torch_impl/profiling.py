@@ -1,0 +1,163 @@
+"""What autograd keeps of a forward, layer by layer, and what the loss has in it. Mirror of jax_impl/profiling.py."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from logitless.saved import SavedTensors
+from logitless.torch_impl.api import linear_cross_entropy
+
+_PATH = "logitless.path"  # in the metadata of a node of autograd's graph
+
+
+def profile_saved_tensors(
+    function: Callable[..., Any], *arguments: Any, module: nn.Module | None = None, **options: Any
+) -> SavedTensors:
+    """Run ``function(*arguments, **options)`` once, and list what autograd keeps of it for the backward.
+
+    Counted when the call has returned, in the bytes of whole storages (a view keeps all of its storage), each storage
+    once, at the layer that saved it first: tensors that operations have saved, and tensors that custom functions hold
+    on their context (such as gradients that wait for the upstream scalar). A layer is the innermost module whose
+    forward was running; "" is outside of all. Parameters, buffers and other leaves that require grad count as weights,
+    everything else as activations. Nothing is differentiated, and what the function returns is dropped.
+
+    Arguments:
+        function: a torch.nn.Module, or any callable that runs one.
+        module: whose layers to tell apart, if ``function`` is not a module itself; None: no layers.
+
+    Returns :class:`logitless.saved.SavedTensors`; ``rich.print`` shows it as a table.
+
+    Of an activation checkpoint only its inputs are kept, and counted. Under torch.compile the layers are one graph and
+    cannot be told apart.
+    """
+    if module is None and isinstance(function, nn.Module):
+        module = function
+    recorder = _Recorder()
+    handles = [] if module is None else recorder.watch(module)
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.pack, _Kept.unpack):
+            result = function(*arguments, **options)
+    finally:
+        for handle in handles:
+            handle.remove()
+    recorder.claim(result)
+    kept = [(path, saved.tensor) for path, reference in recorder.saved if (saved := reference()) is not None]
+    leaves = [] if module is None else [*module.parameters(), *module.buffers()]
+    for node in _nodes(result):
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        kept += [(node.metadata[_PATH], tensor) for tensor in _tensors_in(getattr(node, "__dict__", {}), set())]
+    weights = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    found: dict[int, tuple[str, int, bool]] = {}
+    for path, tensor in kept:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found.setdefault(storage.data_ptr(), (path, storage.nbytes(), storage.data_ptr() in weights))
+    return SavedTensors.of(found.values())
+
+
+def profile_losses(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
+) -> dict[str, SavedTensors]:
+    """What the loss keeps for its backward, with full logits and without: {"full logits": ..., "logitless": ...}.
+
+    hidden [..., D], weight [V, D], target [...], bias [V] as for :func:`linear_cross_entropy`, whose other options the
+    second takes (``memory_budget``, ``plan``, ``backend``, ...); the first is torch.nn.functional.cross_entropy on
+    float32 logits. Everything that comes in counts as weights.
+    """
+
+    def full(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        z = nn.functional.linear(x, w, b)
+        return nn.functional.cross_entropy(z.float().flatten(0, -2), target.flatten().long())
+
+    def ours(x: Tensor, w: Tensor, b: Tensor | None) -> Any:
+        return linear_cross_entropy(x, w, target, b, **options)
+
+    leaves = [None if tensor is None else tensor.detach().requires_grad_() for tensor in (hidden, weight, bias)]
+    return {name: profile_saved_tensors(loss, *leaves) for name, loss in (("full logits", full), ("logitless", ours))}
+
+
+class _Kept:
+    """What autograd holds instead of a saved tensor: it dies with the node of the graph that saved it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an operation's own result would keep the operation
+
+    def unpack(self) -> Tensor:
+        return self.tensor
+
+
+class _Recorder:
+    """What was saved while which layer ran. Everything is held weakly: only what the graph keeps must count."""
+
+    def __init__(self) -> None:
+        self.running = [""]
+        self.saved: list[tuple[str, weakref.ref[_Kept]]] = []
+
+    def watch(self, module: nn.Module) -> list[Any]:
+        """Hooks that say which layer is running; what comes into a layer was made by the one around it."""
+
+        def before(path: str) -> Callable[..., None]:
+            def enter(_: nn.Module, arguments: Any) -> None:
+                self.claim(arguments)
+                self.running.append(path)
+
+            return enter
+
+        def leave(_: nn.Module, __: Any, result: Any) -> None:
+            self.claim(result)
+            self.running.pop()
+
+        handles: list[Any] = []
+        for path, layer in module.named_modules():
+            handles += [layer.register_forward_pre_hook(before(path)), layer.register_forward_hook(leave)]
+        return handles
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        self.saved.append((self.running[-1], weakref.ref(kept)))
+        return kept
+
+    def claim(self, made: Any) -> None:
+        """Write the running layer's path on the nodes of the graph that have none yet."""
+        for node in _nodes(made, lambda node: _PATH not in node.metadata):
+            node.metadata[_PATH] = self.running[-1]
+
+
+def _nodes(made: Any, wanted: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """The nodes of autograd's graph behind what was made, as far as they are wanted."""
+    pending: list[Any] = [leaf.grad_fn for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or not wanted(node):
+            continue
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+        yield node
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Tensors in containers and objects that are not torch's own."""
+    if isinstance(value, ModuleType | FunctionType | type) or id(value) in seen:
+        return
+    if isinstance(value, Tensor):
+        yield value
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        parts: Any = value.values()
+    elif isinstance(value, list | tuple | set):
+        parts = value
+    elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] != "torch":
+        parts = vars(value).values()
+    else:
+        return
+    for part in parts:
+        yield from _tensors_in(part, seen)
