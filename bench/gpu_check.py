@@ -3,8 +3,8 @@
 Runs from a checkout without installing anything (an overlay folder of links named logitless goes on the path): first
 pytest on everything marked for the GPU, then timings beside the floor, written as DIR/gpu_check.json.
 
-There are two parts, PyTorch's (``--shapes``, ``--sweeps``) and JAX's (``--jax-shapes``); a part without a shape is left
-out. By default that is JAX's. JAX alone, and both:
+There are two parts, PyTorch's (``--shapes``, ``--sweeps``) and JAX's (``--jax-shapes``). A part without a shape is left
+out, as JAX's is by default. JAX alone, and both:
 
     python bench/gpu_check.py --output DIR --peers --shapes --jax-shapes liger gist gemma llama --rounds 4
     python bench/gpu_check.py --output DIR --peers --jax-shapes liger gist gemma llama
