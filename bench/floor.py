@@ -35,3 +35,31 @@ def torch_floor(x: Any, w: Any) -> Callable[[], object]:
                 torch.addmm(dw, rows.t(), part, out_dtype=torch.float32, out=dw)
 
     return step
+
+
+def xla_floor(x: Any, w: Any) -> tuple[Any, Any]:
+    """The same as a function for jax.jit: (dX, dW), the results kept so that no product is left out."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    tokens, size = x.shape
+    chunk = min(FLOOR_CHUNK, tokens)
+    if tokens % chunk:
+        raise ValueError(f"x: got {tokens} tokens, allowed is a multiple of {chunk}")
+
+    def products(part: Any) -> tuple[Any, Any]:
+        z = part @ w.T
+        kept = x.dtype if chunk == tokens else jnp.float32
+        return z @ w, jnp.dot(z.T, part, preferred_element_type=kept)
+
+    if chunk == tokens:
+        return products(x)
+
+    def add(dw: Any, part: Any) -> tuple[Any, Any]:
+        dx, more = products(part)
+        return dw + more, dx
+
+    parts = x.reshape(-1, chunk, size)
+    dx, dw = products(parts[0])
+    dw, others = lax.scan(add, dw, parts[1:])
+    return jnp.concatenate([dx, others.reshape(-1, size)]), dw

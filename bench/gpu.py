@@ -1,15 +1,10 @@
-"""One registry of problems and implementations for a GPU, and one runner: time, scratch and error, side by side.
+"""PyTorch on a GPU: time, scratch and error of our backends and of other implementations, side by side.
 
-Every variant of a shape runs in turn, round after round and in another order each, so that clocks and temperature are
-the same for all; a time is the median of all rounds, a ratio is of one run. Inputs are random. A peer that is not
-installed is left out.
+Inputs are random. A peer that is not installed is left out. bench/gpu_jax.py is the mirror of this.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import random
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,39 +12,13 @@ from typing import Any
 import torch
 
 from bench.floor import torch_floor
+from bench.shapes import MIB, SHAPES, SWEEPS, Shape
+from bench.variants import Variant, described, measured_rows, output_errors
 from logitless import plan
-from logitless.tolerances import error
 from logitless.torch_impl import linear_cross_entropy
 from logitless.torch_impl.memory import peak_scratch_bytes
 
 Step = Callable[[], Any]
-MIB = 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """N × D × V, and the memory budgets [bytes] at which our kernels are measured beside their default."""
-
-    tokens: int
-    hidden: int
-    vocab: int
-    budgets: tuple[int, ...] = ()
-    extras: bool = False
-    """Also forward only, and with half of the tokens ignored."""
-
-    def sizes(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "hidden": self.hidden, "vocab": self.vocab, "dtype": "bfloat16"}
-
-
-SHAPES = {
-    "liger": Shape(4096, 4096, 128256, (130 * MIB,), extras=True),
-    "gist": Shape(32768, 768, 128256, (1900 * MIB,)),
-    "gemma": Shape(8192, 2304, 256000, (600 * MIB,)),
-    "llama": Shape(16384, 4096, 128256, (3072 * MIB, 614 * MIB)),
-    "odd": Shape(16384, 2048, 50257),
-    "even": Shape(16384, 2048, 50304),
-    "small": Shape(2048, 1024, 32768),
-}
 
 
 class Arrays:
@@ -78,6 +47,19 @@ class Arrays:
             return value
 
         return run
+
+    def variant(self, step: Step, promised_bytes: int | None = None, *, gradients: bool = True) -> Variant:
+        """``step`` as a variant; ``gradients``: whether it leaves x.grad and w.grad, which are no scratch."""
+
+        def scratch_bytes() -> int:
+            try:
+                step(), step()
+                self.x.grad = self.w.grad = None
+                return peak_scratch_bytes(step) - (self.x.nbytes + self.w.nbytes if gradients else 0)
+            finally:
+                self.x.grad = self.w.grad = None
+
+        return Variant(scratch_bytes, lambda: event_ms(step), promised_bytes)
 
 
 def _full_logits(x: Any, w: Any, y: Any) -> Any:
@@ -112,12 +94,12 @@ def peers() -> Iterator[tuple[str, Callable[[Any, Any, Any], Any]]]:
         yield "QuACK", lambda x, w, y: quack(x, w, y, reduction="mean")
 
 
-def ours(shape: Shape, arrays: Arrays) -> dict[str, tuple[Step, int | None]]:
-    """Our variants: name → (step, promised scratch or None)."""
+def ours(shape: Shape, arrays: Arrays) -> dict[str, Variant]:
+    """Our variants by name."""
 
-    def with_plan(chosen: Any, backend: str) -> tuple[Step, int]:
+    def with_plan(chosen: Any, backend: str) -> Variant:
         step = arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, plan=chosen, backend=backend))
-        return step, chosen.scratch_bytes
+        return arrays.variant(step, chosen.scratch_bytes)
 
     made = {"triton": with_plan(plan(**shape.sizes(), fused=True), "triton")}
     for budget in shape.budgets:
@@ -126,8 +108,11 @@ def ours(shape: Shape, arrays: Arrays) -> dict[str, tuple[Step, int | None]]:
     if shape.extras:
         x, w, y = arrays.x, arrays.w, arrays.y
         half = torch.where(torch.arange(len(y), device="cuda") % 2 == 0, y, -100)
-        made["triton, half ignored"] = arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y), half), None
-        made["triton, forward only"] = lambda: linear_cross_entropy(x.detach(), w.detach(), y), None
+        ignored = arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y), half)
+        made["triton, half ignored"] = arrays.variant(ignored)
+        made["triton, forward only"] = arrays.variant(
+            lambda: linear_cross_entropy(x.detach(), w.detach(), y), gradients=False
+        )
     made["eager"] = with_plan(plan(**shape.sizes()), "eager")
     return made
 
@@ -153,46 +138,10 @@ def measure(name: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
     """One row for every variant of the shape: median time, ratio to the floor, scratch beyond inputs and gradients."""
     shape = SHAPES[name]
     arrays = Arrays(shape)
-    variants: dict[str, tuple[Step, int | None]] = {"floor": (arrays.floor(), None)}
-    variants |= ours(shape, arrays)
+    variants = {"floor": arrays.variant(arrays.floor(), gradients=False)} | ours(shape, arrays)
     if with_peers:
-        variants |= {peer: (arrays.step(loss), None) for peer, loss in peers()}
-    return _rows(name, shape, arrays, variants, rounds)
-
-
-def _rows(
-    name: str, shape: Shape, arrays: Arrays, variants: dict[str, tuple[Step, int | None]], rounds: int
-) -> list[dict[str, Any]]:
-    rows, gradients = {}, arrays.x.nbytes + arrays.w.nbytes
-    for variant, (step, promised) in variants.items():
-        row: dict[str, Any] = {"shape": name, **shape.sizes(), "variant": variant, "promised_bytes": promised}
-        try:
-            step(), step()
-            arrays.x.grad = arrays.w.grad = None
-            own = 0 if variant in ("floor", "triton, forward only") else gradients
-            row["scratch_bytes"] = peak_scratch_bytes(step) - own
-            row["times_ms"] = []
-        except Exception as failure:  # a peer may fail in its own way: its row says how
-            row["error"] = f"{type(failure).__name__}: {failure}"[:300]
-        rows[variant] = row
-        arrays.x.grad = arrays.w.grad = None
-    running = [variant for variant in variants if "error" not in rows[variant]]
-    order = random.Random(0)
-    for _ in range(rounds):
-        for variant in order.sample(running, len(running)):
-            rows[variant]["times_ms"] += event_ms(variants[variant][0])
-    for variant in running:
-        rows[variant]["time_ms"] = statistics.median(rows[variant].pop("times_ms"))
-        rows[variant]["over_floor"] = rows[variant]["time_ms"] / rows["floor"]["time_ms"]
-    return list(rows.values())
-
-
-# One size varies, the others stay: for the plots.
-SWEEPS = {
-    "tokens": [Shape(tokens, 2048, 65536) for tokens in (1024, 4096, 16384, 65536)],
-    "vocab": [Shape(8192, 2048, vocab) for vocab in (8192, 32768, 131072, 262144)],
-    "memory": [Shape(16384, 4096, 128256, tuple(mib * MIB for mib in (400, 800, 1600, 2560, 3072, 3800)))],
-}
+        variants |= {peer: arrays.variant(arrays.step(loss)) for peer, loss in peers()}
+    return measured_rows(name, shape, variants, rounds)
 
 
 def sweep(kind: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
@@ -200,11 +149,11 @@ def sweep(kind: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
     made = []
     for shape in SWEEPS[kind]:
         arrays = Arrays(shape)
-        variants: dict[str, tuple[Step, int | None]] = {"floor": (arrays.floor(), None)}
+        variants = {"floor": arrays.variant(arrays.floor(), gradients=False)}
         variants |= {name: what for name, what in ours(shape, arrays).items() if name != "eager"}
         if with_peers:
-            variants |= {name: (arrays.step(loss), None) for name, loss in peers() if "compile" not in name}
-        made += _rows(kind, shape, arrays, variants, rounds)
+            variants |= {name: arrays.variant(arrays.step(loss)) for name, loss in peers() if "compile" not in name}
+        made += measured_rows(kind, shape, variants, rounds)
         del arrays, variants
         torch.cuda.empty_cache()
     return made
@@ -232,16 +181,14 @@ def errors(tokens: int = 2048, hidden: int = 1024, vocab: int = 32768) -> list[d
         try:
             loss = step()
         except Exception as failure:
-            rows.append({"variant": variant, "error": f"{type(failure).__name__}: {failure}"[:300]})
+            rows.append({"variant": variant, "error": described(failure)})
             continue
         rows.append({"variant": variant, **_errors((loss.detach(), arrays.x.grad, arrays.w.grad), truth)})
     return [{**shape.sizes(), **row} for row in rows]
 
 
 def _errors(made: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
-    names = ("loss_error", "dhidden_error", "dweight_error")
-    pairs = zip(names, made, truth, strict=True)
-    return {name: error(a.double().cpu().numpy(), b.cpu().numpy()) for name, a, b in pairs}
+    return output_errors(*(tuple(tensor.double().cpu().numpy() for tensor in side) for side in (made, truth)))
 
 
 def first_call_seconds() -> dict[str, float]:

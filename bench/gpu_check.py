@@ -1,7 +1,16 @@
 """Everything that is judged on a GPU, in one call: ``python bench/gpu_check.py --output DIR``.
 
 Runs from a checkout without installing anything (an overlay folder of links named logitless goes on the path): first
-pytest on everything marked for the GPU, then timings beside the floor, written as JSON.
+pytest on everything marked for the GPU, then timings beside the floor, written as DIR/gpu_check.json.
+
+There are two parts, PyTorch's (``--shapes``, ``--sweeps``) and JAX's (``--jax-shapes``). A part without a shape is left
+out, as JAX's is by default. JAX alone, and both:
+
+    python bench/gpu_check.py --output DIR --peers --shapes --jax-shapes liger gist gemma llama --rounds 4
+    python bench/gpu_check.py --output DIR --peers --jax-shapes liger gist gemma llama
+
+``--update FILE`` takes what this call does not run from an earlier results file: each part keeps the machine, versions
+and commit that it was measured with (``machine``, ``jax_machine``, ``tests_commit``).
 """
 
 from __future__ import annotations
@@ -13,12 +22,17 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
 SHAPES = ("liger", "gist", "gemma", "llama", "odd", "even", "small")
+
+# What a results file holds of each part.
+TORCH_KEYS = ("machine", "first_call_s", "rows", "sweeps", "errors")
+JAX_KEYS = ("jax_machine", "jax_first_call_s", "jax_rows", "jax_errors")
 
 
 def make_overlay(folder: Path) -> Path:
@@ -41,39 +55,89 @@ def run_tests(overlay: Path, selection: list[str]) -> int:
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
+def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
+    """(key, value) of PyTorch's part as they become known; lists come in pieces."""
+    from bench import gpu
+
+    yield "first_call_s", gpu.first_call_seconds()
+    yield "rows", []
+    yield "sweeps", []
+    for name in shapes:
+        yield "rows", gpu.measure(name, rounds, peers)
+    for name in sweeps:
+        yield "sweeps", gpu.sweep(name, rounds, peers)
+    yield "errors", gpu.errors() if shapes else []
+    gpu.torch.cuda.empty_cache()
+
+
+def jax_part(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
+    """(key, value) of JAX's part as they become known; lists come in pieces."""
+    from bench import gpu_jax
+
+    yield "jax_first_call_s", gpu_jax.first_call_seconds()
+    yield "jax_rows", []
+    for name in shapes:
+        yield "jax_rows", gpu_jax.measure(name, rounds, peers)
+    yield "jax_errors", gpu_jax.errors()
+
+
+class Results:
+    """The results file: what an earlier one holds, and over it the parts of this call, written piece by piece."""
+
+    def __init__(self, file: Path, update: Path | None) -> None:
+        self.file = file
+        self.values: dict[str, Any] = {} if update is None else json.loads(update.read_text())
+
+    def run(self, keys: tuple[str, ...], machine: dict[str, Any], part: Iterator[tuple[str, Any]]) -> None:
+        """``part`` instead of what there was of its ``keys``; the first of them is its machine's."""
+        for key in keys:
+            self.values.pop(key, None)
+        self.add(keys[0], machine)
+        for key, value in part:
+            self.add(key, value)
+
+    def add(self, key: str, value: Any) -> None:
+        if isinstance(value, list):
+            for row in value:
+                print({k: v for k, v in row.items() if k not in ("hidden", "dtype")}, flush=True)
+            value = self.values.get(key, []) + value
+        else:
+            print(key, value, flush=True)
+        self.values[key] = value
+        self.file.write_text(json.dumps(self.values, indent=1) + "\n")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for gpu_check.json")
     parser.add_argument("--tests", default="tests -m gpu", help="pytest's arguments in one string; empty: no tests")
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of four timed steps of every variant")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES), help="of PyTorch's part")
+    parser.add_argument("--jax-shapes", nargs="*", default=[], choices=list(SHAPES), help="of JAX's part")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds in which every variant is timed")
     parser.add_argument("--peers", action="store_true", help="also time what else is installed")
     parser.add_argument("--sweeps", nargs="*", default=[], choices=["tokens", "vocab", "memory"])
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
+    parser.add_argument("--update", type=Path, metavar="FILE", help="an earlier results file to keep other parts of")
     arguments = parser.parse_args()
+    results = Results(arguments.output / "gpu_check.json", arguments.update)
+    # JAX and torch share the GPU's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with tempfile.TemporaryDirectory() as folder:
         overlay = make_overlay(Path(folder))
         failed = run_tests(overlay, shlex.split(arguments.tests)) if arguments.tests else 0
         sys.path[:0] = [str(overlay), str(ROOT)]
         os.environ["TRITON_CACHE_DIR"] = str(overlay / "cache")  # nothing is compiled yet when the first call is timed
-        from bench import gpu, machine
+        from bench import machine
 
-        result: dict[str, Any] = {"machine": machine.describe(arguments.commit), "tests_exit_status": failed}
-        result["first_call_s"] = gpu.first_call_seconds()
-        result["rows"] = []
-        result["sweeps"] = []
-        for key, names, measure in (
-            ("rows", arguments.shapes, gpu.measure),
-            ("sweeps", arguments.sweeps, gpu.sweep),
-        ):
-            for name in names:
-                rows = measure(name, arguments.rounds, arguments.peers)
-                result[key] += rows
-                for row in rows:
-                    print({k: v for k, v in row.items() if k not in ("hidden", "dtype")}, flush=True)
-        result["errors"] = gpu.errors() if arguments.shapes else []
-        print(*result["errors"], result["first_call_s"], sep="\n", flush=True)
-        (arguments.output / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n")
+        here = machine.describe(arguments.commit)
+        if arguments.tests:
+            results.add("tests_exit_status", failed)
+            results.add("tests_commit", here["commit"])
+        how = {"rounds": arguments.rounds, "peers": arguments.peers}
+        if arguments.shapes or arguments.sweeps:
+            results.run(TORCH_KEYS, here, torch_part(arguments.shapes, arguments.sweeps, **how))
+        if arguments.jax_shapes:
+            results.run(JAX_KEYS, here, jax_part(arguments.jax_shapes, **how))
     return failed
 
 

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "tokamax", "jax-cce", "transformers")
 MEASURED = ("core", "torch_impl", "jax_impl", "bench/*.py")
 
 
@@ -36,13 +37,16 @@ def _gpu_name() -> str | None:
 
 
 def describe(commit: str | None = None) -> dict[str, object]:
-    """Processor, cores, GPU, versions and commit (``commit`` where the checkout came without its history)."""
-    versions = {}
-    for name in ("numpy", "torch", "triton", "jax", "jaxlib", "transformers", "liger_kernel"):
+    """Processor, cores, GPU, versions (of other implementations where installed) and commit (``commit`` where the
+    checkout came without its history)."""
+    versions: dict[str, str | None] = {}
+    for name in ("numpy", "torch", "triton", "jax", "jaxlib"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
+    installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
+    versions |= {name: installed[name] for name in PEERS if name in installed}
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

@@ -76,41 +76,60 @@ def portable_table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# What the GPU figure and table show of each shape, in this order; colours go by implementation.
+# What the GPU figures and tables show of each shape, in this order; colours go by implementation.
 GPU_COLOURS = {
     "triton": "#00798c", "eager": "#d1495b", "torch, full logits": "#8d6b94", "torch.compile, full logits": "#b9a44c",
     "Liger-Kernel": "#5b8c5a", "cut-cross-entropy": "#7f7f7f", "QuACK": "#e07a5f",
 }  # fmt: skip
 
+JAX_COLOURS = {
+    "pallas": "#00798c", "xla": "#d1495b", "jax, full logits": "#8d6b94", "jax, full logits in float32": "#b9a44c",
+    "jax.checkpoint in a scan": "#5b8c5a", "tokamax, chunked_xla": "#7f7f7f", "tokamax, xla": "#3d405b",
+    "jax-cce": "#e07a5f",
+}  # fmt: skip
+
 
 def _family(variant: str) -> str:
     """Our kernels under a memory budget count as our kernels."""
-    return "triton" if variant.startswith("triton") else variant
+    return next((kernels for kernels in ("triton", "pallas") if variant.startswith(kernels)), variant)
 
 
-def _gpu_rows(results: dict[str, Any], shape: str) -> list[dict[str, Any]]:
-    rows = [row for row in results["rows"] if row["shape"] == shape and "time_ms" in row]
+def _gpu_rows(rows: list[dict[str, Any]], shape: str) -> list[dict[str, Any]]:
+    rows = [row for row in rows if row["shape"] == shape and "over_floor" in row]
     return [row for row in rows if "ignored" not in row["variant"] and "forward" not in row["variant"]]
 
 
 def gpu(results: dict[str, Any]) -> None:
-    """Time of a step over the floor's, against scratch, one panel a shape: down and to the left is better."""
-    shapes = ("liger", "gist", "gemma", "llama")
-    figure, panels = plt.subplots(1, len(shapes), figsize=(15, 4.2), layout="constrained", sharey=True)
-    for panel, shape in zip(panels, shapes, strict=True):
-        rows = _gpu_rows(results, shape)
-        for name, colour in GPU_COLOURS.items():
+    """Time of a step over the floor's, against scratch, of PyTorch's implementations."""
+    _over_floor(results["rows"], results["machine"]["gpu"], GPU_COLOURS, "gpu.png")
+
+
+def gpu_jax(results: dict[str, Any]) -> None:
+    """The same of JAX's."""
+    _over_floor(results["jax_rows"], results["jax_machine"]["gpu"], JAX_COLOURS, "gpu_jax.png")
+
+
+def _over_floor(every: list[dict[str, Any]], name_of_gpu: str, colours: dict[str, str], file: str) -> None:
+    """One panel a shape: down and to the left is better."""
+    by_shape = {shape: _gpu_rows(every, shape) for shape in ("liger", "gist", "gemma", "llama")}
+    by_shape = {shape: rows for shape, rows in by_shape.items() if rows}
+    if not by_shape:
+        return
+    highest = max(row["over_floor"] for rows in by_shape.values() for row in rows)
+    figure, panels = plt.subplots(1, len(by_shape), figsize=(15, 4.2), layout="constrained", sharey=True, squeeze=False)
+    for panel, rows in zip(panels[0], by_shape.values(), strict=True):
+        for name, colour in colours.items():
             own = [row for row in rows if _family(row["variant"]) == name]
             if own:
                 scratch = [max(row["scratch_bytes"] / 2**20, 1) for row in own]
                 panel.plot(scratch, [row["over_floor"] for row in own], "o", color=colour, label=name)
         panel.axhline(1.0, color="grey", ls=":")
         sizes = " × ".join(str(rows[0][key]) for key in ("tokens", "hidden", "vocab"))
-        panel.set(xscale="log", xlabel="scratch [MiB]", title=sizes, ylim=(0.8, 5))
-    panels[0].set_ylabel("time / three bare products")
-    panels[-1].legend(fontsize=8)
-    figure.suptitle(f"{results['machine']['gpu']}, bfloat16, loss and both gradients")
-    figure.savefig(FIGURES / "gpu.png", dpi=130)
+        panel.set(xscale="log", xlabel="scratch [MiB]", title=sizes, ylim=(0.8, max(5.0, 1.05 * highest)))
+    panels[0][0].set_ylabel("time / three bare products")
+    panels[0][-1].legend(fontsize=8)
+    figure.suptitle(f"{name_of_gpu}, bfloat16, loss and both gradients")
+    figure.savefig(FIGURES / file, dpi=130)
     plt.close(figure)
 
 
@@ -144,19 +163,19 @@ def gpu_sweeps(results: dict[str, Any]) -> None:
     plt.close(figure)
 
 
-def gpu_table(results: dict[str, Any]) -> str:
+def gpu_table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of every variant that ran, shape by shape."""
     lines = [
         "| tokens × hidden × vocab | implementation | time [ms] | × floor | scratch [MiB] |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for row in results["rows"]:
+    for row in rows:
         if "time_ms" not in row:
             continue
         sizes = " × ".join(str(row[key]) for key in ("tokens", "hidden", "vocab"))
+        ratio = f"{row['over_floor']:.2f}" if "over_floor" in row else "–"
         lines.append(
-            f"| {sizes} | {row['variant']} | {row['time_ms']:.2f} | {row['over_floor']:.2f} | "
-            f"{row['scratch_bytes'] / 2**20:.0f} |"
+            f"| {sizes} | {row['variant']} | {row['time_ms']:.2f} | {ratio} | {row['scratch_bytes'] / 2**20:.0f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -164,10 +183,14 @@ def gpu_table(results: dict[str, Any]) -> str:
 def main() -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
     on_gpu = json.loads((RESULTS / "gpu_check.json").read_text())
-    gpu(on_gpu)
+    if on_gpu.get("rows"):
+        gpu(on_gpu)
+        (FIGURES / "gpu.md").write_text(gpu_table(on_gpu["rows"]))
     if on_gpu.get("sweeps"):
         gpu_sweeps(on_gpu)
-    (FIGURES / "gpu.md").write_text(gpu_table(on_gpu))
+    if on_gpu.get("jax_rows"):
+        gpu_jax(on_gpu)
+        (FIGURES / "gpu_jax.md").write_text(gpu_table(on_gpu["jax_rows"]))
     results = json.loads((RESULTS / "portable.json").read_text())
     portable(results)
     (FIGURES / "portable.md").write_text(portable_table(results))

@@ -56,6 +56,11 @@ def unavailable(device: Any, dtype: str) -> str | None:
     return None
 
 
+def _after(done: Any, first: Any) -> Any:
+    """``first``, once ``done`` is there: chunks that need nothing of each other would hold two matrices."""
+    return lax.optimization_barrier((done, jnp.asarray(first, jnp.int32)))
+
+
 def _one_by_one(function: Callable[..., Any]) -> Any:
     """``function``, which jax.vmap runs for one problem after the other: each fills the device with its kernels."""
     if jax.__version_info__ >= (0, 11):
@@ -571,7 +576,8 @@ def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple
     vectors, state = None, _State()
     if c.chunks > 1:
         vectors, state = _chunks(c, chunk, lambda: chunk((None, _State()), jnp.int32(0)), c.chunks - 1)
-    made = _forward(c, jnp.int32((c.chunks - 1) * c.chunk), p.g, statistics)
+    (vectors, state), last = _after((vectors, state), (c.chunks - 1) * c.chunk)
+    made = _forward(c, last, p.g, statistics)
     sums, values = c.by_token(collect(vectors, made))
     state = p.bias(state, made.rows, made.e, 0, c.vocab, made.factors.factor)
     if state.weight is not None:  # several chunks: the targets' elements go to the float32 sum
@@ -716,7 +722,8 @@ def _known_chunks(c: _Call, p: _Products, known: KnownRows) -> _State:
     state = _State()
     if c.chunks > 1:
         state = _chunks(c, chunk, lambda: chunk(_State(), jnp.int32(0)), c.chunks - 1)
-    return chunk(state, jnp.int32((c.chunks - 1) * c.chunk), final=True)
+    state, last = _after(state, (c.chunks - 1) * c.chunk)
+    return chunk(state, last, final=True)
 
 
 def _known_slices(c: _Call, p: _Products, known: KnownRows) -> _State:
@@ -735,4 +742,5 @@ def _known_slices(c: _Call, p: _Products, known: KnownRows) -> _State:
         state = lax.fori_loop(
             1, full, lambda i, carry: part(carry, (i * c.columns).astype(jnp.int32), c.columns), state
         )
-    return part(state, jnp.int32(full * c.columns), rest) if rest else state
+    state, last = _after(state, full * c.columns)
+    return part(state, last, rest) if rest else state

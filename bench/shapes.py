@@ -1,0 +1,42 @@
+"""The one registry of problems for a GPU: sizes, and the memory budgets at which kernels are measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """N × D × V in bfloat16, and the memory budgets [bytes] at which kernels are measured beside their default."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    budgets: tuple[int, ...] = ()
+    pallas_budgets: tuple[int, ...] = ()
+    extras: bool = False
+    """Also forward only, and with half of the tokens ignored."""
+
+    def sizes(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "hidden": self.hidden, "vocab": self.vocab, "dtype": "bfloat16"}
+
+
+SHAPES = {
+    "liger": Shape(4096, 4096, 128256, (130 * MIB,), (160 * MIB,), extras=True),
+    "gist": Shape(32768, 768, 128256, (1900 * MIB,), (1900 * MIB,)),
+    "gemma": Shape(8192, 2304, 256000, (600 * MIB,), (600 * MIB,)),
+    "llama": Shape(16384, 4096, 128256, (3072 * MIB, 614 * MIB), (3072 * MIB, 614 * MIB)),
+    "odd": Shape(16384, 2048, 50257),
+    "even": Shape(16384, 2048, 50304),
+    "small": Shape(2048, 1024, 32768),
+}
+
+# One size varies, the others stay: for the plots.
+SWEEPS = {
+    "tokens": [Shape(tokens, 2048, 65536) for tokens in (1024, 4096, 16384, 65536)],
+    "vocab": [Shape(8192, 2048, vocab) for vocab in (8192, 32768, 131072, 262144)],
+    "memory": [Shape(16384, 4096, 128256, tuple(mib * MIB for mib in (400, 800, 1600, 2560, 3072, 3800)))],
+}

@@ -1,0 +1,69 @@
+"""What both frameworks' GPU benches share: variants of a shape side by side, and the rows of a results file.
+
+Every variant runs in turn, round after round and in another order each, so that clocks and temperature are the same for
+all; a time is the median of all rounds, a ratio is of one run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench.shapes import Shape
+from logitless.tolerances import error
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A step of a shape: how it is metered and how it is timed."""
+
+    scratch_bytes: Callable[[], int]
+    """Runs the step until it is warm; the bytes that it needs beyond inputs and gradients."""
+    sample_ms: Callable[[], list[float]]
+    """The times of one round."""
+    promised_bytes: int | None = None
+
+
+def described(failure: Exception) -> str:
+    """A failure in a line, for a row."""
+    return f"{type(failure).__name__}: {failure}"[:300]
+
+
+def measured_rows(
+    name: str, shape: Shape, variants: dict[str, Variant], rounds: int, floors: tuple[str, ...] = ("floor",)
+) -> list[dict[str, Any]]:
+    """One row a variant: median time, its ratio to the fastest of ``floors``, scratch. A failure is a row that says
+    how, so that a peer may fail in its own way."""
+    rows: dict[str, dict[str, Any]] = {}
+    for variant, what in variants.items():
+        row: dict[str, Any] = {"shape": name, **shape.sizes(), "variant": variant}
+        row["promised_bytes"] = what.promised_bytes
+        try:
+            row["scratch_bytes"] = what.scratch_bytes()
+        except Exception as failure:
+            row["error"] = described(failure)
+        rows[variant] = row
+    running = [variant for variant in variants if "error" not in rows[variant]]
+    times: dict[str, list[float]] = {variant: [] for variant in running}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for variant in order.sample(running, len(running)):
+            times[variant] += variants[variant].sample_ms()
+    for variant in running:
+        rows[variant]["time_ms"] = statistics.median(times[variant])
+    floor = min((rows[variant]["time_ms"] for variant in floors if variant in running), default=None)
+    for variant in running if floor is not None else ():
+        rows[variant]["over_floor"] = rows[variant]["time_ms"] / floor
+    return list(rows.values())
+
+
+def output_errors(made: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
+    """‖· − truth‖ / ‖truth‖ of loss, dX and dW, from what NumPy can read as float64."""
+    names = ("loss_error", "dhidden_error", "dweight_error")
+    pairs = zip(names, made, truth, strict=True)
+    return {name: error(np.asarray(a, np.float64), np.asarray(b, np.float64)) for name, a, b in pairs}

@@ -1,0 +1,101 @@
+"""The benches' own arithmetic: rows, floors, bursts, results files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from bench import gpu_check, timing
+from bench.shapes import SHAPES, Shape
+from bench.variants import Variant, measured_rows
+
+
+def refuse() -> int:
+    raise MemoryError("too large")
+
+
+def test_a_row_is_a_median_over_the_faster_floor() -> None:
+    times = {"slow floor": [8.0, 9.0, 4.0], "fast floor": [2.0, 7.0, 4.0], "ours": [5.0, 6.0, 100.0]}
+    left = {name: iter(values) for name, values in times.items()}
+    variants = {name: Variant(lambda: 10, lambda name=name: [next(left[name])], 20) for name in times}
+    variants["broken"] = Variant(refuse, list)
+    rows = measured_rows("s", Shape(2, 3, 4), variants, 3, ("slow floor", "fast floor"))
+    made = {row.pop("variant"): row for row in rows}
+    assert {name: row.get("time_ms") for name, row in made.items()} == {
+        "slow floor": 8.0, "fast floor": 4.0, "ours": 6.0, "broken": None,
+    }  # fmt: skip
+    assert [made[name]["over_floor"] for name in times] == [2.0, 1.0, 1.5]
+    assert made["broken"]["error"] == "MemoryError: too large"
+    assert made["ours"]["scratch_bytes"] == 10
+    assert made["ours"]["promised_bytes"] == 20
+
+
+def test_a_burst_divides_by_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that takes 0.05 s a step and 0.02 s to say that it is done."""
+    clock = {"host": 0.0, "device": 0.0}
+
+    def step() -> None:
+        clock["device"] = max(clock["device"], clock["host"]) + 0.05
+
+    def wait() -> None:
+        clock["host"] = max(clock["host"], clock["device"]) + 0.02
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock["host"])
+    (made,) = timing.burst_ms(step, wait)
+    assert made == pytest.approx(50 + 20 / 3)  # 0.2 s hold three steps of 0.07 s
+
+
+def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    kept = {"machine": {"commit": "old"}, "rows": [{"a": 1}], "errors": [], "tests_exit_status": 0}
+    earlier.write_text(json.dumps(kept | {"jax_machine": {"commit": "old"}, "jax_rows": [{"b": 1}], "jax_errors": [3]}))
+    results = gpu_check.Results(tmp_path / "gpu_check.json", earlier)
+    results.run(gpu_check.JAX_KEYS, {"commit": "new"}, iter([("jax_rows", [{"b": 2}]), ("jax_rows", [{"b": 3}])]))
+    written = json.loads((tmp_path / "gpu_check.json").read_text())
+    # What the part did not come to is left out, not taken from the earlier file.
+    assert written == kept | {"jax_machine": {"commit": "new"}, "jax_rows": [{"b": 2}, {"b": 3}]}
+
+
+def test_the_shapes_by_name() -> None:
+    assert set(gpu_check.SHAPES) == set(SHAPES)
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_a_jax_step_writes_over_its_last_results(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The floor's products are right, in one chunk and in several, and their memory is used again and again."""
+    pytest.importorskip("jax", reason="the bench of JAX needs it")
+    from bench import floor, gpu_jax
+
+    monkeypatch.setattr(floor, "FLOOR_CHUNK", chunk)
+    arrays = gpu_jax.Arrays(Shape(64, 24, 96))
+    # A function of its own: what JAX has traced once it does not trace again.
+    step = gpu_jax.Step(gpu_jax.Program(lambda x, w: floor.xla_floor(x, w), arrays.x, arrays.w))
+    gpu_jax.compile_all([step])
+    first = step()
+    dx, dw = step()
+    assert all(array.is_deleted() for array in first)
+    x, w = (np.asarray(a, np.float64) for a in (arrays.x, arrays.w))
+    np.testing.assert_allclose(np.asarray(dx, np.float64), x @ w.T @ w, rtol=0.05, atol=0.1)
+    np.testing.assert_allclose(np.asarray(dw, np.float64), (x @ w.T).T @ x, rtol=0.05, atol=0.3)
+    assert str(dw.dtype) == ("float32" if chunk < 64 else "bfloat16")
+    assert 0 < step.scratch_bytes() < 2**20
+
+
+def test_a_step_that_does_not_compile_says_so_when_it_runs() -> None:
+    jax = pytest.importorskip("jax", reason="the bench of JAX needs it")
+    from bench import gpu_jax
+
+    def wrong(x: Any) -> Any:
+        raise NotImplementedError("not here")
+
+    step = gpu_jax.Step(gpu_jax.Program(wrong, jax.numpy.ones(2)))
+    gpu_jax.compile_all([step])
+    with pytest.raises(NotImplementedError, match="not here"):
+        step()

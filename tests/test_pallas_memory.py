@@ -1,0 +1,113 @@
+"""What XLA makes of the Pallas kernels at the sizes of models: scratch within the plan's promise, and no copy of a
+chunk's matrix or of the weight's gradient. Only compiled, not run."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax", reason="these tests are about JAX")
+
+import jax.numpy as jnp  # noqa: E402
+from compiled_text import copies  # noqa: E402
+from implementations import JaxPallasCuda  # noqa: E402
+
+from logitless import ChunkPlan, plan  # noqa: E402
+from logitless.jax_impl import linear_cross_entropy  # noqa: E402
+
+MIB = 2**20
+# N, D, V, and a budget [MiB] that asks for one chunk, for several, for slices of the vocabulary.
+CALLS: dict[str, tuple[int, int, int, int | None]] = {
+    "one_chunk": (4096, 4096, 128256, None),
+    "tokens": (32768, 768, 128256, 1900),
+    "vocab": (4096, 4096, 128256, 160),
+}
+
+
+@functools.cache
+def compiled(name: str, sharding: Any = None) -> tuple[Any, ChunkPlan]:
+    """A step that writes its gradients over the last ones, and its plan."""
+    tokens, hidden, vocab, budget = CALLS[name]
+    chosen = plan(
+        tokens=tokens, hidden=hidden, vocab=vocab, dtype="bfloat16", fused=True, padded=True,
+        memory_budget=None if budget is None else budget * MIB,
+    )  # fmt: skip
+
+    def step(x: Any, w: Any, y: Any, last: Any) -> Any:
+        loss = functools.partial(linear_cross_entropy, plan=chosen, backend="pallas")
+        return jax.value_and_grad(loss, (0, 1))(x, w, y)
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    x, w, y = array(tokens, hidden), array(vocab, hidden), array(tokens, dtype=jnp.int32)
+    return jax.jit(step, donate_argnums=3, keep_unused=True).lower(x, w, y, (x, w)).compile(), chosen
+
+
+@pytest.mark.gpu
+@pytest.mark.case(31)
+@pytest.mark.parametrize("name", CALLS)
+def test_scratch_stays_within_the_promise_at_large_sizes(name: str) -> None:
+    JaxPallasCuda.skip_unless_hopper()
+    program, chosen = compiled(name)
+    assert chosen.order == ("vocab" if name == "vocab" else "tokens")
+    assert (chosen.chunks == 1) == (name == "one_chunk")
+    used = program.memory_analysis().temp_size_in_bytes
+    assert used <= chosen.scratch_bytes, f"{used / MIB:.0f} MiB of {chosen.scratch_bytes / MIB:.0f} promised"
+    assert used >= 0.3 * chosen.scratch_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_large_is_copied(name: str) -> None:
+    JaxPallasCuda.skip_unless_hopper()
+    program, chosen = compiled(name)
+    matrix = chosen.token_chunk * chosen.fused_columns * 2
+    assert copies(program.as_text(), min(matrix, chosen.vocab * chosen.hidden * 2)) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The helper can go red
+
+
+def in_place(i: Any, carry: Any) -> Any:
+    return carry.at[i].set(1.0)
+
+
+def with_the_one_before(i: Any, carry: Any) -> Any:
+    return in_place(i, carry[0]), carry[0]
+
+
+def looped(body: Any, start: Any) -> str:
+    run = jax.jit(lambda start: jax.lax.fori_loop(0, 7, body, start), donate_argnums=0)
+    text: str = run.lower(start).compile().as_text()
+    return text
+
+
+def test_copies_in_a_loop_are_found() -> None:
+    array = jax.ShapeDtypeStruct((64, 250), jnp.float32)
+    size = 64 * 250 * 4
+    assert copies(looped(in_place, array), size) == []
+    found = copies(looped(with_the_one_before, (array, array)), size)
+    assert found
+    assert all("f32[64,250]" in line for line in found)
+    assert copies(looped(with_the_one_before, (array, array)), size + 1) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("  ROOT %copy.1 = bf16[16,8]{1,0} copy(%a)", 256),
+        ("  %c = (f32[10]{0}, f32[10]{0}, u32[]) copy-start(%a)", 40),
+        ("  copy.2 = pred[] copy(a)", 1),
+        ("  %copy.3 = s32[3]{0} add(%copy, %copy.2)", None),
+        ("  %x = f8e4m3fn[5,2]{1,0:T(8)} copy(%y), metadata={op_name=\"copy(\"}", 10),
+    ],
+)  # fmt: skip
+def test_sizes_of_copies(line: str, size: int | None) -> None:
+    assert copies(line, 0) == ([] if size is None else [line.strip()])
+    if size is not None:
+        assert copies(line, size)
+        assert not copies(line, size + 1)
