@@ -503,13 +503,13 @@ def _alpha_beta(inputs: Inputs, options: LossOptions, lse: Array, k: Array | flo
     return jnp.where(jnp.abs(alpha) < floor, jnp.copysign(floor, alpha), alpha), beta
 
 
-def _class_weights_of(inputs: Inputs, first: Any, tokens: int) -> Array | float:
-    """The targets' class weights of a chunk."""
+def _class_weights_of(inputs: Inputs, first: Any, target: Array) -> Array | float:
+    """The class weights of a chunk's targets."""
     if inputs.class_weight is None:
         return 1.0
     if inputs.shared is not None and inputs.shared.class_weight is not None:
-        return _take(inputs.shared.class_weight, first, tokens)
-    return inputs.class_weight[_take(inputs.target, first, tokens)]
+        return _take(inputs.shared.class_weight, first, target.shape[0])
+    return inputs.class_weight[target]
 
 
 def _target_over_alpha(alpha: Array, beta: Array, e_target: Array, s: Array) -> Array:
@@ -742,7 +742,7 @@ def loss_gradients(
         running, weighted = running.total(shard, weighted)
         part = running.finish(weighted)
 
-        alpha, beta = _alpha_beta(inputs, options, part.lse, _class_weights_of(inputs, first, tokens))
+        alpha, beta = _alpha_beta(inputs, options, part.lse, _class_weights_of(inputs, first, target))
         element = _target_over_alpha(alpha, beta, running.e_target(), running.s)
         element = _sloped(element, part.target_logit, options)
 
