@@ -20,8 +20,9 @@ else:
     if not os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = "cpu"
     # The optimiser takes most of the time of tests that compile hundreds of small programs; buffers are assigned
-    # before it runs.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+    # before it runs. Four devices for tests/test_sharded_jax.py; the others see the first one.
+    flags = ("backend_optimization_level=0", "llvm_disable_expensive_passes=true", "force_host_platform_device_count=4")
+    os.environ.setdefault("XLA_FLAGS", " ".join(f"--xla_{flag}" for flag in flags))
 
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_XDIST_WORKER:
