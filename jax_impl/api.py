@@ -175,7 +175,7 @@ def loss_call(
     _check_targets(arrays.target, shard.vocab or arrays.weight.shape[0], ignore_index)
     one_pass = reduction != "none" and options.separable
     name = _backend(backend, arrays, cut=False)
-    return Call(options, _plan(arrays, plan, memory_budget, one_pass, name), return_stats, name, shard)
+    return Call(options, _plan(arrays, shard, plan, memory_budget, one_pass, name), return_stats, name, shard)
 
 
 def log_probs_call(
@@ -197,7 +197,7 @@ def log_probs_call(
     _check_arrays(arrays, shard)
     _check_targets(arrays.target, shard.vocab or arrays.weight.shape[0], ignore_index)
     name = _backend(backend, arrays, cut=False)
-    return Call(options, _plan(arrays, plan, memory_budget, False, name), with_entropy, name, shard)
+    return Call(options, _plan(arrays, shard, plan, memory_budget, False, name), with_entropy, name, shard)
 
 
 def _shard(weight: Any, axis_name: Any, vocab: Any, sequence_parallel: bool) -> Shard:
@@ -306,13 +306,20 @@ def _array(value: Any, dtype: Any) -> Array:
 
 
 def _plan(
-    arrays: Arrays, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool, backend: str
+    arrays: Arrays, shard: Shard, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool, backend: str
 ) -> ChunkPlan:
     hidden, (vocab, size) = arrays.hidden, arrays.weight.shape
     tokens, name = math.prod(arrays.target.shape), str(hidden.dtype)
     if given is not None:
         check_plan_sizes(given, tokens, size, vocab, name)
         return given
+    if memory_budget is not None and shard.active:
+        beyond = shard.scratch_bytes(tokens, size, spec.ITEMSIZE[name])
+        if memory_budget <= beyond:
+            raise ValueError(
+                f"memory_budget: got {memory_budget} bytes, allowed beside axis_name is more than {beyond}"
+            )
+        memory_budget -= beyond
     return make_plan(
         tokens=tokens,
         hidden=size,

@@ -112,6 +112,14 @@ class Shard:
         """All tokens' hidden states [N, D] from this device's [N / devices, D]."""
         return lax.all_gather(hidden, self.axis_name, axis=0, tiled=True) if self.sequence_parallel else hidden
 
+    def scratch_bytes(self, tokens: int, hidden: int, itemsize: int) -> int:
+        """Bytes that a device holds beyond its plan's promise: its share of dX before the sum, all tokens' hidden
+        states under sequence parallelism, and the anchors' vectors."""
+        if not self.active:
+            return 0
+        wide = max(4, itemsize)
+        return tokens * (hidden * (wide + itemsize * self.sequence_parallel) + 8 * wide)
+
     def total(self, tree: Any) -> Any:
         """Σ over the devices."""
         return lax.psum(tree, self.axis_name) if self.active else tree

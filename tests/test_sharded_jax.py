@@ -29,6 +29,7 @@ from logitless.jax_impl import (  # noqa: E402
     sharded_linear_cross_entropy,
     sharded_linear_log_probs,
 )
+from logitless.jax_impl.memory import temp_bytes  # noqa: E402
 from logitless.problems import Problem  # noqa: E402
 from logitless.spec import LossOptions  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
@@ -260,6 +261,20 @@ def test_what_is_communicated() -> None:
         assert np.array_equal(one, other)
 
 
+def test_temporary_memory_is_within_the_budget() -> None:
+    """Compiled for one device, gathered hidden states and the device's share of dX included."""
+    shape, budget = jax.ShapeDtypeStruct, 4 * 2**20
+
+    def body(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, axis_name="vocab", sequence_parallel=True, memory_budget=budget)
+
+    mapped = jax.shard_map(body, mesh=VOCAB, in_specs=(P("vocab"), P("vocab"), P()), out_specs=P())
+    x, w, y = shape((512, 128), jnp.bfloat16), shape((16384, 128), jnp.bfloat16), shape((512,), jnp.int32)
+    assert temp_bytes(jax.value_and_grad(mapped, (0, 1)), x, w, y) <= budget
+    with pytest.raises(ValueError, match=r"memory_budget: got 4194304 bytes, allowed beside axis_name is more than"):
+        jax.eval_shape(mapped, shape((8192, 128), jnp.bfloat16), w, shape((8192,), jnp.int32))
+
+
 def test_hidden_of_each_device_has_its_own_gradient() -> None:
     """What JAX knows as varying is not summed here: the transpose of what made it so does, once."""
     x, w, y = arrays()
@@ -381,15 +396,12 @@ def test_errors_of_the_wrapper() -> None:
 @pytest.mark.case(26)
 @pytest.mark.parametrize("name", ["one_pass", "two_pass"])
 def test_kernels_lower_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks, and sequence parallelism; both with padding, bias, class weights and label smoothing."""
+    """The second with sequence parallelism; both with padding, bias, class weights and label smoothing."""
     pytest.importorskip("absl", reason="absl-py is not installed, which JAX's Pallas modules for GPUs import")
     monkeypatch.setenv("LOGITLESS_PALLAS_INTERPRET", "0")
     tokens, hidden, vocab = 200, 192, 999
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4}
-    if name == "one_pass":
-        sizes = {"tokens": tokens // 2, "hidden": hidden, "vocab": 500, "dtype": "bfloat16", "fused": True}
-        options["plan"] = plan(**sizes, order="tokens", chunk=72)
-    else:
+    if name == "two_pass":
         options |= {"softcap": 30.0, "return_stats": True}
     shape = jax.ShapeDtypeStruct
     x, w, y = shape((tokens, hidden), "bfloat16"), shape((1000, hidden), "bfloat16"), shape((tokens,), jnp.int32)
