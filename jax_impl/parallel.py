@@ -214,7 +214,7 @@ def check_untyped(arrays: dict[str, Any]) -> None:
     """Raise ValueError where an array's type says that Explicit axes of a mesh cut it: loops over parts of it have none
     that JAX could derive."""
     for name, array in arrays.items():
-        sharding = None if array is None else getattr(jax.typeof(array), "sharding", None)
+        sharding = getattr(jax.typeof(array), "sharding", None) if isinstance(array, jax.Array) else None
         if sharding is not None and any(axis is not None for axis in sharding.spec):
             raise ValueError(
                 f"{name}: got an array that Explicit axes of a mesh cut, {sharding.spec}, allowed is an uncut one, or "
