@@ -4,16 +4,21 @@ from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.gather import padded_index_gather
 from logitless.jax_impl.logits_loss import cross_entropy
 from logitless.jax_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
+from logitless.jax_impl.parallel import global_normalizer
 from logitless.jax_impl.profiling import profile_losses, profile_saved_residuals
+from logitless.jax_impl.sharded import sharded_linear_cross_entropy, sharded_linear_log_probs
 
 __all__ = [
     "clipped_policy_loss",
     "cross_entropy",
     "distillation_loss",
     "dpo_loss",
+    "global_normalizer",
     "linear_cross_entropy",
     "linear_log_probs",
     "padded_index_gather",
     "profile_losses",
     "profile_saved_residuals",
+    "sharded_linear_cross_entropy",
+    "sharded_linear_log_probs",
 ]

@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array
 
 from logitless import spec
-from logitless.jax_impl import fused
+from logitless.jax_impl import fused, parallel
+from logitless.jax_impl.parallel import AxisName, Shard
 from logitless.jax_impl.vjp import Arrays, Call, log_probs_and_entropy, loss_and_stats
 from logitless.jax_impl.xla import accumulation_dtype
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
@@ -46,6 +47,9 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
+    axis_name: AxisName | None = None,
+    vocab: int | None = None,
+    sequence_parallel: bool = False,
 ) -> Array | tuple[Array, TokenStats]:
     """Cross-entropy of ``softmax(f(hidden @ weight.T + bias))`` against ``target``, without holding the logits.
 
@@ -80,8 +84,18 @@ def linear_cross_entropy(
             the kernels where they run on a GPU, else "xla". While a function is traced, None asks JAX's default device,
             and "pallas" is taken as it is: what is traced may be compiled for another one.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
+        axis_name: inside of jax.shard_map, the mesh axis (or axes) over which the vocabulary is cut: weight, bias and
+            class_weight are this device's part of it in the axis's order, hidden and target are the same on all its
+            devices, and ids count through the whole vocabulary. The results are those of the whole vocabulary, the same
+            on all devices; V above is its size. Gradients need check_vma=True, the kernels check_vma=False:
+            :func:`sharded_linear_cross_entropy` takes both.
+        vocab: with axis_name, V where it is smaller than the devices' rows together: rows beyond it (the last
+            devices' last ones) are padding, take no part, and have gradient 0; they must hold finite numbers.
+        sequence_parallel: with axis_name, hidden [N / devices, ..., D] is this device's part of the tokens, along the
+            first axis and in the axis's order; target and token_weight are still those of all tokens.
 
-    NumPy arrays are taken as well. Numbers (options) are static: another value compiles anew.
+    With axis_name a plan is one for this device's rows of the weight. NumPy arrays are taken as well. Numbers (options)
+    are static: another value compiles anew.
 
     Returns the loss in float32 (float64 for float64 input), or (loss, TokenStats). Gradients have each argument's dtype
     and shape.
@@ -89,19 +103,13 @@ def linear_cross_entropy(
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run.
     """
-    spec.check_backend(backend, BACKENDS)
-    spec.check_filter_eps(filter_eps, backend or "xla")
-    check_plan_argument(plan, memory_budget)
-    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
-    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-    _check_arrays(given | {"token_weight": token_weight, "class_weight": class_weight})
-    _check_normalizer(normalizer, reduction)
-    _check_targets(target, weight.shape[0], ignore_index)
-    one_pass = reduction != "none" and options.separable
-    name = _backend(backend, hidden)
-    call = Call(options, _plan(hidden, weight, plan, memory_budget, one_pass, name), return_stats, name)
     arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
-    loss, stats = loss_and_stats(call, Arrays(*(None if a is None else _array(a, hidden.dtype) for a in arrays)))
+    call = loss_call(
+        arrays, _shard(weight, axis_name, vocab, sequence_parallel), reduction=reduction, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
+        filter_eps=filter_eps, plan=plan, memory_budget=memory_budget, backend=backend, return_stats=return_stats,
+    )  # fmt: skip
+    loss, stats = loss_and_stats(call, _arrays(arrays))
     return (loss, stats) if return_stats else loss
 
 
@@ -118,6 +126,9 @@ def linear_log_probs(
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    axis_name: AxisName | None = None,
+    vocab: int | None = None,
+    sequence_parallel: bool = False,
 ) -> tuple[Array, Array | None]:
     """log p(target) and, if asked for, the entropy of every token, without holding the logits.
 
@@ -128,34 +139,107 @@ def linear_log_probs(
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
+    arrays = Arrays(hidden, weight, bias, target, None, None, None)
+    call = log_probs_call(
+        arrays, _shard(weight, axis_name, vocab, sequence_parallel), logit_scale=logit_scale, softcap=softcap,
+        ignore_index=ignore_index, with_entropy=with_entropy, plan=plan, memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
+    made = log_probs_and_entropy(call, _arrays(arrays))
+    log_prob, entropy = made
+    return log_prob, entropy
+
+
+def loss_call(
+    arrays: Arrays,
+    shard: Shard,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    filter_eps: float | None = None,
+    plan: ChunkPlan | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+    return_stats: bool = False,
+) -> Call:
+    """The call that :func:`linear_cross_entropy` makes on one device, its arguments checked."""
+    spec.check_backend(backend, BACKENDS)
+    spec.check_filter_eps(filter_eps, backend or "xla")
+    check_plan_argument(plan, memory_budget)
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    _check_arrays(arrays, shard)
+    _check_normalizer(arrays.normalizer, reduction)
+    _check_targets(arrays.target, shard.vocab or arrays.weight.shape[0], ignore_index)
+    one_pass = reduction != "none" and options.separable
+    name = _backend(backend, arrays, cut=False)
+    return Call(options, _plan(arrays, shard, plan, memory_budget, one_pass, name), return_stats, name, shard)
+
+
+def log_probs_call(
+    arrays: Arrays,
+    shard: Shard,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    with_entropy: bool = False,
+    plan: ChunkPlan | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Call:
+    """The call that :func:`linear_log_probs` makes on one device, its arguments checked."""
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
-    _check_arrays({"hidden": hidden, "weight": weight, "target": target, "bias": bias})
-    _check_targets(target, weight.shape[0], ignore_index)
-    name = _backend(backend, hidden)
-    call = Call(options, _plan(hidden, weight, plan, memory_budget, False, name), with_entropy, name)
-    arrays = Arrays(hidden, weight, bias, target, None, None, None)
-    made = log_probs_and_entropy(call, Arrays(*(None if a is None else _array(a, hidden.dtype) for a in arrays)))
-    log_prob, entropy = made
-    return log_prob, entropy
+    _check_arrays(arrays, shard)
+    _check_targets(arrays.target, shard.vocab or arrays.weight.shape[0], ignore_index)
+    name = _backend(backend, arrays, cut=False)
+    return Call(options, _plan(arrays, shard, plan, memory_budget, False, name), with_entropy, name, shard)
+
+
+def _shard(weight: Any, axis_name: Any, vocab: Any, sequence_parallel: bool) -> Shard:
+    columns = weight.shape[0] if getattr(weight, "ndim", 0) == 2 else 1  # another shape is refused by _check_arrays
+    return parallel.make_shard(axis_name, vocab, sequence_parallel, columns)
+
+
+def _arrays(arrays: Arrays) -> Arrays:
+    """The call's arrays as JAX's."""
+    dtype = arrays.hidden.dtype
+    return Arrays(*(None if array is None else _array(array, dtype) for array in arrays))
 
 
 def _x64() -> bool:
     return bool(jax.config.read("jax_enable_x64"))
 
 
-def _backend(name: str | None, hidden: Any) -> str:
-    """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
+def _backend(name: str | None, arrays: Arrays, cut: bool = True) -> str:
+    """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations.
+
+    ``cut``: whether what runs are parts of the arrays, on one device each.
+    """
+    hidden = arrays.hidden
     device, dtype = _device(hidden), str(hidden.dtype)
-    if name == "pallas":
+    reason = fused.unavailable(device, dtype)
+    if parallel.tracked():
+        reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; sharded_linear_cross_entropy does"
+    elif not cut and any(map(_spread, arrays)):
+        reason = "its kernels run on one device; sharded_linear_cross_entropy runs them on every device's part"
+    elif name == "pallas" and isinstance(hidden, jax.core.Tracer):
         # What is traced may be compiled for another device than JAX's default one.
-        reason = fused.unavailable(None if isinstance(hidden, jax.core.Tracer) else device, dtype)
-        if reason is not None:
-            raise spec.unavailable_error(name, reason, usable="xla")
+        reason = fused.unavailable(None, dtype)
+    if name == "pallas" and reason is not None:
+        raise spec.unavailable_error(name, reason, usable="xla")
     if name is None:
-        name = "pallas" if device.platform == "gpu" and fused.unavailable(device, dtype) is None else "xla"
+        return "pallas" if device.platform == "gpu" and reason is None else "xla"
     return name
+
+
+def _spread(array: Any) -> bool:
+    """Whether a concrete array lies on several devices."""
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and len(array.devices()) > 1
 
 
 def _info(array: Any) -> ArrayInfo:
@@ -176,16 +260,21 @@ def _check_types(arrays: dict[str, Any], optional: tuple[str, ...]) -> None:
             )
 
 
-def _check_arrays(arrays: dict[str, Any]) -> None:
-    """Types, sizes and dtypes."""
-    _check_types(arrays, _OPTIONAL)
-    infos = {name: None if array is None else _info(array) for name, array in arrays.items()}
+def _check_arrays(arrays: Arrays, shard: Shard) -> None:
+    """Types, sizes and dtypes, and how the arrays lie on the devices of an axis."""
+    given = arrays._asdict()
+    given.pop("normalizer")
+    _check_types(given, _OPTIONAL)
+    infos = {name: None if array is None else _info(array) for name, array in given.items()}
     hidden, weight, target = (infos.pop(name) for name in ("hidden", "weight", "target"))
     assert hidden is not None
     assert weight is not None
     assert target is not None
     bias, token_weight, class_weight = (infos.get(name) for name in _OPTIONAL)
+    hidden = parallel.gathered_info(hidden, shard)
     spec.check_arrays(hidden, weight, target, bias, token_weight, class_weight)
+    parallel.check_untyped(arrays._asdict())
+    parallel.check_types(shard, arrays._asdict())
 
 
 def _check_normalizer(normalizer: Any, reduction: str) -> None:
@@ -227,12 +316,20 @@ def _array(value: Any, dtype: Any) -> Array:
 
 
 def _plan(
-    hidden: Any, weight: Any, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool, backend: str
+    arrays: Arrays, shard: Shard, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool, backend: str
 ) -> ChunkPlan:
-    tokens, (vocab, size), name = math.prod(hidden.shape[:-1]), weight.shape, str(hidden.dtype)
+    hidden, (vocab, size) = arrays.hidden, arrays.weight.shape
+    tokens, name = math.prod(arrays.target.shape), str(hidden.dtype)
     if given is not None:
         check_plan_sizes(given, tokens, size, vocab, name)
         return given
+    if memory_budget is not None and shard.active:
+        beyond = shard.scratch_bytes(tokens, size, spec.ITEMSIZE[name])
+        if memory_budget <= beyond:
+            raise ValueError(
+                f"memory_budget: got {memory_budget} bytes, allowed beside axis_name is more than {beyond}"
+            )
+        memory_budget -= beyond
     return make_plan(
         tokens=tokens,
         hidden=size,

@@ -92,6 +92,8 @@ class _Call:
     def __init__(self, inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> None:
         self.inputs, self.options, self.plan = inputs, options, plan
         self.dtype = inputs.hidden.dtype
+        # Devices' shares of dX are rounded after they are summed.
+        self.hidden_dtype = jnp.float32 if inputs.shard.active else self.dtype
         self.tokens, (self.vocab, self.size) = inputs.hidden.shape[0], inputs.weight.shape
         self.padded_size = round_up(self.size, PADDED_HIDDEN)
         self.padded_vocab = round_up(self.vocab, PADDED_VOCAB)
@@ -100,6 +102,8 @@ class _Call:
         self.weight = jnp.pad(inputs.weight, ((0, self.padded_vocab - self.vocab), (0, more)))
         self.bias = self._along_vocab(inputs.bias)
         self.class_weight = self._along_vocab(inputs.class_weight)
+        limit = inputs.shard.limit()
+        self.limit = None if limit is None else limit.reshape(1)
         self.chunk = _rounded_down(plan.token_chunk, self.tokens)
         self.columns = _rounded_down(plan.fused_columns, self.vocab)
         self.rows = round_up(self.chunk, kernels.TILE_ROWS)
@@ -134,7 +138,7 @@ class _Call:
         exists = row < number
         token = jnp.where(exists, lax.dynamic_slice_in_dim(self.order, first, self.rows), 0)
         i = self.inputs
-        target = jnp.where(exists & i.inside[token], i.target[token], -1)
+        target = jnp.where(exists & i.inside[token], i.shard.place(i.target)[token], -1)
         x = jnp.where(exists[:, None], self.hidden[token], jnp.zeros((), self.dtype))[: round_up(self.chunk, 8)]
         tiles = jnp.arange(-1, self.rows // kernels.TILE_ROWS, dtype=jnp.int32)
         tiles = tiles.at[0].set(-(-number // kernels.TILE_ROWS))
@@ -156,6 +160,8 @@ class _Call:
         """What every first product reads."""
         made = {"tiles": rows.tiles, "start": jnp.asarray(start, jnp.int32).reshape(1), "x": rows.x, "w": self.weight}
         made["target"] = rows.target
+        if self.limit is not None:
+            made["limit"] = self.limit
         return made if self.bias is None else made | {"bias": self.bias}
 
 
@@ -166,7 +172,7 @@ class _Rows(NamedTuple):
     number: Array  # [1] how many there are
     exists: Array
     token: Array
-    target: Array  # −1 for an id outside the vocabulary, and where there is no row
+    target: Array  # −1 for an id outside the vocabulary or on another device, and where there is no row
     x: Array  # [C, D]
     tiles: Array  # [1 + …] how many row tiles there are, and which
 
@@ -191,6 +197,8 @@ def _dots(a: Array, b: Array) -> Array:
 
 def _target_logits(c: _Call, rows: _Rows) -> Array:
     """The anchors a = z_y: NaN for an id outside the vocabulary, 0 where there is no row."""
+    if c.inputs.shared is not None:
+        return jnp.where(rows.exists, c.inputs.shared.target_logit[rows.token], 0.0)
     wanted = jnp.maximum(rows.target, 0)
     x = c.hidden[rows.token]
     z = _dots(x, c.weight[wanted])
@@ -198,6 +206,16 @@ def _target_logits(c: _Call, rows: _Rows) -> Array:
         z = z + c.inputs.bias[wanted].astype(jnp.float32)
     z = xla._capped(z, c.options)
     return jnp.where(rows.exists, jnp.where(rows.target < 0, jnp.nan, z), 0.0)
+
+
+def own_target_logits(inputs: Inputs, options: LossOptions) -> Array:
+    """The anchors [N] of the targets whose rows are on this device, 0 elsewhere. See :func:`xla.own_target_logits`."""
+    place = inputs.shard.place(inputs.target)
+    wanted = jnp.maximum(place, 0)
+    z = _dots(jnp.where(inputs.valid[:, None], inputs.hidden, 0), inputs.weight[wanted])
+    if inputs.bias is not None:
+        z = z + inputs.bias[wanted].astype(jnp.float32)
+    return jnp.where(place >= 0, xla._capped(z, options), 0.0)
 
 
 def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, target_logit: Array) -> Any:
@@ -226,7 +244,9 @@ def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, ta
 
 
 def _sums(c: _Call, rows: _Rows, statistics: bool, holds: bool) -> tuple[Any, Array | None, Array | None]:
-    """The first product of a chunk: its sums, Σ k z where a softcap asks for it, and the exponentials if ``holds``."""
+    """The first product of a chunk: its sums, Σ k z where label smoothing asks for it, and the exponentials if
+    ``holds``; of sums, those of all devices."""
+    shard = c.inputs.shard
     sum_logits = c.options.label_smoothing > 0 and not c.options.separable
     mode = kernels.ANCHORED if holds else kernels.SUMS
     config = c.config(mode, statistics=statistics, sum_logits=sum_logits)
@@ -251,22 +271,34 @@ def _sums(c: _Call, rows: _Rows, statistics: bool, holds: bool) -> tuple[Any, Ar
     made = {name: reference[...] for name, reference in references.items()}
     sums = _line_sums(c, rows, made, moved, target_logit)
     weighted = jnp.where(rows.exists, made["logit_sum"].sum(axis=0), 0.0) if sum_logits else None
+    if statistics:
+        sums = sums.extremes(shard)
+    sums, weighted = sums.total(shard, weighted)
     return sums, weighted, made.get("e")
 
 
 def _rescued(c: _Call, rows: _Rows, sums: Any, arguments: dict[str, Any], statistics: bool) -> tuple[Array, Array]:
     """Row tiles to be done again, and every row's anchor: its maximum where its exponents grew too large."""
     flagged = rows.exists & (sums.s > RESCUE_SUM)
-    tiles = flagged.reshape(-1, kernels.TILE_ROWS).any(axis=1)
-    number = tiles.sum(dtype=jnp.int32)
-    again = jnp.concatenate([number.reshape(1), jnp.argsort(~tiles, stable=True).astype(jnp.int32)])
+    again = _tiles_of(flagged)
     highest = sums.highest
     if not statistics:
         config = c.config(kernels.HIGHEST)
         line = jax.ShapeDtypeStruct((config.column_tiles, c.rows), jnp.float32)
         made = kernels.logits(config, arguments | {"tiles": again}, {"highest": line})
         highest = made["highest"].max(axis=0)
-    return again, jnp.where(flagged, highest, sums.anchor)
+    moved = jnp.where(flagged, highest, sums.anchor)
+    if c.inputs.shard.active:  # a row that one device flags moves on all of them
+        moved = c.inputs.shard.largest(moved)
+        again = _tiles_of(rows.exists & (moved > sums.anchor))
+    return again, moved
+
+
+def _tiles_of(flagged: Array) -> Array:
+    """[1 + tiles]: how many row tiles hold a flagged row, then which."""
+    tiles = flagged.reshape(-1, kernels.TILE_ROWS).any(axis=1)
+    number = tiles.sum(dtype=jnp.int32)
+    return jnp.concatenate([number.reshape(1), jnp.argsort(~tiles, stable=True).astype(jnp.int32)])
 
 
 def _empty(c: _Call, names: Any) -> Any:
@@ -311,7 +343,9 @@ def _token_sums(c: _Call, statistics: bool) -> TokenSums:
 
 
 def _with_weighted(c: _Call, sums: TokenSums, smoothing: _Smoothing | None) -> TokenSums:
-    return sums if smoothing is None else sums._replace(weighted_logits=smoothing.weighted_logits(c))
+    if smoothing is None:
+        return sums
+    return sums._replace(weighted_logits=c.inputs.shard.total(smoothing.weighted_logits(c)))
 
 
 class _Smoothing(NamedTuple):
@@ -332,7 +366,7 @@ class _Smoothing(NamedTuple):
         if i.bias is not None:
             b = i.bias.astype(jnp.float32)
             bias = (b if k is None else b * k).sum()
-        return _Smoothing(c.options.label_smoothing / c.vocab, (w if k is None else w * k[:, None]).sum(axis=0), bias)
+        return _Smoothing(c.options.label_smoothing / i.vocab, (w if k is None else w * k[:, None]).sum(axis=0), bias)
 
     def weighted_logits(self, c: _Call) -> Array:
         """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j), by token."""
@@ -389,6 +423,8 @@ class _Products:
         c = self.call
         if not self.needs.hidden:
             return state
+        if c.inputs.shard.active:
+            scale = None  # other devices' shares follow
         arguments = {"tiles": rows.tiles, "first": rows.first, "start": _index(start), "e": e, "w": c.weight}
         whole = c.columns >= c.vocab
         if factors is not None:
@@ -458,7 +494,7 @@ class _Products:
             if self.smoothing is not None and self.smooth is not None:
                 made = made + self.smooth[:, None] * self.smoothing.weighted_rows
             made = made * scale
-        return jnp.where(c.inputs.valid[:, None], made, jnp.zeros((), made.dtype)).astype(c.dtype)
+        return jnp.where(c.inputs.valid[:, None], made, jnp.zeros((), made.dtype)).astype(c.hidden_dtype)
 
     def finished_weight(self, weight: Array | None) -> Array | None:
         c = self.call
@@ -514,13 +550,22 @@ def _unit(g: Array) -> Array:
 
 def _factors(c: _Call, rows: _Rows, running: Any, part: TokenSums, g: Array) -> _Factors:
     """u = g α / (e_y + s), and u T with T = ((α − β) e_y − β s) / α; 0 where there is no row."""
-    target = jnp.maximum(rows.target, 0)
-    alpha, beta = xla._alpha_beta(c.inputs, c.options, part.lse, target)
+    alpha, beta = xla._alpha_beta(c.inputs, c.options, part.lse, _class_weights_of(c, rows))
     share = xla._target_over_alpha(alpha, beta, running.e_target(), running.s)
     share = xla._sloped(share, part.target_logit, c.options)
     factor = g[rows.token] * alpha / (running.s + running.e_target())
     factor = jnp.where(rows.exists, factor, 0.0)
-    return _Factors(factor, jnp.where(rows.exists, factor * share, 0.0))
+    here = rows.exists & (rows.target >= 0) if c.inputs.shard.active else rows.exists
+    return _Factors(factor, jnp.where(here, factor * share, 0.0))
+
+
+def _class_weights_of(c: _Call, rows: _Rows) -> Array | float:
+    """The targets' class weights of a chunk's rows."""
+    if c.inputs.class_weight is None:
+        return 1.0
+    if c.inputs.shared is not None and c.inputs.shared.class_weight is not None:
+        return c.inputs.shared.class_weight[rows.token]
+    return c.inputs.class_weight[jnp.maximum(rows.target, 0)]
 
 
 class _Made(NamedTuple):
@@ -623,8 +668,9 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
 
 def _sorted_targets(c: _Call, values: Array) -> tuple[Array, Array, Array]:
     """The targets sorted, their tokens in the tokens' order, and their values; no target comes last."""
+    place = c.inputs.shard.place(c.inputs.target)
     real = c.inputs.valid & c.inputs.inside
-    key = jnp.where(real, c.inputs.target, c.padded_vocab)
+    key = jnp.where(real & (place >= 0) if c.inputs.shard.active else real, place, c.padded_vocab)
     key, token = lax.sort((key, jnp.arange(c.tokens, dtype=jnp.int32)), num_keys=1, is_stable=True)
     return key, token, values[token]
 
@@ -672,9 +718,8 @@ def _known_gradients(c: _Call, known: KnownRows, g: Array, needs: Needs) -> Grad
     unit = _unit(g)
     p = _Products(c, needs, g, unit)
     state = _known_slices(c, p, known) if c.columns < c.vocab else _known_chunks(c, p, known)
-    one = jnp.ones((), jnp.float32)
     return Gradients(
-        p.finished_hidden(state.hidden, unit if c.columns < c.vocab else one),
+        p.finished_hidden(state.hidden, unit),
         p.finished_weight(state.weight),
         p.finished_bias(state.bias, unit),
     )

@@ -342,7 +342,8 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
 
     Arguments:
         tiles: [1 + ⌈C / 128⌉] int32: how many row tiles, then which.
-        start: [1] int32: the first vocabulary entry.
+        start: [1] int32: the first vocabulary entry; limit: [1] int32, where there is one: entries from there on count
+            as past the end.
         x [C, D], w [V, D]; bias [tiles of V] float32 if there is one; target [rows] int32; anchor [rows] float32.
         class_weight: [tiles of V] float32, where logits are summed or sigma is given.
         log_total, factor, element, and alpha, gamma, sigma if they are not trivial: [rows] float32, for KNOWN.
@@ -361,6 +362,8 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
             z = _capped(z, config)
             column = plgpu.broadcasted_iota(jnp.int32, SHAPE, 1, layout=plgpu.Layout.WGMMA)
             here = None if whole else column < config.columns - tile.column
+            if "limit" in r:
+                here = column < jnp.minimum(config.columns, r["limit"][0] - start) - tile.column
             make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
             e = make(config, r, tile, z, column, here)
             if "e" in r:

@@ -14,9 +14,10 @@ import numpy as np
 from jax import Array, lax
 
 from logitless import objectives
-from logitless.jax_impl import api
+from logitless.jax_impl import api, vjp
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.distillation import Arrays, Call, divergence
+from logitless.jax_impl.parallel import WHOLE
 from logitless.objectives import (
     LARGEST_LOG_RATIO,
     Aggregation,
@@ -282,7 +283,7 @@ def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[s
 
     The parts are the logit of id 0 and the rest: where logits are large, their sum would lose what divergences need.
     """
-    api._check_arrays({"hidden": hidden, "weight": weight, "target": target, "bias": bias})
+    api._check_arrays(vjp.Arrays(hidden, weight, bias, target, None, None, None), WHOLE)
     arrays = (_stopped(hidden), _stopped(weight), target, _stopped(bias))
     _, stats = linear_cross_entropy(*arrays, reduction="none", return_stats=True, **options)
     known = jnp.isfinite(stats.target_logit)  # a bias of −inf leaves lse alone

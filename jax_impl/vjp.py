@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from logitless.jax_impl import fused, xla
+from logitless.jax_impl import fused, parallel, xla
+from logitless.jax_impl.parallel import WHOLE, Shard
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, TokenStats
 
@@ -26,6 +27,7 @@ from logitless.spec import LossOptions, TokenStats
 MODULES: dict[str, Any] = {"xla": xla, "pallas": fused}
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Call:
     """Everything about a call that is not an array: hashable, so that it is a static argument of jax.jit."""
@@ -35,6 +37,7 @@ class Call:
     statistics: bool
     backend: str
     """A key of MODULES."""
+    shard: Shard = WHOLE
 
     @property
     def module(self) -> Any:
@@ -63,28 +66,66 @@ class _Known(NamedTuple):
 
     arrays: Arrays
     sums: xla.TokenSums
+    shared: xla.Shared | None
 
 
-def prepare(arrays: Arrays, ignore_index: int) -> xla.Inputs:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Like:
+    """What a gradient must look like: its argument's shape and dtype, and the axes over which that varies."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: frozenset[str]
+
+    @staticmethod
+    def of(array: Any) -> _Like | None:
+        return None if array is None else _Like(array.shape, array.dtype, parallel.varying(array))
+
+
+def prepare(arrays: Arrays, ignore_index: int, shard: Shard = WHOLE) -> xla.Inputs:
     """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
     hidden, weight = arrays.hidden, arrays.weight
+    vocab = shard.vocab if shard.active else weight.shape[0]
     accumulation = xla.accumulation_dtype(hidden.dtype)
     flat = arrays.target.reshape(-1)
     valid = flat != ignore_index
-    inside = ~valid | ((flat >= 0) & (flat < weight.shape[0]))
+    inside = ~valid | ((flat >= 0) & (flat < vocab))
     weights = jnp.ones(flat.shape, accumulation)
     if arrays.token_weight is not None:
         weights = arrays.token_weight.reshape(-1).astype(accumulation)
+    class_weight = None if arrays.class_weight is None else arrays.class_weight.astype(accumulation)
     return xla.Inputs(
-        hidden=hidden.reshape(-1, hidden.shape[-1]),
+        hidden=shard.gather(hidden.reshape(-1, hidden.shape[-1])),
         weight=weight,
         bias=arrays.bias,
         target=jnp.where(valid & inside, flat, 0).astype(jnp.int32),
         valid=valid,
         inside=inside,
         token_weight=jnp.where(valid, weights, 0.0),
-        class_weight=None if arrays.class_weight is None else arrays.class_weight.astype(accumulation),
+        class_weight=class_weight,
+        shard=shard,
     )
+
+
+def _inputs(call: Call, arrays: Arrays, shared: xla.Shared | None = None) -> xla.Inputs:
+    """:func:`prepare`, and what the devices share before the first product, unless it is known already."""
+    shard, options = call.shard, call.options
+    inputs = prepare(arrays, options.ignore_index, shard)
+    if not shard.active:
+        return inputs
+    if options.label_smoothing or inputs.class_weight is not None:
+        inputs = inputs._replace(class_weight=shard.weights(inputs.class_weight, inputs.accumulation_dtype))
+    if shared is not None:
+        return inputs._replace(shared=shared)
+    k, place = inputs.class_weight, shard.place(inputs.target)
+    own = xla.Shared(
+        target_logit=call.module.own_target_logits(inputs, options),
+        class_weight=None if k is None else jnp.where(place >= 0, k[jnp.maximum(place, 0)], 0.0),
+        class_weight_sum=None if k is None else k.sum(),
+    )
+    made = shard.total(own)
+    return inputs._replace(shared=made._replace(target_logit=jnp.where(inputs.inside, made.target_logit, jnp.nan)))
 
 
 def _row_upstream(inputs: xla.Inputs, options: LossOptions, upstream: Array) -> Array:
@@ -114,14 +155,17 @@ def refuse_perturbed(primals: Any) -> None:
             )
 
 
-def _cotangents(gradients: xla.Gradients, arguments: Any) -> tuple[Arrays]:
-    """The last cast: the argument's dtype and shape; None for what was not wanted."""
+def _cotangents(gradients: xla.Gradients, likes: tuple[Any, ...], shard: Shard) -> tuple[Arrays]:
+    """The last cast: the argument's dtype and shape; None for what was not wanted. dX is summed over the devices."""
+    if gradients.hidden is not None:
+        gradients = gradients._replace(hidden=shard.reduce_hidden(gradients.hidden, likes[0].varying))
 
     def cast(gradient: Array | None, like: Any) -> Array | None:
-        return None if gradient is None else gradient.astype(like.dtype).reshape(like.shape)
+        if gradient is None:
+            return None
+        return parallel.matched(gradient.astype(like.dtype).reshape(like.shape), like.varying)
 
-    made = [cast(gradient, like) for gradient, like in zip(gradients, arguments, strict=True)]
-    hidden, weight, bias = made
+    hidden, weight, bias = (cast(gradient, like) for gradient, like in zip(gradients, likes, strict=True))
     return (Arrays(hidden, weight, bias, None, None, None, None),)
 
 
@@ -158,11 +202,11 @@ def _loss_output(
     return loss, TokenStats(*(values.reshape(shape) for values in xla.token_stats(inputs, sums)))
 
 
-def _loss_from_sums(call: Call, arrays: Arrays) -> tuple[tuple[Array, TokenStats | None], xla.TokenSums]:
-    inputs = prepare(arrays, call.options.ignore_index)
+def _loss_from_sums(call: Call, arrays: Arrays) -> tuple[tuple[Array, TokenStats | None], _Known]:
+    inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
     sums = call.module.token_sums(inputs, call.options, call.plan, call.statistics)
-    return _loss_output(call, arrays, inputs, sums, norm), sums
+    return _loss_output(call, arrays, inputs, sums, norm), _Known(arrays, sums, inputs.shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -170,18 +214,34 @@ def _loss(call: Call, arrays: Arrays) -> tuple[Array, TokenStats | None]:
     return _loss_from_sums(call, arrays)[0]
 
 
-def _loss_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, TokenStats | None], Any]:
-    arrays, needs = _values_and_needs(primals)
-    like = tuple(None if leaf is None else jnp.zeros((0, *leaf.shape), leaf.dtype) for leaf in arrays[:3])
+def loss_forward(call: Call, arrays: Arrays, needs: xla.Needs) -> tuple[tuple[Array, TokenStats | None], Any]:
+    """(loss, statistics), and what :func:`loss_gradients` needs."""
     if not (call.one_pass and any(needs)):
-        output, sums = _loss_from_sums(call, arrays)
-        return output, (_Known(arrays, sums), _flags(needs), like)
-    inputs = prepare(arrays, call.options.ignore_index)
+        return _loss_from_sums(call, arrays)
+    inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
     g = _row_upstream(inputs, call.options, norm)
     sums, held = call.module.loss_gradients(inputs, call.options, call.plan, g, needs, call.statistics)
-    output = _loss_output(call, arrays, inputs, sums, norm)
-    return output, (held, _flags(needs), like)
+    return _loss_output(call, arrays, inputs, sums, norm), held
+
+
+def _loss_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, TokenStats | None], Any]:
+    arrays, needs = _values_and_needs(primals)
+    _check_tracked(call, needs)
+    output, kept = loss_forward(call, arrays, needs)
+    return output, (kept, _flags(needs), _likes(arrays))
+
+
+def _check_tracked(call: Call, needs: xla.Needs) -> None:
+    if call.shard.active and any(needs) and not parallel.tracked():
+        raise ValueError(
+            f"axis_name: got {call.shard.axis_name!r} of a jax.shard_map with check_vma=False, allowed for gradients "
+            f"is check_vma=True (else JAX does not say what must be summed), or sharded_linear_cross_entropy"
+        )
+
+
+def _likes(arrays: Arrays) -> tuple[_Like | None, ...]:
+    return tuple(_Like.of(array) for array in arrays[:3])
 
 
 def _flags(needs: xla.Needs) -> tuple[Any, ...]:
@@ -193,27 +253,27 @@ def _needs(flags: tuple[Any, ...]) -> xla.Needs:
     return xla.Needs(*(flag is not None for flag in flags))
 
 
-def _shapes(like: tuple[Any, ...]) -> list[Any]:
-    return [None if leaf is None else jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in like]
-
-
 def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]:
-    kept, flags, like = residuals
+    kept, flags, likes = residuals
     upstream = cotangents[0]
     if _zero(upstream):
         return (Arrays(*(None,) * len(Arrays._fields)),)
-    upstream = _once(upstream)
+    return _cotangents(loss_gradients(call, kept, _needs(flags), _once(upstream)), likes, call.shard)
+
+
+def loss_gradients(call: Call, kept: Any, needs: xla.Needs, upstream: Array) -> xla.Gradients:
+    """Gradients from what :func:`loss_forward` kept; of hidden, this device's share."""
     if not isinstance(kept, _Known):
-        gradients = call.module.finish(kept, call.options, call.plan, _needs(flags), upstream)
-        return _cotangents(gradients, _shapes(like))
+        made: xla.Gradients = call.module.finish(kept, call.options, call.plan, needs, upstream)
+        return made
     arrays = kept.arrays
-    inputs = prepare(arrays, call.options.ignore_index)
+    inputs = _inputs(call, arrays, kept.shared)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
     per_token = upstream.reshape(-1) if call.options.reduction == "none" else upstream * norm
     g = _row_upstream(inputs, call.options, per_token)
     known = xla.known_loss_rows(inputs, call.options, kept.sums, g)
-    gradients = call.module.known_gradients(inputs, call.options, call.plan, known, g, _needs(flags))
-    return _cotangents(gradients, _shapes(like))
+    made = call.module.known_gradients(inputs, call.options, call.plan, known, g, needs)
+    return made
 
 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
@@ -223,41 +283,50 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 # Log-probs and entropy
 
 
-def _log_probs_from_sums(call: Call, arrays: Arrays) -> tuple[tuple[Array, Array | None], xla.TokenSums]:
-    inputs = prepare(arrays, call.options.ignore_index)
+def log_probs_forward(call: Call, arrays: Arrays, _: xla.Needs | None = None) -> tuple[Any, _Known]:
+    """(log_prob, entropy), and what :func:`log_probs_gradients` needs."""
+    inputs = _inputs(call, arrays)
     sums = call.module.token_sums(inputs, call.options, call.plan, call.statistics)
     shape = arrays.target.shape
     log_prob = jnp.where(inputs.valid, -sums.nll, 0.0).reshape(shape)
     entropy = None if sums.entropy is None else jnp.where(inputs.valid, sums.entropy, 0.0).reshape(shape)
-    return (log_prob, entropy), sums
+    return (log_prob, entropy), _Known(arrays, sums, inputs.shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_probs(call: Call, arrays: Arrays) -> tuple[Array, Array | None]:
-    return _log_probs_from_sums(call, arrays)[0]
+    return log_probs_forward(call, arrays)[0]  # type: ignore[no-any-return]
 
 
 def _log_probs_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, Array | None], Any]:
     arrays, needs = _values_and_needs(primals)
-    output, sums = _log_probs_from_sums(call, arrays)
-    return output, (_Known(arrays, sums), _flags(needs))
+    _check_tracked(call, needs)
+    output, known = log_probs_forward(call, arrays)
+    return output, (known, _flags(needs), _likes(arrays))
 
 
 def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]:
-    (arrays, sums), flags = residuals
-    g_log_prob, g_entropy = cotangents
-    if _zero(g_log_prob) and _zero(g_entropy):
+    kept, flags, likes = residuals
+    if all(map(_zero, cotangents)):
         return (Arrays(*(None,) * len(Arrays._fields)),)
-    inputs = prepare(arrays, call.options.ignore_index)
+    g_log_prob, g_entropy = (None if _zero(cotangent) else _once(cotangent) for cotangent in cotangents)
+    return _cotangents(log_probs_gradients(call, kept, _needs(flags), g_log_prob, g_entropy), likes, call.shard)
 
-    def rows(cotangent: Any) -> Array:
-        flat = jnp.zeros(inputs.target.shape) if _zero(cotangent) else _once(cotangent).reshape(-1)
+
+def log_probs_gradients(
+    call: Call, kept: _Known, needs: xla.Needs, g_log_prob: Array | None, g_entropy: Array | None
+) -> xla.Gradients:
+    """Gradients from what :func:`log_probs_forward` kept; of hidden, this device's share."""
+    inputs = _inputs(call, kept.arrays, kept.shared)
+
+    def rows(cotangent: Array | None) -> Array:
+        flat = jnp.zeros(inputs.target.shape) if cotangent is None else cotangent.reshape(-1)
         return _row_upstream(inputs, call.options, flat)
 
-    g2 = None if _zero(g_entropy) else rows(g_entropy)
-    known = xla.known_log_prob_rows(call.options, sums, rows(g_log_prob), g2)
-    gradients = call.module.known_gradients(inputs, call.options, call.plan, known, known.factor, _needs(flags))
-    return _cotangents(gradients, arrays[:3])
+    g2 = None if g_entropy is None else rows(g_entropy)
+    known = xla.known_log_prob_rows(call.options, kept.sums, rows(g_log_prob), g2)
+    made: xla.Gradients = call.module.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
+    return made
 
 
 _log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)

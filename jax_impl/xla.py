@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from logitless.jax_impl import parallel
+from logitless.jax_impl.parallel import WHOLE, Shard
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
 
@@ -27,6 +29,14 @@ Carry = TypeVar("Carry")
 def accumulation_dtype(dtype: Any) -> Any:
     """float64 for float64, else float32."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+class Shared(NamedTuple):
+    """What the devices have told each other before the first product: the same on all that share a vocabulary."""
+
+    target_logit: Array  # [N], NaN for an id outside the vocabulary
+    class_weight: Array | None  # [N], the targets'
+    class_weight_sum: Array | None
 
 
 class Inputs(NamedTuple):
@@ -40,16 +50,33 @@ class Inputs(NamedTuple):
     inside: Array  # [N] bool, False for an id outside the vocabulary: that token's loss becomes NaN
     token_weight: Array  # [N] accumulation dtype, 0 where ignored
     class_weight: Array | None  # [V] accumulation dtype
+    shard: Shard = WHOLE  # with an axis, V of the arrays above is that of this device's slice
+    shared: Shared | None = None
 
     @property
     def accumulation_dtype(self) -> Any:
         return accumulation_dtype(self.hidden.dtype)
 
+    @property
+    def vocab(self) -> int:
+        """Ids there are, on all devices."""
+        return self.shard.vocab if self.shard.active else int(self.weight.shape[0])
+
     def target_class_weight(self) -> Array | float:
-        return 1.0 if self.class_weight is None else self.class_weight[self.target]
+        if self.class_weight is None:
+            return 1.0
+        if self.shared is not None:
+            assert self.shared.class_weight is not None
+            return self.shared.class_weight
+        return self.class_weight[self.target]
 
     def class_weight_sum(self) -> Array | float:
-        return float(self.weight.shape[0]) if self.class_weight is None else self.class_weight.sum()
+        if self.class_weight is None:
+            return float(self.vocab)
+        if self.shared is not None:
+            assert self.shared.class_weight_sum is not None
+            return self.shared.class_weight_sum
+        return self.class_weight.sum()
 
 
 class Needs(NamedTuple):
@@ -114,6 +141,8 @@ class KnownRows(NamedTuple):
 def _for_slices(length: int, size: int, body: Callable[[Carry, Any, int], Carry], carry: Carry) -> Carry:
     """carry = body(carry, start, size) for every slice: a loop over the full ones, then the ragged rest."""
     full, rest = divmod(length, size)
+    if length and parallel.tracked():
+        carry = _vary_as_made(lambda state: body(state, jnp.int32(0), min(size, length)), carry)
     if full == 1:
         carry = body(carry, 0, size)
     elif full > 1:
@@ -125,6 +154,16 @@ def _for_slices(length: int, size: int, body: Callable[[Carry, Any, int], Carry]
     once = lax.optimization_barrier(jnp.int32(1))
     carry = lax.fori_loop(jnp.int32(0), once, lambda i, c: body(c, full * size + i * rest, rest), carry)
     return carry
+
+
+def _vary_as_made(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """``carry`` with types that vary over the axes over which a loop's body makes it vary, which JAX asks for."""
+    while True:
+        made = jax.eval_shape(body, carry)
+        wanted = jax.tree.map(lambda part, like: parallel.vary_over(part, parallel.varying(like)), carry, made)
+        if jax.tree.map(parallel.varying, wanted) == jax.tree.map(parallel.varying, carry):
+            return carry
+        carry = wanted
 
 
 def _bits(array: Array) -> Array:
@@ -167,6 +206,12 @@ def _rows_at(array: Array, indices: Array) -> Array:
     return _floats(_bits(array)[indices], array.dtype)
 
 
+def _is_real(limit: Array, start: Any, size: int) -> Array:
+    """[size]: whether column start + j is no padding."""
+    columns: Array = start + jnp.arange(size, dtype=jnp.int32)
+    return columns < limit
+
+
 def _is_target(target: Array, start: Any, size: int) -> Array:
     """[C, size]: whether column start + j is the row's target."""
     columns: Array = start + jnp.arange(size, dtype=jnp.int32)
@@ -206,8 +251,23 @@ def _logits_block(x: Array, inputs: Inputs, start: Any, size: int, options: Loss
 
 def _target_logits(x: Array, inputs: Inputs, first: Any, options: LossOptions) -> Array:
     """The anchors a_i = z_{i, y_i}: one dot product per token; NaN for an id outside the vocabulary."""
+    tokens = x.shape[0]
+    if inputs.shared is not None:
+        return _take(inputs.shared.target_logit, first, tokens)
+    logits = _row_logits(x, inputs, _take(inputs.target, first, tokens), options)
+    return jnp.where(_take(inputs.inside, first, tokens), logits, jnp.nan)
+
+
+def own_target_logits(inputs: Inputs, options: LossOptions) -> Array:
+    """The anchors [N] of the targets whose rows are on this device, 0 elsewhere."""
+    place = inputs.shard.place(inputs.target)
+    logits = _row_logits(_rows_of(inputs, 0, place.shape[0]), inputs, jnp.maximum(place, 0), options)
+    return jnp.where(place >= 0, logits, 0.0)
+
+
+def _row_logits(x: Array, inputs: Inputs, target: Array, options: LossOptions) -> Array:
+    """z_{i, target_i} of the rows x."""
     dtype, tokens = inputs.accumulation_dtype, x.shape[0]
-    target = _take(inputs.target, first, tokens)
 
     def part(dots: Array, start: Any, size: int) -> Array:
         rows = _rows_at(inputs.weight, _take(target, start, size)).astype(dtype)
@@ -216,7 +276,7 @@ def _target_logits(x: Array, inputs: Inputs, first: Any, options: LossOptions) -
     dots = _for_slices(tokens, ANCHOR_ROWS, part, jnp.zeros(tokens, dtype))
     if inputs.bias is not None:
         dots = dots + inputs.bias[target].astype(dtype)
-    return jnp.where(_take(inputs.inside, first, tokens), _capped(dots, options), jnp.nan)
+    return _capped(dots, options)
 
 
 def _rows_of(inputs: Inputs, first: Any, size: int) -> Array:
@@ -240,9 +300,10 @@ class _RunningSums(NamedTuple):
     gap_sum: Array | None  # Σ exp(z − anchor) (z − anchor), without the target
     lowest: Array | None
     argmax: Array | None
+    limit: Array | None = None  # where padding begins, if there is any
 
     @staticmethod
-    def start(target_logit: Array, target: Array, statistics: bool) -> _RunningSums:
+    def start(target_logit: Array, target: Array, statistics: bool, limit: Array | None = None) -> _RunningSums:
         zero = jnp.zeros_like(target_logit)
         return _RunningSums(
             target_logit=target_logit,
@@ -253,23 +314,31 @@ class _RunningSums(NamedTuple):
             gap_sum=zero if statistics else None,
             lowest=jnp.full_like(target_logit, jnp.inf) if statistics else None,
             argmax=jnp.zeros_like(target) if statistics else None,
+            limit=limit,
         )
+
+    def _real(self, z: Array, start: Any, padding: float) -> Array:
+        """A block with ``padding`` where the weight is padded."""
+        return z if self.limit is None else jnp.where(_is_real(self.limit, start, z.shape[1]), z, padding)
 
     def observe(self, z: Array, start: Any) -> _RunningSums:
         """Maximum (and minimum and first index of the maximum) of a block of logits."""
-        block_highest = z.max(axis=1)
+        above = self._real(z, start, -jnp.inf)
+        block_highest = above.max(axis=1)
         sums = self._replace(highest=jnp.maximum(self.highest, block_highest))
         if self.argmax is None or self.lowest is None:
             return sums
-        best = z.argmax(axis=1).astype(jnp.int32) + start
+        best = above.argmax(axis=1).astype(jnp.int32) + start
         return sums._replace(
             argmax=jnp.where(block_highest > self.highest, best, self.argmax),
-            lowest=jnp.minimum(self.lowest, z.min(axis=1)),
+            lowest=jnp.minimum(self.lowest, self._real(z, start, jnp.inf).min(axis=1)),
         )
 
     def rescue(self) -> _RunningSums:
         """Move the anchor of a row to its maximum where exponents would grow too large; rescale what was summed."""
-        moved = jnp.where(self.highest - self.anchor > RESCUE_NATS, self.highest, self.anchor)
+        return self._moved(jnp.where(self.highest - self.anchor > RESCUE_NATS, self.highest, self.anchor))
+
+    def _moved(self, moved: Array) -> _RunningSums:
         step = self.anchor - moved
         factor = jnp.exp(step)
         gap_sum = None if self.gap_sum is None else factor * (self.gap_sum + self.s * step)
@@ -278,11 +347,34 @@ class _RunningSums(NamedTuple):
     def exponentiate(self, z: Array, start: Any) -> tuple[_RunningSums, Array]:
         """exp(z − anchor), 0 at the target, and the sums with it."""
         gaps = z - self.anchor[:, None]
-        e = jnp.where(_is_target(self.target, start, z.shape[1]), 0.0, jnp.exp(gaps))
+        e = jnp.where(_is_target(self.target, start, z.shape[1]), 0.0, self._real(jnp.exp(gaps), start, 0.0))
         sums = self._replace(s=self.s + e.sum(axis=1))
         if self.gap_sum is not None:
             sums = sums._replace(gap_sum=self.gap_sum + (e * jnp.maximum(gaps, LOWEST_GAP)).sum(axis=1))
         return sums, e
+
+    def together(self, shard: Shard, weighted: Array | None) -> tuple[_RunningSums, Array | None]:
+        """The sums over all devices, which may have moved their anchors differently, and that of ``weighted``."""
+        if not shard.active:
+            return self, weighted
+        anchor = shard.largest(self.anchor)
+        sums = self if self.argmax is None else self.extremes(shard)
+        return sums._moved(anchor).total(shard, weighted)
+
+    def extremes(self, shard: Shard) -> _RunningSums:
+        """Maximum (and minimum and lowest id of the maximum) over all devices."""
+        if not shard.active:
+            return self
+        if self.argmax is None or self.lowest is None:
+            return self._replace(highest=shard.largest(self.highest))
+        highest, negative = shard.largest((self.highest, -self.lowest))
+        argmax = shard.winner(self.argmax, self.highest == highest)
+        return self._replace(highest=highest, lowest=-negative, argmax=argmax)
+
+    def total(self, shard: Shard, weighted: Array | None) -> tuple[_RunningSums, Array | None]:
+        """The sums over all devices, which have the same anchors, and that of ``weighted``."""
+        s, gap_sum, weighted = shard.total((self.s, self.gap_sum, weighted))
+        return self._replace(s=s, gap_sum=gap_sum), weighted
 
     def e_target(self) -> Array:
         """exp(a − anchor): 1 but for a rescued row."""
@@ -325,13 +417,13 @@ def _put_sums(all_sums: TokenSums, part: TokenSums, first: Any) -> TokenSums:
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
-    smoothing = _Smoothing.prepare(inputs, options, plan)
+    smoothing, shard = _Smoothing.prepare(inputs, options, plan), inputs.shard
     sum_logits = options.label_smoothing > 0 and not options.separable
 
     def chunk(all_sums: TokenSums, first: Any, tokens: int) -> TokenSums:
         x = _rows_of(inputs, first, tokens)
-        target = _take(inputs.target, first, tokens)
-        running = _RunningSums.start(_target_logits(x, inputs, first, options), target, statistics)
+        target = shard.place(_take(inputs.target, first, tokens))
+        running = _RunningSums.start(_target_logits(x, inputs, first, options), target, statistics, shard.limit())
         weighted = jnp.zeros_like(running.s) if sum_logits else None
 
         def block(carry: Any, start: Any, size: int) -> Any:
@@ -346,6 +438,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
         running, weighted = _for_slices(plan.vocab, plan.vocab_chunk, block, (running, weighted))
         if smoothing is not None:
             weighted = smoothing.weighted_logits(x, options)
+        running, weighted = running.together(shard, weighted)
         return _put_sums(all_sums, running.finish(weighted), first)
 
     empty = _empty_sums(inputs, options.label_smoothing > 0, statistics)
@@ -364,7 +457,10 @@ def normalizer(inputs: Inputs, options: LossOptions, given: Array | None) -> Arr
     if given is not None:
         return one / given.astype(one.dtype)
     counts = inputs.token_weight * inputs.target_class_weight()
-    return jnp.where((counts != 0).any(), one / counts.sum(), 0.0)
+    if not inputs.shard.batch_axes:
+        return jnp.where((counts != 0).any(), one / counts.sum(), 0.0)
+    total, number = inputs.shard.batch_total((counts.sum(), (counts != 0).sum()))
+    return jnp.where(number > 0, one / total, 0.0)
 
 
 def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Array:
@@ -373,7 +469,7 @@ def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Array:
     if options.label_smoothing:
         assert sums.weighted_logits is not None
         gap = inputs.class_weight_sum() * sums.lse - sums.weighted_logits
-        loss = loss + options.label_smoothing / inputs.weight.shape[0] * gap
+        loss = loss + options.label_smoothing / inputs.vocab * gap
     if options.z_loss:
         loss = loss + options.z_loss * jnp.square(sums.lse)
     return jnp.where(inputs.valid, loss * inputs.token_weight, 0.0)
@@ -398,14 +494,22 @@ def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
     )
 
 
-def _alpha_beta(inputs: Inputs, options: LossOptions, lse: Array, target: Array) -> tuple[Array, Array]:
-    """α_i and β_i without t_i: dz_ij = g t (α p_ij − β δ_{j y}), smoothing's constant apart."""
-    k = 1.0 if inputs.class_weight is None else inputs.class_weight[target]
+def _alpha_beta(inputs: Inputs, options: LossOptions, lse: Array, k: Array | float) -> tuple[Array, Array]:
+    """α_i and β_i without t_i: dz_ij = g t (α p_ij − β δ_{j y}), smoothing's constant apart. k: of the targets."""
     beta = (1.0 - options.label_smoothing) * k * jnp.ones_like(lse)
-    smooth = options.label_smoothing / inputs.weight.shape[0]
+    smooth = options.label_smoothing / inputs.vocab
     alpha = beta + smooth * inputs.class_weight_sum() + 2.0 * options.z_loss * lse
     floor = ALPHA_FLOOR * jnp.abs(beta)
     return jnp.where(jnp.abs(alpha) < floor, jnp.copysign(floor, alpha), alpha), beta
+
+
+def _class_weights_of(inputs: Inputs, first: Any, target: Array) -> Array | float:
+    """The class weights of a chunk's targets."""
+    if inputs.class_weight is None:
+        return 1.0
+    if inputs.shared is not None and inputs.shared.class_weight is not None:
+        return _take(inputs.shared.class_weight, first, target.shape[0])
+    return inputs.class_weight[target]
 
 
 def _target_over_alpha(alpha: Array, beta: Array, e_target: Array, s: Array) -> Array:
@@ -421,12 +525,12 @@ def _sloped(target: Array, target_logit: Array, options: LossOptions) -> Array:
 
 def known_loss_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Array) -> KnownRows:
     """The rows of the loss's gradient when lse is known: the anchor is lse, so the exponentials are probabilities."""
-    alpha, beta = _alpha_beta(inputs, options, sums.lse, inputs.target)
+    alpha, beta = _alpha_beta(inputs, options, sums.lse, inputs.target_class_weight())
     p, q = jnp.exp(-sums.nll), -jnp.expm1(-sums.nll)
     if options.separable:
         target = _target_over_alpha(alpha, beta, p, q)
         return KnownRows(sums.anchor, sums.log_total, g * alpha, _sloped(target, sums.target_logit, options))
-    smooth = options.label_smoothing / inputs.weight.shape[0]
+    smooth = options.label_smoothing / inputs.vocab
     target = (alpha - beta) * p - beta * q - smooth * inputs.target_class_weight()
     target = _sloped(target, sums.target_logit, options)
     return KnownRows(sums.anchor, sums.log_total, g, target, alpha=alpha, sigma=jnp.full_like(g, smooth))
@@ -473,7 +577,7 @@ class _Smoothing(NamedTuple):
         if inputs.bias is not None:
             b = inputs.bias.astype(dtype)
             bias = b.sum() if k is None else b @ k
-        return _Smoothing(options.label_smoothing / inputs.weight.shape[0], rows, bias)
+        return _Smoothing(options.label_smoothing / inputs.vocab, rows, bias)
 
     def weighted_logits(self, x: Array, options: LossOptions) -> Array:
         """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
@@ -606,7 +710,7 @@ def loss_gradients(
     g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored. For a plan in one pass and
     separable options.
     """
-    dtype = inputs.accumulation_dtype
+    dtype, shard = inputs.accumulation_dtype, inputs.shard
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype)
@@ -614,7 +718,7 @@ def loss_gradients(
     def chunk(carry: Any, first: Any, tokens: int) -> Any:
         all_sums, state, e = carry
         x = _rows_of(inputs, first, tokens)
-        target = _take(inputs.target, first, tokens)
+        target = shard.place(_take(inputs.target, first, tokens))
 
         def logits(carry: Any, start: Any, size: int) -> Any:
             e, running = carry
@@ -629,12 +733,16 @@ def loss_gradients(
                 block = block * _slope(z, options)
             return _put(e, block, start, axis=1), running
 
-        running = _RunningSums.start(_target_logits(x, inputs, first, options), target, statistics)
+        running = _RunningSums.start(_target_logits(x, inputs, first, options), target, statistics, shard.limit())
         e, running = _for_slices(plan.vocab, plan.vocab_chunk, logits, (e, running))
-        e, running = _for_slices(plan.vocab, plan.vocab_chunk, exponentials, (e, running.rescue()))
-        part = running.finish(None if smoothing is None else smoothing.weighted_logits(x, options))
+        # The exponentials that are held are relative to the same anchor on all devices.
+        running = running.extremes(shard).rescue()
+        e, running = _for_slices(plan.vocab, plan.vocab_chunk, exponentials, (e, running))
+        weighted = None if smoothing is None else smoothing.weighted_logits(x, options)
+        running, weighted = running.total(shard, weighted)
+        part = running.finish(weighted)
 
-        alpha, beta = _alpha_beta(inputs, options, part.lse, target)
+        alpha, beta = _alpha_beta(inputs, options, part.lse, _class_weights_of(inputs, first, target))
         element = _target_over_alpha(alpha, beta, running.e_target(), running.s)
         element = _sloped(element, part.target_logit, options)
 
@@ -653,8 +761,9 @@ def loss_gradients(
 
 
 def _known_block(
-    z: Array, known: KnownRows, first: Any, target: Array, start: Any, k: Array | None, options: LossOptions
-) -> Array:
+    z: Array, known: KnownRows, first: Any, target: Array, start: Any, k: Array | None, options: LossOptions,
+    limit: Array | None,
+) -> Array:  # fmt: skip
     """The matrix of :class:`KnownRows` from a block of logits."""
     tokens = z.shape[0]
 
@@ -672,6 +781,8 @@ def _known_block(
         e = e - column(known.sigma) * (1.0 if k is None else k)
     if options.softcap is not None:
         e = e * _slope(z, options)
+    if limit is not None:
+        e = jnp.where(_is_real(limit, start, z.shape[1]), e, 0.0)
     return jnp.where(_is_target(target, start, z.shape[1]), column(known.target), e)
 
 
@@ -683,16 +794,18 @@ def known_gradients(
     g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part reads it.
     """
     smoothing = _Smoothing.prepare(inputs, options, plan)
-    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, inputs.hidden.dtype)
+    # Devices' shares of dX are rounded after they are summed.
+    hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype)
 
     def chunk(state: Any, first: Any, tokens: int) -> Any:
         x = _rows_of(inputs, first, tokens)
-        target = _take(inputs.target, first, tokens)
+        target = inputs.shard.place(_take(inputs.target, first, tokens))
 
         def matrix(start: Any, size: int) -> Array:
             z = _logits_block(x, inputs, start, size, options)
             k = None if inputs.class_weight is None else _take(inputs.class_weight, start, size)
-            return _known_block(z, known, first, target, start, k, options)
+            return _known_block(z, known, first, target, start, k, options, inputs.shard.limit())
 
         return accumulators.add_chunk(state, first, x, _take(known.factor, first, tokens), matrix)
 

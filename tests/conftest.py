@@ -22,7 +22,9 @@ else:
         os.environ["JAX_PLATFORMS"] = "cpu"
     # The optimiser takes most of the time of tests that compile hundreds of small programs; buffers are assigned
     # before it runs. The older emitters take half of the rest; jax 0.11 has none.
+    # Four devices for tests/test_sharded_jax.py; the others see the first one.
     flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    flags += ["--xla_force_host_platform_device_count=4"]
     if importlib.util.find_spec("jax") is not None and importlib.metadata.version("jax").startswith("0.10."):
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))

@@ -77,10 +77,11 @@ def test_readme_has_a_block_per_framework() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "needs"), [("torch", ()), ("jax", ("optax",)), ("flax", ("optax",)), ("equinox", ("optax",))]
+    ("name", "needs"),
+    [("torch", ()), ("jax", ("optax",)), ("jax_sharded", ("optax",)), ("flax", ("optax",)), ("equinox", ("optax",))],
 )
 def test_examples_learn(name: str, needs: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    for module in (name, *needs):
+    for module in (name.split("_")[0], *needs):
         pytest.importorskip(module, reason="the example needs it")
     last = runpy.run_path(str(ROOT / "examples" / f"{name}_training.py"))["main"]()
     first = float(capsys.readouterr().out.split("loss ")[1].split()[0])

@@ -19,9 +19,9 @@ __all__ = [
     "dpo_loss",
     "linear_cross_entropy",
     "linear_log_probs",
-    "patch",
-    "unpatch",
     "padded_index_gather",
+    "patch",
     "profile_losses",
     "profile_saved_tensors",
+    "unpatch",
 ]

@@ -1,0 +1,117 @@
+"""JAX on several GPUs against one: ``python bench/sharded_jax.py --output DIR``, from a checkout, nothing installed.
+
+One step is loss, dX and dW of ``jax_impl.sharded_linear_cross_entropy`` under jax.jit, arrays lying as it cuts them.
+
+    tensor    the vocabulary over all devices, the same problem on more of them
+    sequence  the same, hidden's tokens cut over the same axis
+    data      the tokens over all devices, N tokens on each (weak scaling): every device has the whole weight
+
+Written as JSON: milliseconds (median of interleaved rounds), the compiler's temporary bytes on a device, bytes that a
+device gives to collectives of [N, D] and [V, D], and ``over_one``, the time over that of one device on the same N
+(tensor, sequence: 1 / devices at best; data: 1 at best).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+KINDS = ("tensor", "sequence", "data")
+
+
+class Variant:
+    """One kind on some devices: a compiled step and what is known of it before it runs."""
+
+    def __init__(self, kind: str, count: int, sizes: tuple[int, int, int], backend: str | None) -> None:
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import AxisType, NamedSharding
+        from jax.sharding import PartitionSpec as P
+
+        from logitless.jax_impl import linear_cross_entropy, sharded_linear_cross_entropy
+
+        tokens, hidden, vocab = sizes
+        tokens *= count if kind == "data" else 1
+        rows = -(-vocab // count) * count
+        mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+        axes = {"data_axis": "x"} if kind == "data" else {"vocab_axis": "x", "vocab": vocab}
+        sharded = sharded_linear_cross_entropy(mesh, sequence_parallel=kind == "sequence", **axes)
+        loss = linear_cross_entropy if count == 1 else sharded
+        specs = {"tensor": (P(), P("x"), P()), "sequence": (P("x"), P("x"), P()), "data": (P("x"), P(), P("x"))}[kind]
+        cuts = tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        def make() -> Any:
+            keys = jax.random.split(jax.random.key(0), 3)
+            x = jax.random.normal(keys[0], (tokens, hidden), jnp.bfloat16)
+            w = jax.random.normal(keys[1], (rows if kind != "data" else vocab, hidden), jnp.bfloat16)
+            return x, w * jnp.bfloat16(hidden**-0.5), jax.random.randint(keys[2], (tokens,), 0, vocab)
+
+        def step(x: Any, w: Any, y: Any) -> Any:
+            return jax.value_and_grad(lambda x, w: loss(x, w, y, backend=backend), (0, 1))(x, w)
+
+        self.arrays = jax.jit(make, out_shardings=cuts)()
+        self.compiled = jax.jit(step).lower(*self.arrays).compile()
+        operand = {"tensor": 4 * tokens * hidden, "sequence": 6 * tokens * hidden, "data": 2 * vocab * hidden}[kind]
+        self.row: dict[str, Any] = {
+            "kind": kind, "devices": count, "tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "bfloat16",
+            "temp_bytes": int(self.compiled.memory_analysis().temp_size_in_bytes),
+            "collective_bytes": operand if count > 1 else 0,
+        }  # fmt: skip
+
+    def __call__(self) -> Any:
+        import jax
+
+        return jax.block_until_ready(self.compiled(*self.arrays))
+
+
+def measure(sizes: tuple[int, int, int], counts: list[int], rounds: int, backend: str | None) -> list[dict[str, Any]]:
+    """Rows of every kind on every number of devices, beside one device."""
+    from bench.timing import interleaved_ms, median_ms
+
+    rows = []
+    for kind in KINDS:
+        variants = {str(count): Variant(kind, count, sizes, backend) for count in [1, *counts]}
+        losses = [float(variant()[0]) for variant in variants.values()]
+        *_, (_, times) = interleaved_ms(dict(variants), rounds)
+        one = median_ms(times["1"])
+        for (name, variant), loss in zip(variants.items(), losses, strict=True):
+            time_ms = median_ms(times[name])
+            rows.append(variant.row | {"time_ms": time_ms, "over_one": time_ms / one, "loss": loss})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, required=True, help="folder for sharded_jax.json")
+    parser.add_argument("--sizes", type=int, nargs=3, default=[16384, 4096, 128256], metavar=("N", "D", "V"))
+    parser.add_argument("--devices", type=int, nargs="*", help="numbers of devices beside one; default: 2, 4, …, all")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--backend", choices=["pallas", "xla"], help="default: what linear_cross_entropy chooses")
+    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        from bench import machine
+        from bench.gpu_check import make_overlay
+
+        sys.path.insert(0, str(make_overlay(Path(folder))))
+        import jax
+
+        found = jax.device_count()
+        counts = arguments.devices or [2**power for power in range(1, 10) if 2**power <= found]
+        result = {"machine": machine.describe(arguments.commit) | {"devices": [str(d) for d in jax.devices()]}}
+        rows = measure(tuple(arguments.sizes), counts, arguments.rounds, arguments.backend)
+        (arguments.output / "sharded_jax.json").write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
