@@ -21,13 +21,9 @@ from jax.custom_derivatives import SymbolicZero
 from logitless.interop import arguments, dlpack
 from logitless.interop.callback import gradients_by_callback, value_by_callback
 from logitless.interop.torch_call import Call, Tape
+from logitless.jax_impl.residuals import packed, unpacked
 
 WANTED = "a jax.Array"
-
-
-@jax.tree_util.register_static
-class Wanted(tuple[int, ...]):
-    """Numbers of the arguments that are differentiated, as a residual without arrays."""
 
 
 class TorchInJax:
@@ -55,14 +51,14 @@ def _value(call: Call, arrays: list[Array]) -> Any:
 
 def _forward(call: Call, primals: list[Any]) -> tuple[Any, Any]:
     arrays = [primal.value for primal in primals]
-    wanted = Wanted(
+    wanted = tuple(
         number
         for number, primal in enumerate(primals)
         if primal.perturbed and jnp.issubdtype(primal.value.dtype, jnp.inexact)
     )
     if _traced(arrays):
         arrays = _once(arrays)
-        return value_by_callback(call, arrays), (arrays, wanted)
+        return value_by_callback(call, arrays), packed(arrays, [number in wanted for number in range(len(arrays))])
     tape, tree = call.run_with_graph([dlpack.to_torch(array) for array in arrays], wanted)
     return jax.tree.unflatten(tree, [dlpack.share(result) for result in tape.results]), tape
 
@@ -72,8 +68,11 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[list[Array |
     present = tuple(not isinstance(leaf, SymbolicZero) and leaf.dtype != jax.dtypes.float0 for leaf in flat)
     given = _once([leaf for leaf, here in zip(flat, present, strict=True) if here])
     tape = residuals if isinstance(residuals, Tape) else None
-    arrays, wanted = ([], Wanted(tape.inputs)) if tape else residuals
-    count = tape.count if tape else len(arrays)
+    if tape:
+        arrays, wanted, count = [], tuple(tape.inputs), tape.count
+    else:
+        arrays, flags = unpacked(residuals)
+        wanted, count = tuple(number for number, flag in enumerate(flags) if flag), len(arrays)
     if not given or not wanted:
         return ([None] * count,)
     if tape is None or _traced(given):  # traced: the pullback of an eager call, itself under jit or vmap

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.jax_impl import vjp, xla
+from logitless.jax_impl.residuals import packed, unpacked
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 
@@ -208,18 +209,18 @@ def _divergence(call: Call, arrays: Arrays) -> Array:
 
 
 def _divergence_forward(call: Call, primals: Arrays) -> tuple[Array, Any]:
-    needs = tuple(() if leaf is not None and leaf.perturbed else None for leaf in primals[:3])
+    needs = tuple(leaf is not None and leaf.perturbed for leaf in primals[:3])
     arrays = vjp._once(Arrays(*(None if leaf is None else leaf.value for leaf in primals)))
     losses, mean = _forward(call, arrays)
-    return losses, (arrays, mean, needs)
+    return losses, packed((arrays, mean), needs)
 
 
 def _divergence_backward(call: Call, residuals: Any, upstream: Any) -> tuple[Arrays]:
-    arrays, mean, flags = residuals
+    (arrays, mean), flags = unpacked(residuals)
     nothing: tuple[Any, ...] = (None,) * (len(Arrays._fields) - 3)
     if vjp._zero(upstream):
         return (Arrays(None, None, None, *nothing),)
-    needs = xla.Needs(*(flag is not None for flag in flags))
+    needs = xla.Needs(*flags)
     made = _gradients(call, arrays, mean, vjp._once(upstream), needs)
     like = zip(made, arrays[:3], strict=True)
     return (Arrays(*(None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in like), *nothing),)

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from logitless import spec
 from logitless.jax_impl import api, vjp
 from logitless.jax_impl.parallel import AxisName, Shard
+from logitless.jax_impl.residuals import packed, unpacked
 from logitless.jax_impl.vjp import Arrays
 from logitless.jax_impl.xla import Needs
 
@@ -168,12 +169,12 @@ def _sharded(setup: _Setup, arrays: Arrays) -> Any:
 def _sharded_forward(setup: _Setup, primals: Arrays) -> Any:
     arrays, needs = vjp._values_and_needs(primals)
     output, kept = _forward(setup, arrays, needs)
-    return output, (kept, vjp._flags(needs))
+    return output, packed(kept, needs)
 
 
 def _sharded_backward(setup: _Setup, residuals: Any, cotangents: Any) -> tuple[Arrays]:
-    (call, likes, kept), flags = residuals
-    needs, layout = vjp._needs(flags), setup.layout
+    (call, likes, kept), flags = unpacked(residuals)
+    needs, layout = Needs(*flags), setup.layout
     wanted = cotangents if setup.log_probs else cotangents[:1]
     upstream = tuple(None if vjp._zero(cotangent) else vjp._once(cotangent) for cotangent in wanted)
     if all(cotangent is None for cotangent in upstream):

@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from logitless.jax_impl import fused, parallel, xla
 from logitless.jax_impl.parallel import WHOLE, Shard
+from logitless.jax_impl.residuals import packed, unpacked
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, TokenStats
 
@@ -229,7 +230,7 @@ def _loss_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, TokenStats 
     arrays, needs = _values_and_needs(primals)
     _check_tracked(call, needs)
     output, kept = loss_forward(call, arrays, needs)
-    return output, (kept, _flags(needs), _likes(arrays))
+    return output, packed((kept, _likes(arrays)), needs)
 
 
 def _check_tracked(call: Call, needs: xla.Needs) -> None:
@@ -244,21 +245,12 @@ def _likes(arrays: Arrays) -> tuple[_Like | None, ...]:
     return tuple(_Like.of(array) for array in arrays[:3])
 
 
-def _flags(needs: xla.Needs) -> tuple[Any, ...]:
-    """Which gradients are wanted, as a structure (a residual must be made of arrays): () for yes, None for no."""
-    return tuple(() if needed else None for needed in needs)
-
-
-def _needs(flags: tuple[Any, ...]) -> xla.Needs:
-    return xla.Needs(*(flag is not None for flag in flags))
-
-
 def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]:
-    kept, flags, likes = residuals
+    (kept, likes), needs = unpacked(residuals)
     upstream = cotangents[0]
     if _zero(upstream):
         return (Arrays(*(None,) * len(Arrays._fields)),)
-    return _cotangents(loss_gradients(call, kept, _needs(flags), _once(upstream)), likes, call.shard)
+    return _cotangents(loss_gradients(call, kept, xla.Needs(*needs), _once(upstream)), likes, call.shard)
 
 
 def loss_gradients(call: Call, kept: Any, needs: xla.Needs, upstream: Array) -> xla.Gradients:
@@ -302,15 +294,16 @@ def _log_probs_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, Array 
     arrays, needs = _values_and_needs(primals)
     _check_tracked(call, needs)
     output, known = log_probs_forward(call, arrays)
-    return output, (known, _flags(needs), _likes(arrays))
+    return output, packed((known, _likes(arrays)), needs)
 
 
 def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]:
-    kept, flags, likes = residuals
+    (kept, likes), needs = unpacked(residuals)
     if all(map(_zero, cotangents)):
         return (Arrays(*(None,) * len(Arrays._fields)),)
     g_log_prob, g_entropy = (None if _zero(cotangent) else _once(cotangent) for cotangent in cotangents)
-    return _cotangents(log_probs_gradients(call, kept, _needs(flags), g_log_prob, g_entropy), likes, call.shard)
+    made = log_probs_gradients(call, kept, xla.Needs(*needs), g_log_prob, g_entropy)
+    return _cotangents(made, likes, call.shard)
 
 
 def log_probs_gradients(

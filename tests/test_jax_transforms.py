@@ -13,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 from implementations import JaxXla, assert_within, problem_named, run_case  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
-from logitless.jax_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.jax_impl import distillation_loss, linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.tolerances import error  # noqa: E402
 
 N, D, V = 24, 8, 50
@@ -277,6 +277,54 @@ def test_constants_cannot_be_differentiated(name: str) -> None:
         jax.grad(lambda value: linear_cross_entropy(x, w, y, **{name: value}))(value)
     stopped = jax.grad(lambda v: linear_cross_entropy(x, w, y, **{name: jax.lax.stop_gradient(v)}))(value)
     assert not np.asarray(stopped).any()
+
+
+def of_reduction(reduction: str) -> Any:
+    return lambda x, w, y: linear_cross_entropy(x, w, y, reduction=reduction).sum()
+
+
+def of_log_probs(x: Any, w: Any, y: Any) -> Any:
+    return -linear_log_probs(x, w, y, with_entropy=True)[0].sum()
+
+
+def of_distillation(x: Any, w: Any, y: Any) -> Any:
+    """Of itself, from a head that knows the targets: their cross-entropy but for what has no gradient."""
+    teacher = 30.0 * jax.nn.one_hot(jnp.maximum(y, 0), V, dtype=x.dtype)
+    mask = (y >= 0).astype(jnp.int32)
+    return distillation_loss(x, w, teacher, jnp.eye(V, dtype=x.dtype), mask=mask, normalizer=1.0)
+
+
+def through_torch(x: Any, w: Any, y: Any) -> Any:
+    pytest.importorskip("torch", reason="the function is one of PyTorch")
+    from logitless import torch_impl
+    from logitless.interop import torch_in_jax
+
+    return torch_in_jax(torch_impl.linear_cross_entropy)(x, w, y, reduction="sum")
+
+
+def of_full_logits(x: Any, w: Any, y: Any) -> Any:
+    log_p = jax.nn.log_softmax(x @ w.T)
+    return -jnp.where(y >= 0, jnp.take_along_axis(log_p, jnp.maximum(y, 0)[:, None], 1)[:, 0], 0.0).sum()
+
+
+@pytest.mark.case(6)
+@pytest.mark.parametrize(
+    "function",
+    [of_reduction("sum"), of_reduction("none"), of_log_probs, of_distillation, through_torch],
+    ids=["sum", "none", "log_probs", "distillation", "torch"],
+)
+def test_other_derivatives_before_change_nothing(function: Any) -> None:
+    """JAX keeps a forward's traces for every set of differentiated arguments, but one structure of residuals."""
+    x, w, y = arrays()
+    compiled = jax.jit(lambda x, w: function(x, w, y))
+    expected = jax.grad(lambda x, w: of_full_logits(x, w, y), (0, 1))(x, w)
+    for first in (0, 1):
+        # The forward is traced for both arguments, then forward mode is refused: no derivative of both is kept.
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(compiled, (x, w), (x, w))
+        assert error(jax.grad(compiled, first)(x, w), expected[first]) <= 1e-5
+    for made, true in zip(jax.grad(compiled, (0, 1))(x, w), expected, strict=True):
+        assert error(made, true) <= 1e-5
 
 
 def test_statistics_have_no_gradient() -> None:

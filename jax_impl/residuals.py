@@ -1,0 +1,34 @@
+"""Residuals of a custom VJP whose structure does not depend on what is differentiated.
+
+Of a function that was traced into a program, JAX keeps the forward's trace for every set of differentiated arguments,
+but the residuals' structure only of the last one. Were the structures different, a later derivative would come out
+wrong without a word, or not at all. So everything that depends on the set is said by the residuals' shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# The shape that stands for None. No array of ours has as many axes.
+_NONE = (0,) * 9
+
+
+def packed(kept: Any, needs: Sequence[bool]) -> tuple[Any, tuple[Any, ...]]:
+    """``kept``, a pytree of arrays and None, and ``needs``, which arguments are differentiated, as arrays only."""
+
+    def array(leaf: Any) -> Any:
+        return jnp.zeros(_NONE, bool) if leaf is None else leaf
+
+    flags = tuple(jnp.zeros((1 if needed else 0,), bool) for needed in needs)
+    return jax.tree.map(array, kept, is_leaf=lambda leaf: leaf is None), flags
+
+
+def unpacked(residuals: tuple[Any, tuple[Any, ...]]) -> tuple[Any, tuple[bool, ...]]:
+    """What was packed."""
+    kept, flags = residuals
+    made = jax.tree.map(lambda leaf: None if leaf.shape == _NONE else leaf, kept)
+    return made, tuple(flag.shape == (1,) for flag in flags)
