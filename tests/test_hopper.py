@@ -30,6 +30,7 @@ PLAIN = (
     "weight",
 )
 PLAIN += ("weight sum", "weight sum, add")
+PLAIN += ("weight, into",)
 OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all")
 
 
