@@ -29,9 +29,8 @@ from logitless.tolerances import TINY, error  # noqa: E402
 from logitless.torch_impl import global_normalizer, linear_cross_entropy, linear_log_probs  # noqa: E402
 
 EAGER = TorchEager()
-UNEVEN = Problem(
-    "uneven", (37,), 16, 1023, options=LossOptions(label_smoothing=0.1, z_loss=1e-3), ignored=0.2, bias=True
-)
+SMOOTH = LossOptions(label_smoothing=0.1, z_loss=1e-3)
+UNEVEN = Problem("uneven", (37,), 16, 1023, options=SMOOTH, ignored=0.2, bias=True)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +62,8 @@ def shard_run(rank: int, problem: Problem, ranks: int, more: dict[str, Any], seq
         options["class_weight"] = options["class_weight"][own]
     given = {"backend": "eager"} | options | more
     loss, stats = linear_cross_entropy(
-        x, w, torch.tensor(case.target), b, return_stats=True, process_group=group_of(ranks), sequence_parallel=sequence,
-        **given,
+        x, w, torch.tensor(case.target), b, return_stats=True, process_group=group_of(ranks),
+        sequence_parallel=sequence, **given,
     )  # fmt: skip
     upstream = torch.as_tensor(case.upstream, dtype=loss.dtype).expand_as(loss)
     first = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
@@ -214,6 +213,26 @@ def test_ties_take_the_lowest_global_id(pool: Ranks) -> None:
     assert pool.run(ties_run, ranks=2) == [([0, 0], [8, 8])] * 2
 
 
+def shifts_run(rank: int, backend: str) -> list[Any]:
+    """The target's rank stays at its anchor with a logit 39 above it; the other's is rescued at 41."""
+    weight = torch.tensor([[0.0], [39.0]] if rank == 0 else [[41.0], [40.5]])
+    given = {"process_group": group_of(2), "backend": backend}
+    made = linear_log_probs(torch.ones(1, 1), weight, torch.tensor([0]), with_entropy=True, **given)
+    return [value.item() for value in made]
+
+
+@pytest.mark.case(23)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_ranks_that_are_rescued_apart(pool: Ranks, backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    p = np.exp(np.array([0.0, 39.0, 41.0, 40.5]) - 41.0)
+    log_p = np.log(p / p.sum())
+    for log_prob, entropy in pool.run(shifts_run, backend, ranks=2):
+        np.testing.assert_allclose(log_prob, log_p[0], rtol=1e-6)
+        np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(), rtol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # DTensors, data parallelism, FSDP2
 
@@ -246,6 +265,36 @@ def test_dtensors(pool: Ranks, kind: str) -> None:
         outcome = Outcome(made[0], dict(zip(("hidden", "weight", "bias"), made[1:], strict=True)))
         assert outcome.loss.shape == expected.loss.shape
         assert_within(problem, outcome)
+
+
+def dtensor_buffer_run(rank: int, deferred: bool) -> Any:
+    """dW of a sharded weight into a buffer, or deferred: weight.grad stays None, or comes with compute()."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, rng = init_device_mesh("cpu", (7,)), torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=rng) for shape in ((9, 4), (20, 4)))
+    target = torch.arange(9)
+    alone = w.clone().requires_grad_()
+    linear_cross_entropy(x, alone, target).backward()
+    w = distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
+    if deferred:
+        loss, handle = linear_cross_entropy(x, w, target, defer_weight_grad=True)
+        loss.backward()
+        assert w.grad is None
+        handle.compute()
+        made = w.grad
+    else:
+        made = torch.zeros_like(w, requires_grad=False)
+        linear_cross_entropy(x, w, target, accumulate_into=made).backward()
+        assert w.grad is None
+    return EAGER.numpy(made.full_tensor()), EAGER.numpy(alone.grad)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_gradient_of_a_dtensor_elsewhere(pool: Ranks, deferred: bool) -> None:
+    for made, expected in pool.run(dtensor_buffer_run, deferred):
+        assert error(made, expected) <= TINY["float32"]
 
 
 def refused_run(rank: int) -> list[str]:
@@ -306,6 +355,7 @@ def fsdp_run(rank: int, averaged: bool) -> Any:
     fully_shard(head, mesh=init_device_mesh("cpu", (7,)))
     if not averaged:
         head.set_gradient_divide_factor(1.0)
+        head.set_force_sum_reduction_for_comms(True)
     x, y = batch_of(rank)
     x.requires_grad_()
     norm = global_normalizer(y, averaged=averaged)

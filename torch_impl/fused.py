@@ -708,7 +708,7 @@ class _Products:
         launch(c.products.weight_kernel, c.programs)(
             c.describe(e, t.bk, t.block_rows), c.describe(x, t.bk, t.bn), out if into else self.weight_sum,
             c.describe(out[entries], t.block_rows, t.block_columns) if tma else None, out, c.count, scale,
-            c.class_weight, self.smooth_x_scaled if scale is not None else None,
+            c.class_weight, self.smooth_x_scaled if scale is not None and smooth else None,
             first, c.chunk, entries.start, entries.stop - entries.start, c.size,
             ADD=first > 0 or into, FINAL=scale is not None, INTO=into, SMOOTH=smooth,
             HAS_CLASS=c.class_weight is not None, GROUP=t.group, PROGRAMS=c.programs, **options,
