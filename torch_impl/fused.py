@@ -701,7 +701,8 @@ class _Products:
         options: dict[str, Any] = t.options
         if c.specialized:
             parts = t.bn // t.block_columns
-            several = scale is not None and (first > 0 or smooth or into)
+            reads = first > 0 if not into else out.dtype != torch.float32
+            several = scale is not None and (reads or smooth)
             options |= {"PARTS": parts, "PIECES": 4 if several else parts}
         else:
             options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": tma, "PRECISION": c.precision, "DEEP": t.deep}

@@ -588,6 +588,8 @@ def weight_tiles(
 ):  # fmt: skip
     """A multiplying group of :func:`weight_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    # A float32 buffer is added to by the memory, too; a narrow one is read, so that its sum is rounded once.
+    IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         whole = multiply(
@@ -626,9 +628,9 @@ def weight_tiles(
                         smooth_x = weights[:, None] * smooth_x
                     value -= smooth_x
                 value = value * gl.load(scale_ptr)
-                if INTO:
+                if INTO and not IN_MEMORY:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
-            put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADD and not FINAL)
+            put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, (ADD and not FINAL) or IN_MEMORY)
     tma.store_wait(0)
 
 
