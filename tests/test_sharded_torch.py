@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ UNEVEN = Problem("uneven", (37,), 16, 1023, options=SMOOTH, ignored=0.2, bias=Tr
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
-    with Ranks(7, sizes=(2, 4, 7)) as ranks:
+    with Ranks(7, sizes=(1, 2, 4, 7)) as ranks:
         yield ranks
 
 
@@ -479,3 +480,22 @@ def test_a_rank_that_is_gone_is_an_error_on_the_others(how: str) -> None:
         made = ranks.outcomes(dying_run, how)
     assert [isinstance(value, Failed) for value in made] == [True] * 3
     assert {value.kind for value in (made[0], made[2])} <= {"RuntimeError", "DistBackendError"}
+
+
+def example_run(rank: int, path: str, ranks: int) -> list[float]:
+    import runpy
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    losses: list[float] = runpy.run_path(path)["train"](DeviceMesh.from_group(group_of(ranks), "cpu"), steps=25)
+    return losses
+
+
+@pytest.mark.case(27)
+def test_the_example_learns_the_same_on_any_number_of_ranks(pool: Ranks) -> None:
+    path = str(Path(__file__).resolve().parent.parent / "examples" / "torch_sharded_training.py")
+    alone, pair = (pool.run(example_run, path, ranks, ranks=ranks) for ranks in (1, 2))
+    assert alone[0][0] > 6.5
+    assert alone[0][-1] < 3
+    assert pair[0] == pair[1]
+    np.testing.assert_allclose(pair[0], alone[0], rtol=1e-3)

@@ -90,7 +90,7 @@ def linear_cross_entropy(
             it, and weight.grad stays as it was. Nothing of dW's size is made. Costs 8·N·D·V flops where the forward
             could make dW only in a buffer of its own: backend "eager", or several chunks.
         defer_weight_grad: also return a :class:`DeferredWeightGrad`: the backward makes hidden's gradient only, its
-            ``compute()`` those of weight and bias, later. Costs 8·N·D·V flops; what is kept is said there.
+            ``compute()`` those of weight and bias, later, with 2·N·D·V flops more; what is kept is said there.
 
     Returns the loss in float32 (float64 for float64 input), or a tuple: the loss, then TokenStats and
     DeferredWeightGrad where they were asked for. Gradients have each argument's dtype and shape. Nothing is written to
