@@ -68,8 +68,9 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[list[Array |
     present = tuple(not isinstance(leaf, SymbolicZero) and leaf.dtype != jax.dtypes.float0 for leaf in flat)
     given = _once([leaf for leaf, here in zip(flat, present, strict=True) if here])
     tape = residuals if isinstance(residuals, Tape) else None
+    arrays: list[Array] = []
     if tape:
-        arrays, wanted, count = [], tuple(tape.inputs), tape.count
+        wanted, count = tuple(tape.inputs), tape.count
     else:
         arrays, flags = unpacked(residuals)
         wanted, count = tuple(number for number, flag in enumerate(flags) if flag), len(arrays)

@@ -74,8 +74,9 @@ def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
 
 
 def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, Any]:
-    t = HOPPER_TILES[WEIGHT if final else WEIGHT_SUM]
-    options = {"ADD": False, "FINAL": final, "SMOOTH": False, "HAS_CLASS": False, **chosen}
+    into = chosen.get("INTO", False) and not chosen.pop("NARROW", False)  # a float32 buffer
+    t = HOPPER_TILES[WEIGHT if final and not into else WEIGHT_SUM]
+    options = {"ADD": False, "FINAL": final, "INTO": False, "SMOOTH": False, "HAS_CLASS": False, **chosen}
     return {
         "kernel": hopper.weight_kernel,
         "tiles": t,
@@ -84,7 +85,7 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
         "blocks": {
             "e_desc": block(dtype, t.bk, t.block_rows),
             "x_desc": block(dtype, t.bk, t.bn),
-            "out_desc": block(dtype if final else "fp32", t.block_rows, t.block_columns),
+            "out_desc": block(dtype if final and not into else "fp32", t.block_rows, t.block_columns),
         },
         "dtype": dtype,
     }
@@ -107,6 +108,8 @@ CONFIGURATIONS = {
     "hidden sum, add": lambda: hidden("bf16", False, ADD=True),
     "weight": lambda: weight("bf16", True, 1),
     "weight, all": lambda: weight("bf16", True, 4, ADD=True, SMOOTH=True, HAS_CLASS=True),
+    "weight into, add": lambda: weight("bf16", True, 2, ADD=True, INTO=True),
+    "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
     "weight sum": lambda: weight("bf16", False, 2),
     "weight sum, add": lambda: weight("bf16", False, 2, ADD=True),
 }
@@ -121,7 +124,10 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     constants |= {name: None for name in (*unread, *what["none"]) if name in names and name not in fixed}
     own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr")}
     whole = dict.fromkeys(("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr"), "*i32")
-    out = {"out_ptr": "*" + what["dtype"] if constants.get("FINAL") else "*fp32"}
+    narrow = constants.get("FINAL") and t is not HOPPER_TILES[WEIGHT_SUM]
+    out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
+    if constants.get("INTO"):
+        out["sum_ptr"] = out["out_ptr"]
     kinds = own | whole | out | what["blocks"] | {"scale": "fp32", "cap": "fp32"}
     signature = {
         n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names

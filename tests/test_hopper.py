@@ -30,7 +30,8 @@ PLAIN = (
     "weight",
 )
 PLAIN += ("weight sum", "weight sum, add")
-OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all")
+PLAIN += ("weight into, add",)
+OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all", "weight into narrow")
 
 
 @pytest.fixture(scope="module")

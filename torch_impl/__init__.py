@@ -2,21 +2,25 @@
 
 from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.capture import CapturedHead, capture_lm_head
+from logitless.torch_impl.deferred import DeferredWeightGrad
 from logitless.torch_impl.gather import padded_index_gather
 from logitless.torch_impl.logits_loss import cross_entropy
 from logitless.torch_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
 from logitless.torch_impl.module import LinearCrossEntropy
+from logitless.torch_impl.parallel import global_normalizer
 from logitless.torch_impl.patch import patch, unpatch
 from logitless.torch_impl.profiling import profile_losses, profile_saved_tensors
 
 __all__ = [
     "CapturedHead",
+    "DeferredWeightGrad",
     "LinearCrossEntropy",
     "capture_lm_head",
     "clipped_policy_loss",
     "cross_entropy",
     "distillation_loss",
     "dpo_loss",
+    "global_normalizer",
     "linear_cross_entropy",
     "linear_log_probs",
     "padded_index_gather",

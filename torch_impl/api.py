@@ -42,7 +42,11 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, TokenStats]:
+    process_group: Any = None,
+    sequence_parallel: bool = False,
+    accumulate_into: Tensor | None = None,
+    defer_weight_grad: bool = False,
+) -> Any:
     """Cross-entropy of ``softmax(f(hidden @ weight.T + bias))`` against ``target``, without holding the logits.
 
     With z = logit_scale · (hidden weightᵀ + bias), then z = softcap · tanh(z / softcap) if a softcap is given:
@@ -74,16 +78,45 @@ def linear_cross_entropy(
         backend: "triton" (kernels: bfloat16, float16, float32 on a CUDA GPU of compute capability 9.0 or newer, or CPU
             tensors under TRITON_INTERPRET=1), "eager" (plain operations, anywhere), or None: the first that runs.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
+        process_group: the torch.distributed ranks that share the vocabulary: weight, bias and class_weight are this
+            rank's consecutive entries [V_r, ...], in the order of the ranks, of any sizes; hidden and target are the
+            same on every rank, ids count from the first rank's first entry, and so must be the upstream gradient. Loss
+            and statistics are the same on every rank; hidden's gradient is complete, weight's is of this rank's
+            entries. A DTensor weight of placement Shard(0) says this by itself (docs/sharding_torch.md).
+        sequence_parallel: with a process_group: hidden [N / R, ..., D] is this rank's equal share of the tokens, along
+            its first axis and in the order of the ranks, and so is its gradient; target and token_weight are of all
+            tokens.
+        accumulate_into: [V, D] buffer, float32 (float64 for float64 input) or weight's dtype: the backward adds dW to
+            it, and weight.grad stays as it was. Nothing of dW's size is made. Costs 8·N·D·V flops where the forward
+            could make dW only in a buffer of its own: backend "eager", or several chunks.
+        defer_weight_grad: also return a :class:`DeferredWeightGrad`: the backward makes hidden's gradient only, its
+            ``compute()`` those of weight and bias, later, with 2·N·D·V flops more; what is kept is said there.
 
-    Returns the loss in float32 (float64 for float64 input), or (loss, TokenStats). Gradients have each argument's dtype
-    and shape. Nothing is written to an argument; on a GPU nothing synchronises with the host.
+    Returns the loss in float32 (float64 for float64 input), or a tuple: the loss, then TokenStats and
+    DeferredWeightGrad where they were asked for. Gradients have each argument's dtype and shape. Nothing is written to
+    an argument but accumulate_into; on a GPU nothing synchronises with the host. The last four arguments leave
+    torch.compile's graph.
 
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
-    that cannot run.
+    that cannot run. In a process_group an error of one rank's arguments, or ranks that were given different sizes,
+    dtypes or options, is an error on every rank.
     """
     spec.check_backend(backend, BACKENDS)
     spec.check_filter_eps(filter_eps, backend or "eager")
     check_plan_argument(plan, memory_budget)
+    beyond = process_group is not None or sequence_parallel or accumulate_into is not None or defer_weight_grad
+    if beyond or _placed(weight) or _placed(hidden):
+        from logitless.torch_impl import sharding  # it reads this module
+
+        request = sharding.Request(
+            LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap), return_stats, False,
+            plan, memory_budget, backend, process_group, sequence_parallel, accumulate_into, defer_weight_grad,
+        )  # fmt: skip
+        arrays = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+        arrays |= {"token_weight": token_weight, "class_weight": class_weight}
+        made = sharding.linear_cross_entropy(arrays, normalizer, request)
+        asked = tuple(value for value in made if value is not None)
+        return asked if len(asked) > 1 else asked[0]
     loss, *stats = _linear_cross_entropy(
         hidden,
         weight,
@@ -150,6 +183,8 @@ def linear_log_probs(
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    process_group: Any = None,
+    sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and, if asked for, the entropy of every token, without holding the logits.
 
@@ -162,6 +197,16 @@ def linear_log_probs(
     """
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
+    if process_group is not None or sequence_parallel or _placed(weight) or _placed(hidden):
+        from logitless.torch_impl import sharding
+
+        options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+        request = sharding.Request(
+            options, with_entropy, True, plan, memory_budget, backend, process_group, sequence_parallel
+        )
+        arrays = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+        made: tuple[Tensor, Tensor | None] = sharding.linear_log_probs(arrays, request)
+        return made
     plan_values = None if plan is None else dataclasses.astuple(plan)
     log_prob, *entropy = _linear_log_probs(
         hidden, weight, target, bias, logit_scale, softcap, ignore_index, with_entropy, plan_values, memory_budget,
@@ -197,6 +242,11 @@ def _linear_log_probs(
     return tuple(value for value in made if value is not None)
 
 
+def _placed(tensor: object) -> bool:
+    """Whether it is a DTensor; nothing is imported, and a compiler sees an attribute only."""
+    return hasattr(tensor, "placements")
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -205,8 +255,13 @@ def _info(tensor: Tensor) -> ArrayInfo:
     return ArrayInfo(tuple(tensor.shape), _dtype_name(tensor.dtype))
 
 
-def _check_tensors(arrays: dict[str, Tensor | None], constants: dict[str, Tensor | None]) -> torch.dtype:
-    """Types, devices, sizes and dtypes; returns the dtype of the computation (autocast's where it applies)."""
+def _check_tensors(
+    arrays: dict[str, Tensor | None], constants: dict[str, Tensor | None], shared_axis: int = 0, ranks: int = 1
+) -> torch.dtype:
+    """Types, devices, sizes and dtypes; returns the dtype of the computation (autocast's where it applies).
+
+    ``ranks`` hold hidden together, one after another along ``shared_axis``.
+    """
     for name, tensor in (arrays | constants).items():
         if tensor is None and name in ("bias", "token_weight", "class_weight"):
             continue
@@ -234,6 +289,10 @@ def _check_tensors(arrays: dict[str, Tensor | None], constants: dict[str, Tensor
     assert given_hidden is not None
     assert given_weight is not None
     assert given_target is not None
+    if ranks > 1:
+        sizes = list(given_hidden.shape)
+        sizes[shared_axis] *= ranks
+        given_hidden = ArrayInfo(tuple(sizes), given_hidden.dtype)
     spec.check_arrays(given_hidden, given_weight, given_target, *infos[3:], mixed_dtypes=autocast)
     if autocast and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)

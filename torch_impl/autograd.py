@@ -5,6 +5,7 @@ Eager mode runs steps.py directly; torch.compile sees the same steps as the opaq
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -21,7 +22,11 @@ def _needs(ctx: Any, call: Call, *arguments: Tensor | None) -> Needs:
     if not call.differentiate:
         return Needs(None, None, None)
     wanted = zip(ctx.needs_input_grad[:3], arguments, strict=True)
-    return Needs(*(tensor.dtype if needed and tensor is not None else None for needed, tensor in wanted))
+    dtypes = [tensor.dtype if needed and tensor is not None else None for needed, tensor in wanted]
+    needs = Needs(dtypes[0], dtypes[1], dtypes[2])
+    if call.into is not None and needs.weight:
+        needs = dataclasses.replace(needs, weight=call.into.dtype, into=call.into)
+    return needs
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -44,7 +49,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
         run: Any = ops if call.traced else steps
-        made = run.loss(arrays, normalizer, call, _needs(ctx, call, hidden, weight, bias))
+        needs = _needs(ctx, call, hidden, weight, bias)
+        made = run.loss(arrays, normalizer, call, needs if call.deferred is None else needs.hidden_alone)
         ctx.call, ctx.waiting = call, made.waiting
         ctx.save_for_backward(*arrays, *made.saved)
         ctx.mark_non_differentiable(*(value for value in made.stats if value is not None))
@@ -59,6 +65,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         del kept
         run: Any = ops if call.traced else steps
         needs = _needs(ctx, call, *arrays[:3])
+        if call.deferred is not None:
+            call.deferred.arrived(upstream, arrays, call, dataclasses.replace(needs, hidden=None), saved)
+            needs = needs.hidden_alone
+            if not needs.any:
+                return (None,) * 8
         grads = run.loss_gradients(arrays, call, needs, saved, waiting, upstream)
         return grads.hidden, grads.weight, grads.bias, *(None,) * 5
 

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
+from logitless.torch_impl import parallel
+from logitless.torch_impl.parallel import Shard
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,13 +45,16 @@ class Inputs:
     """A call's arrays, flattened and checked."""
 
     hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D], hidden's dtype
+    weight: Tensor  # [V, D], hidden's dtype; sharded: this rank's entries, as bias and class_weight
     bias: Tensor | None  # [V]
-    target: Tensor  # [N] int64, 0 where ignored or outside the vocabulary
+    ids: Tensor  # [N] int64, 0 where ignored or outside the vocabulary
+    target: Tensor  # [N] int64, its place in weight; sharded: −1 where another rank has it
     valid: Tensor  # [N] bool, False where ignored
     inside: Tensor  # [N] bool, False for an id outside the vocabulary: that token's loss becomes NaN
     token_weight: Tensor  # [N] accumulation dtype, 0 where ignored
     class_weight: Tensor | None  # [V] accumulation dtype
+    shard: Shard
+    shared_classes: Tensor | None  # sharded, with class weights: k_y of every token and Σ_j k_j, [N + 1]
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -60,11 +65,27 @@ class Inputs:
         """What products read: a CPU has no product from low precision into float32, so it reads float32."""
         return self.hidden.dtype if self.hidden.is_cuda else self.accumulation_dtype
 
+    @property
+    def vocab(self) -> int:
+        """V, of all ranks together."""
+        return self.shard.vocab
+
+    def token_class_weight(self, rows: slice = slice(None)) -> Tensor | None:
+        """k_y of the tokens ``rows``."""
+        if self.class_weight is None:
+            return None
+        if self.shared_classes is None:
+            return self.class_weight[self.target[rows]]
+        return self.shared_classes[:-1][rows]
+
     def target_class_weight(self) -> Tensor | float:
-        return 1.0 if self.class_weight is None else self.class_weight[self.target]
+        k = self.token_class_weight()
+        return 1.0 if k is None else k
 
     def class_weight_sum(self) -> Tensor | float:
-        return float(self.weight.shape[0]) if self.class_weight is None else self.class_weight.sum()
+        if self.class_weight is None:
+            return float(self.vocab)
+        return self.class_weight.sum() if self.shared_classes is None else self.shared_classes[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +95,16 @@ class Needs:
     hidden: torch.dtype | None
     weight: torch.dtype | None
     bias: torch.dtype | None
+    into: Tensor | None = dataclasses.field(default=None, compare=False)
+    """What dW is added to, [V, D] of the dtype ``weight``; None: dW is a tensor of its own."""
 
     @property
     def any(self) -> bool:
         return any((self.hidden, self.weight, self.bias))
+
+    @property
+    def hidden_alone(self) -> Needs:
+        return Needs(self.hidden, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,12 +207,15 @@ def _logits_block(x: Tensor, inputs: Inputs, start: int, stop: int, options: Los
 def _target_logits(x: Tensor, inputs: Inputs, rows: slice, options: LossOptions) -> Tensor:
     """The anchors a_i = z_{i, y_i}: one dot product per token; NaN for an id outside the vocabulary."""
     dtype = inputs.accumulation_dtype
-    target = inputs.target[rows]
+    target = inputs.target[rows].clamp(min=0)
     parts = zip(x.split(ANCHOR_ROWS), target.split(ANCHOR_ROWS), strict=True)
     dots = torch.cat([inputs.weight[ids].to(dtype).mul_(part).sum(dim=1) for part, ids in parts])
     if inputs.bias is not None:
         dots = dots + inputs.bias[target].to(dtype)
-    return _capped(dots, options).masked_fill_(~inputs.inside[rows], torch.nan)
+    anchors = _capped(dots, options)
+    if inputs.shard.split:
+        anchors = inputs.shard.sum(anchors.masked_fill_(inputs.target[rows] < 0, 0.0))
+    return anchors.masked_fill_(~inputs.inside[rows], torch.nan)
 
 
 def _set_target(block: Tensor, target: Tensor, start: int, values: Tensor | float) -> None:
@@ -230,9 +260,9 @@ class _RunningSums:
             self.lowest = torch.minimum(self.lowest, z.amin(dim=1))
         self.highest = torch.maximum(self.highest, block_highest)
 
-    def rescue(self) -> None:
+    def rescue(self, highest: Tensor) -> None:
         """Move the anchor of a row to its maximum where exponents would grow too large; rescale what was summed."""
-        moved = torch.where(self.highest - self.anchor > RESCUE_NATS, self.highest, self.anchor)
+        moved = torch.where(highest - self.anchor > RESCUE_NATS, highest, self.anchor)
         step = self.anchor - moved
         factor = torch.exp(step)
         if self.statistics:
@@ -257,6 +287,25 @@ class _RunningSums:
     def e_target(self) -> Tensor:
         """exp(a − anchor): 1 but for a rescued row."""
         return torch.exp(self.target_logit - self.anchor)
+
+    def exchange(self, shard: Shard, logit_sum: Tensor | None) -> Tensor | None:
+        """The sums of all ranks instead of this one's; returns Σ_j k_j z_ij, if it is among them."""
+        if not shard.split:
+            return logit_sum
+        record = parallel.Record(self.anchor, self.s, logit_sum=logit_sum)
+        if self.statistics:
+            ids = self.argmax + shard.start
+            record = dataclasses.replace(
+                record, gap_sum=self.gap_sum, highest=self.highest, lowest=self.lowest, argmax=ids
+            )
+        lines = parallel.exchange(shard, record)
+        self.anchor, self.s = lines.anchor, lines.s.sum(dim=0)
+        if self.statistics:
+            assert lines.gap_sum is not None
+            assert lines.lowest is not None
+            self.gap_sum, self.lowest = lines.gap_sum.sum(dim=0), lines.lowest.amin(dim=0)
+            self.highest, self.argmax = lines.best()
+        return None if lines.logit_sum is None else lines.logit_sum.sum(dim=0)
 
     def finish(self, weighted_logits: Tensor | None) -> TokenSums:
         """log1p(s) keeps full relative accuracy for a confident token; a rescued row is far from being one."""
@@ -305,8 +354,12 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
                 part = z.sum(dim=1) if k is None else z @ k
                 weighted = part if weighted is None else weighted + part
             sums.observe(z, start)
-            sums.rescue()
+            sums.rescue(sums.highest)
             sums.exponentiate(z, start)
+        if smoothing is None:
+            weighted = sums.exchange(inputs.shard, weighted)
+        else:
+            sums.exchange(inputs.shard, None)
         parts.append(sums.finish(weighted))
     return _concatenate(parts, torch.empty(0, dtype=dtype, device=device))
 
@@ -320,25 +373,40 @@ def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
     del kind, device, step
 
 
-def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype) -> Inputs:
+def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None) -> Inputs:
     """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
     hidden, weight, bias, target, token_weight, class_weight = arrays
     accumulation = accumulation_dtype(dtype)
     flat = target.reshape(-1).long()
     valid = flat != options.ignore_index
-    inside = ~valid | ((flat >= 0) & (flat < weight.shape[0]))
+    shard = shard or parallel.whole(weight.shape[0])
+    inside = ~valid | ((flat >= 0) & (flat < shard.vocab))
+    ids = flat.masked_fill(~(valid & inside), 0)
+    target = shard.local_ids(ids, weight.shape[0]) if shard.split else ids
     ones = torch.ones(flat.shape, dtype=accumulation, device=flat.device)
     weights = ones if token_weight is None else token_weight.reshape(-1).to(accumulation)
+    class_weight = None if class_weight is None else class_weight.to(accumulation)
     return Inputs(
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype),
         weight=weight.to(dtype),
         bias=None if bias is None else bias.to(dtype),
-        target=flat.masked_fill(~(valid & inside), 0),
+        ids=ids,
+        target=target,
         valid=valid,
         inside=inside,
         token_weight=weights.masked_fill(~valid, 0.0),
-        class_weight=None if class_weight is None else class_weight.to(accumulation),
+        class_weight=class_weight,
+        shard=shard,
+        shared_classes=shared_classes(shard, class_weight, target),
     )
+
+
+def shared_classes(shard: Shard, class_weight: Tensor | None, target: Tensor) -> Tensor | None:
+    """Of a sharded call with class weights: k_y of every token, and Σ_j k_j at the end, [N + 1]."""
+    if class_weight is None or not shard.split:
+        return None
+    own = class_weight[target.clamp(min=0)].masked_fill_(target < 0, 0.0)
+    return shard.sum(torch.cat([own, class_weight.sum().reshape(1)]))
 
 
 def row_upstream(inputs: Inputs, options: LossOptions, upstream: Tensor) -> Tensor:
@@ -364,7 +432,7 @@ def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Tensor:
     if options.label_smoothing:
         assert sums.weighted_logits is not None
         gap = inputs.class_weight_sum() * sums.lse - sums.weighted_logits
-        loss = loss + options.label_smoothing / inputs.weight.shape[0] * gap
+        loss = loss + options.label_smoothing / inputs.vocab * gap
     if options.z_loss:
         loss = loss + options.z_loss * sums.lse.square()
     return (loss * inputs.token_weight).masked_fill_(~inputs.valid, 0.0)
@@ -388,7 +456,7 @@ def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
         target_logit=sums.target_logit.masked_fill(ignored, 0.0),
         entropy=sums.entropy.masked_fill(ignored, 0.0),
         argmax=sums.argmax.to(torch.int32).masked_fill(ignored, -1),
-        correct=(sums.argmax == inputs.target) & inputs.valid & inputs.inside,
+        correct=(sums.argmax == inputs.ids) & inputs.valid & inputs.inside,
         max_logit=sums.max_logit.masked_fill(ignored, 0.0),
         min_logit=sums.min_logit.masked_fill(ignored, 0.0),
     )
@@ -396,9 +464,9 @@ def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
 
 def _alpha_beta(inputs: Inputs, rows: slice, options: LossOptions, lse: Tensor) -> tuple[Tensor, Tensor]:
     """α_i and β_i without t_i: dz_ij = g t (α p_ij − β δ_{j y}), smoothing's constant apart."""
-    k = 1.0 if inputs.class_weight is None else inputs.class_weight[inputs.target[rows]]
-    beta = (1.0 - options.label_smoothing) * k * torch.ones_like(lse)
-    smooth = options.label_smoothing / inputs.weight.shape[0]
+    k = inputs.token_class_weight(rows)
+    beta = (1.0 - options.label_smoothing) * (1.0 if k is None else k) * torch.ones_like(lse)
+    smooth = options.label_smoothing / inputs.vocab
     alpha = beta + smooth * inputs.class_weight_sum() + 2.0 * options.z_loss * lse
     floor = ALPHA_FLOOR * beta.abs()
     return torch.where(alpha.abs() < floor, torch.copysign(floor, alpha), alpha), beta
@@ -422,7 +490,7 @@ def known_loss_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Te
     if options.separable:
         target = _target_over_alpha(alpha, beta, p, q)
         return KnownRows(sums.anchor, sums.log_total, g * alpha, _sloped(target, sums.target_logit, options))
-    smooth = options.label_smoothing / inputs.weight.shape[0]
+    smooth = options.label_smoothing / inputs.vocab
     sigma = torch.full_like(g, smooth)
     target = (alpha - beta) * p - beta * q - smooth * inputs.target_class_weight()
     return KnownRows(
@@ -456,7 +524,7 @@ class Smoothing:
     """Label smoothing's rank-one part: every dz_ij has −(ε/V) t g k_j, so nothing of it needs the C × V matrix."""
 
     factor: float  # ε / V
-    weighted_rows: Tensor  # Σ_j k_j w_j, [D]
+    weighted_rows: Tensor  # Σ_j k_j w_j, [D], of all ranks
     weighted_bias: Tensor  # Σ_j k_j b_j
 
     @staticmethod
@@ -474,7 +542,10 @@ class Smoothing:
         if inputs.bias is not None:
             b = inputs.bias.to(dtype)
             bias = b.sum() if inputs.class_weight is None else b @ inputs.class_weight
-        return Smoothing(options.label_smoothing / inputs.weight.shape[0], rows, bias)
+        if inputs.shard.split:
+            both = inputs.shard.sum(torch.cat([rows, bias.reshape(1)]))
+            rows, bias = both[:-1], both[-1]
+        return Smoothing(options.label_smoothing / inputs.vocab, rows, bias)
 
     def weighted_logits(self, x: Tensor, options: LossOptions) -> Tensor:
         """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
@@ -496,8 +567,13 @@ class _Accumulators:
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
         weight_dtype = dtype if plan.weight_accumulator else needs.weight
         make = torch.empty if tokens else torch.zeros
-        self.hidden = torch.empty_like(inputs.hidden, dtype=needs.hidden) if needs.hidden else None
-        self.weight = make((vocab, size), dtype=weight_dtype, device=device) if needs.weight else None
+        # The ranks' parts of dX are added before they are rounded.
+        hidden_dtype = dtype if inputs.shard.split else needs.hidden
+        self.hidden = torch.empty_like(inputs.hidden, dtype=hidden_dtype) if needs.hidden else None
+        self.weight = needs.into
+        if needs.weight and needs.into is None:
+            self.weight = make((vocab, size), dtype=weight_dtype, device=device)
+        self.works: list[Any] = []  # sums of dX over the ranks that are under way
         self.bias = torch.zeros(vocab, dtype=dtype, device=device) if needs.bias else None
         self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
         # Low-precision operands: the largest upstream factor is taken out of the matrix and put back in float32.
@@ -542,30 +618,33 @@ class _Accumulators:
 
     def _add_weight(self, operand: Tensor, start: int, stop: int) -> None:
         assert self.weight is not None
-        own = self.weight[start:stop]
-        direct = own.dtype == self.factor.dtype
+        own, adds = self.weight[start:stop], self.needs.into is not None
+        direct = own.dtype == self.factor.dtype and not (adds and self.unit is not None)
         part = own if direct else torch.empty_like(own, dtype=self.factor.dtype)
-        _product(operand.t(), self.scaled_x, part, add=direct and self.rows.start > 0)
+        _product(operand.t(), self.scaled_x, part, add=direct and (adds or self.rows.start > 0))
         last = self.rows.stop == self.inputs.hidden.shape[0]
-        if last and self.unit is not None:
+        if self.unit is not None and (last or adds):
             part.mul_(self.unit)
         if last and self.smoothing is not None:
             k = self.inputs.class_weight
             ones = torch.ones(stop - start, dtype=part.dtype, device=part.device)
             part.addr_(ones if k is None else k[start:stop], self.smooth_x, alpha=-self.smoothing.factor)
         if not direct:
-            own.copy_(part)
+            _ = own.add_(part) if adds else own.copy_(part)
 
     def finish_chunk(self) -> None:
-        """Row factors on dX, and smoothing's share of it."""
+        """Row factors on dX, and smoothing's share of it; the sum over the ranks begins."""
         if self.hidden is None or self.hidden_part is None:
             return
         if self.element_factor is None:
             self.hidden_part.mul_(self.factor.unsqueeze(1))
         elif self.unit is not None:
             self.hidden_part.mul_(self.unit)
-        if self.smoothing is not None:
+        shard = self.inputs.shard
+        if self.smoothing is not None and not shard.split:
             self.hidden_part.addr_(self.g[self.rows], self.smoothing.weighted_rows, alpha=-self.smoothing.factor)
+        if shard.split and not shard.sequence_parallel:
+            self.works.append(shard.start_sum(self.hidden_part))
         if self.hidden_part.dtype != self.hidden.dtype:
             self.hidden[self.rows].copy_(self.hidden_part)
 
@@ -573,7 +652,23 @@ class _Accumulators:
         if self.bias is not None and self.smoothing is not None:
             share = self.smoothing.factor * self.g.sum()
             self.bias -= share if self.inputs.class_weight is None else share * self.inputs.class_weight
-        return Gradients(self.hidden, self.weight, self.bias)
+        if self.inputs.shard.split and self.hidden is not None:
+            self.hidden = self._shared_hidden(self.hidden)
+        return Gradients(self.hidden, self.weight if self.needs.into is None else None, self.bias)
+
+    def _shared_hidden(self, hidden: Tensor) -> Tensor:
+        """dX summed over the ranks, with smoothing's share of it; under sequence parallelism this rank's tokens."""
+        shard, rows = self.inputs.shard, slice(None)
+        if shard.sequence_parallel:
+            rows = shard.tokens_of(hidden.shape[0])
+            hidden, work = shard.start_scatter(hidden)
+            self.works.append(work)
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        if self.smoothing is not None:
+            hidden.addr_(self.g[rows], self.smoothing.weighted_rows, alpha=-self.smoothing.factor)
+        return hidden
 
 
 def one_pass(dtype: torch.dtype) -> bool:
@@ -605,13 +700,14 @@ def loss_gradients(
         sums = _RunningSums(_target_logits(x, inputs, rows, options), inputs.target[rows], statistics)
         for start, stop in plan.vocab_slices:
             sums.observe(_logits_block(x, inputs, start, stop, options, e[:, start:stop]), start)
-        sums.rescue()
+        sums.rescue(inputs.shard.max(sums.highest))
         for start, stop in plan.vocab_slices:
             z = e[:, start:stop]
             slope = _slope(z, options) if options.softcap is not None else None
             sums.exponentiate(z, start)
             if slope is not None:
                 z.mul_(slope)
+        sums.exchange(inputs.shard, None)
         part = sums.finish(smoothing.weighted_logits(x, options) if smoothing else None)
         parts.append(part)
 

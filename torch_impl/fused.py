@@ -24,8 +24,9 @@ from torch import Tensor
 
 from logitless.planning import SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
 from logitless.spec import LossOptions
-from logitless.torch_impl import eager
+from logitless.torch_impl import eager, parallel
 from logitless.torch_impl.eager import Arrays, Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
+from logitless.torch_impl.parallel import Shard
 
 try:
     import triton
@@ -223,15 +224,17 @@ TOKEN_BLOCK, TURN_BLOCK = 1024, 4096
 class Rows(Inputs):
     """A call's arrays, and its tokens in the forms that the kernels read."""
 
-    index: Tensor  # [N] int32 target, −1 for an id outside the vocabulary
-    key: Tensor  # [N] int32 target, V for an ignored token and for an id outside the vocabulary
+    index: Tensor  # [N] int32 target, −1 for an id outside the vocabulary, −2 for one that another rank has
+    key: Tensor  # [N] int32 target, V for an ignored token, an id outside the vocabulary, and one of another rank
     order: Tensor  # [N] int32: the valid tokens, then the ignored ones
     count: Tensor  # [1] int32: how many are valid
     relative: Tensor  # [N] token_weight over the largest of them
     summary: Tensor  # [2]: 1 / Σ t k_y (1 for a sum), and logit_scale times the largest token weight
+    class_index: Tensor  # [N] int64: where class_table has k_y
+    class_table: Tensor | None
 
 
-def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype) -> Rows:
+def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None) -> Rows:
     """:func:`eager.prepare`, and the tokens' order."""
     hidden, weight, bias, target, token_weight, class_weight = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
@@ -244,22 +247,30 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype) -> Rows:
     order, count = (make(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
     weights, relative, summary = (torch.empty(n, device=device) for n in (tokens, tokens, 2))
     class_weight = None if class_weight is None else class_weight.float().contiguous()
+    shard, shared = shard or parallel.whole(vocab), None
+    target, class_index, class_table = wide, wide, class_weight
     with _on_device(device):
         if tokens:
             launch(kernels.prepare_kernel, triton.cdiv(tokens, TOKEN_BLOCK))(
                 flat, None if token_weight is None else token_weight.reshape(-1), wide, flag.view(torch.int8),
-                inside.view(torch.int8), weights, whole, key, tokens, vocab, options.ignore_index,
-                HAS_WEIGHT=token_weight is not None, BLOCK=TOKEN_BLOCK,
+                inside.view(torch.int8), weights, whole, key, tokens, shard.vocab, shard.start, vocab,
+                options.ignore_index, HAS_WEIGHT=token_weight is not None, BLOCK=TOKEN_BLOCK,
             )  # fmt: skip
+        if shard.split:
+            target = shard.local_ids(wide, vocab)
+            shared = eager.shared_classes(shard, class_weight, target)
+            if shared is not None:
+                class_index, class_table = torch.arange(tokens, device=device), shared
         launch(kernels.compact_kernel, 1)(
-            flag.view(torch.int8), weights, wide, class_weight, order, count, relative, summary, tokens,
+            flag.view(torch.int8), weights, class_index, class_table, order, count, relative, summary, tokens,
             float(options.logit_scale), MEAN=options.reduction == "mean", HAS_CLASS=class_weight is not None,
             BLOCK=TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, num_warps=8,
         )  # fmt: skip
     return Rows(
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight=weight.to(dtype),
-        bias=None if bias is None else bias.to(dtype), target=wide, valid=flag, inside=inside, token_weight=weights,
-        class_weight=class_weight, index=whole, key=key, order=order, count=count, relative=relative, summary=summary,
+        bias=None if bias is None else bias.to(dtype), ids=wide, target=target, valid=flag, inside=inside,
+        token_weight=weights, class_weight=class_weight, shard=shard, shared_classes=shared, index=whole, key=key,
+        order=order, count=count, relative=relative, summary=summary, class_index=class_index, class_table=class_table,
     )  # fmt: skip
 
 
@@ -286,14 +297,14 @@ def total_loss(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor
 
 
 def _launch_losses(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor | None, out: Tensor) -> None:
-    tokens, vocab = sums.log_total.shape[0], inputs.weight.shape[0]
+    tokens, vocab = sums.log_total.shape[0], inputs.vocab
     several = norm is not None and tokens > TOKEN_BLOCK
     smooth = options.label_smoothing > 0
     class_sum = inputs.class_weight_sum() if smooth and inputs.class_weight is not None else None
     with _on_device(out.device):
         launch(kernels.loss_kernel, 1 if norm is not None else triton.cdiv(tokens, TOKEN_BLOCK))(
             sums.target_logit, sums.anchor, sums.log_total, sums.weighted_logits, inputs.valid.view(torch.int8),
-            inputs.token_weight, inputs.target, inputs.class_weight, class_sum, norm, out, tokens, vocab,
+            inputs.token_weight, inputs.class_index, inputs.class_table, class_sum, norm, out, tokens, vocab,
             1.0 - options.label_smoothing, float(options.z_loss), options.label_smoothing / vocab,
             HAS_CLASS=inputs.class_weight is not None, SMOOTHING=smooth, HAS_Z=options.z_loss != 0,
             SUM=norm is not None, BLOCK=TURN_BLOCK if several else TOKEN_BLOCK, num_warps=8,
@@ -318,7 +329,7 @@ class _Call:
         self.bias = None if inputs.bias is None else inputs.bias.contiguous()
         self.class_weight = None if inputs.class_weight is None else inputs.class_weight.contiguous()
         self.tokens, self.size = self.hidden.shape
-        self.vocab = self.weight.shape[0]
+        self.vocab, self.shard = self.weight.shape[0], inputs.shard
         self.programs = _multiprocessors(self.device.index)
         item = self.dtype.itemsize
         self.tma = (self.weight.stride(0) * item) % 16 == 0 and (self.size * item) % 16 == 0
@@ -433,6 +444,7 @@ class _Sums:
         """The chunk's hidden states into x, its anchors, and label smoothing's share of the loss."""
         c, s = self.call, self.smoothing
         c.gather(first, x, c.anchor[first:], self.highest, self.flagged, s.weighted_rows if s else None, self.weighted)
+        c.shard.sum(c.anchor[first : first + c.chunk])
 
     def product(self, first: int, x: Tensor, e: Tensor | None) -> None:
         """The first product: partial sums and, if ``e`` is given, the exponentials."""
@@ -446,23 +458,49 @@ class _Sums:
 
     def finish(self, first: int, x: Tensor, e: Tensor | None, factors: _Factors | None) -> None:
         """Sums to results; rows whose exponents grew too large once more, anchored at their maximum."""
-        self._finish(first, factors, flagged=False)
+        split = self.call.shard.split
+        record = self.call.empty(parallel.RECORD_FIELDS, self.call.chunk) if split else None
+        own = None if split else factors
+        self._finish(first, own, flagged=False, record=record)
         self._rescue(first, x, e, maximum=True)
         self._rescue(first, x, e, maximum=False)
-        self._finish(first, factors, flagged=True)
+        self._finish(first, own, flagged=True, record=record)
+        if record is not None:
+            self._finish(first, factors, flagged=False, lines=self._exchange(record))
 
-    def _finish(self, first: int, factors: _Factors | None, flagged: bool) -> None:
+    def _exchange(self, record: Tensor) -> parallel.Lines:
+        """The records of all ranks; ``record`` [7, C] is this one's."""
+        statistics, names = self.statistics, [field.name for field in dataclasses.fields(parallel.Record)]
+        fields = dict(zip(names, record, strict=True))
+        fields["argmax"] = record[names.index("argmax")].view(torch.int32) + self.call.shard.start
+        wanted = {"anchor", "s", *(names[2:6] if statistics else ()), *(("logit_sum",) if self.sum_logits else ())}
+        mine = parallel.Record(**{name: value for name, value in fields.items() if name in wanted})
+        return parallel.exchange(self.call.shard, mine)
+
+    def _finish(
+        self, first: int, factors: _Factors | None, flagged: bool, record: Tensor | None = None,
+        lines: parallel.Lines | None = None,
+    ) -> None:  # fmt: skip
         c, o, f = self.call, self.call.options, factors
-        launch(kernels.finish_kernel, 8 if flagged else triton.cdiv(c.chunk, 16))(
+        read: Any = (
             self.partial, self.partial_gap, self.partial_highest, self.partial_argmax, self.partial_lowest,
-            self.partial_logits, c.order, c.count, c.anchor[first:], self.highest, self.list, self.flagged,
-            f.g if f else None, f.class_weight if f else None, f.smooth if f else None,
+            self.partial_logits,
+        )  # fmt: skip
+        if lines is not None:
+            parts = lines.s, lines.gap_sum, lines.highest, lines.argmax, lines.lowest, lines.logit_sum
+            read = [None if part is None else part.contiguous() for part in parts]
+        launch(kernels.finish_kernel, 8 if flagged else triton.cdiv(c.chunk, 16))(
+            *read, c.order, c.count, c.anchor[first:], self.highest if lines is None else lines.anchor, self.list,
+            self.flagged, f.g if f else None, f.class_weight if f else None, f.smooth if f else None,
+            None if lines is None else lines.share.contiguous(), c.row_target[first:], record,
             self.target_logit, self.out_anchor, self.log_total, self.weighted, self.entropy, self.argmax,
             self.max_logit, self.min_logit, f.factor[first:] if f else None, f.target_value[first:] if f else None,
-            f.token_value if f else None, first, c.chunk, self.lines, 1.0 - o.label_smoothing, o.z_loss, c.cap,
+            f.token_value if f else None, first, c.chunk,
+            self.lines if lines is None else c.shard.ranks, 1.0 - o.label_smoothing, o.z_loss, c.cap,
             FLAGGED=flagged, STATISTICS=self.statistics, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
             HAS_CAP=c.has_cap, HAS_CLASS=f is not None and f.class_weight is not None,
-            SMOOTH=f is not None and f.smooth is not None, BR=16, BL=32,
+            SMOOTH=f is not None and f.smooth is not None, RECORD=record is not None, SHARED=lines is not None, BR=16,
+            BL=32,
         )  # fmt: skip
 
     def _rescue(self, first: int, x: Tensor, e: Tensor | None, maximum: bool) -> None:
@@ -562,8 +600,10 @@ class _Products:
         self.hidden_sum: Tensor | None = None
         self.weight_sum: Tensor | None = None
         self.parts: Tensor | None = None
-        self.hidden = self._new(c.tokens, needs.hidden)
-        self.weight = self._new(c.vocab, needs.weight)
+        # Under sequence parallelism dX is what comes back from the sum over the ranks.
+        self.hidden = self._new(c.tokens, None if c.shard.sequence_parallel else needs.hidden)
+        self.weight = self._new(c.vocab, needs.weight) if needs.into is None else needs.into
+        self.works: list[Any] = []  # sums of dX over the ranks that are under way
         self.bias = torch.zeros(c.vocab, device=c.device) if needs.bias else None
         self.smooth_rows = None if smoothing is None else g * -smoothing.factor
         self.smooth_x = torch.zeros(c.size, device=c.device) if smoothing is not None else None
@@ -591,13 +631,29 @@ class _Products:
         if self.bias is not None:
             factor = None if factors is None else factors.factor[first:]
             self._column_sums(e, factor, first, self.bias[entries], by_token=False)
+        if self.needs.hidden and c.shard.split and c.tokens:  # on its way to the others while dW is made
+            self._hidden(first, e, entries, factors, None)
+            if entries.stop == c.vocab:
+                self._start_sum(first)
         # dW first: x may lie where dX will be.
         if self.needs.weight:
-            last = scale is not None and first + c.chunk >= c.tokens
+            last = scale is not None and (first + c.chunk >= c.tokens or self.needs.into is not None)
             self._weight(first, x, e, entries, scale if last else None)
-        if self.needs.hidden:
+        if self.needs.hidden and not c.shard.split:
             last = scale is not None and entries.stop == c.vocab
             self._hidden(first, e, entries, factors, scale if last else None)
+
+    def _start_sum(self, first: int) -> None:
+        """Begin the sum over the ranks of a chunk's dX; under sequence parallelism of all of it, after the last one."""
+        c = self.call
+        assert self.hidden_sum is not None
+        if not c.shard.sequence_parallel:
+            self.works.append(c.shard.start_sum(self.hidden_sum[first : first + c.chunk]))
+        elif first + c.chunk >= c.tokens:
+            by_token, one = torch.empty_like(self.hidden_sum), torch.ones((), device=c.device)
+            self._finish_hidden(by_token, one, c.tokens, smooth=False)
+            self.hidden, work = c.shard.start_scatter(by_token)
+            self.works.append(work)
 
     def _hidden(self, first: int, e: Tensor, entries: slice, factors: _Factors | None, scale: Tensor | None) -> None:
         c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN if scale is not None else HIDDEN_SUM)
@@ -634,7 +690,8 @@ class _Products:
             )
 
     def _weight(self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None) -> None:
-        c = self.call
+        c, into = self.call, self.needs.into is not None
+        smooth = self.smoothing is not None and not (into and first + c.chunk < c.tokens)
         if scale is None and self.weight_sum is None:  # a float32 result is its own accumulator
             whole = self.weight is not None and self.weight.dtype == torch.float32
             self.weight_sum = self.weight if whole else c.empty(c.vocab, c.size)
@@ -644,16 +701,17 @@ class _Products:
         options: dict[str, Any] = t.options
         if c.specialized:
             parts = t.bn // t.block_columns
-            several = scale is not None and (first > 0 or self.smoothing is not None)
+            reads = first > 0 if not into else out.dtype != torch.float32
+            several = scale is not None and (reads or smooth)
             options |= {"PARTS": parts, "PIECES": 4 if several else parts}
         else:
             options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": tma, "PRECISION": c.precision, "DEEP": t.deep}
         launch(c.products.weight_kernel, c.programs)(
-            c.describe(e, t.bk, t.block_rows), c.describe(x, t.bk, t.bn), self.weight_sum,
+            c.describe(e, t.bk, t.block_rows), c.describe(x, t.bk, t.bn), out if into else self.weight_sum,
             c.describe(out[entries], t.block_rows, t.block_columns) if tma else None, out, c.count, scale,
-            c.class_weight, self.smooth_x_scaled if scale is not None else None,
+            c.class_weight, self.smooth_x_scaled if scale is not None and smooth else None,
             first, c.chunk, entries.start, entries.stop - entries.start, c.size,
-            ADD=first > 0, FINAL=scale is not None, SMOOTH=self.smoothing is not None,
+            ADD=first > 0 or into, FINAL=scale is not None, INTO=into, SMOOTH=smooth,
             HAS_CLASS=c.class_weight is not None, GROUP=t.group, PROGRAMS=c.programs, **options,
         )  # fmt: skip
 
@@ -688,15 +746,28 @@ class _Products:
             key, scale, out, self.bias, part, share, c.tokens, c.vocab, c.size, **options
         )
 
+    def _finish_hidden(self, out: Tensor, scale: Tensor, done_from: int, smooth: bool) -> None:
+        c, s = self.call, self.smoothing
+        launch(kernels.finish_hidden_kernel, c.tokens)(
+            scale if self.hidden_sum is None else self.hidden_sum, out, c.order, c.count, scale, self.smooth_rows,
+            s.weighted_rows if s else None, done_from, c.size, SMOOTH=smooth, BLOCK=c.block,
+        )  # fmt: skip
+
     def finish(self, scale: Tensor, done_from: int) -> Gradients:
         """Rows of dX that still lack the scale (positions before ``done_from``), zero rows, and the bias."""
         c, s = self.call, self.smoothing
+        for work in self.works:
+            if work is not None:
+                work.wait()
         if self.hidden is not None and c.tokens:
-            launch(kernels.finish_hidden_kernel, c.tokens)(
-                scale if self.hidden_sum is None else self.hidden_sum, self.hidden, c.order, c.count, scale,
-                self.smooth_rows, s.weighted_rows if s else None, done_from, c.size, SMOOTH=s is not None,
-                BLOCK=c.block,
-            )  # fmt: skip
+            if c.shard.split and c.shard.sequence_parallel:
+                if s is not None:
+                    assert self.smooth_rows is not None
+                    self.hidden.addr_(self.smooth_rows[c.shard.tokens_of(c.tokens)], s.weighted_rows)
+                self.hidden.mul_(scale)
+            else:
+                done_from = c.tokens if c.shard.split else done_from
+                self._finish_hidden(self.hidden, scale, done_from, smooth=s is not None)
         bias = self.bias
         if bias is not None:
             if s is not None:
@@ -704,7 +775,7 @@ class _Products:
                 k = c.class_weight
                 bias = bias - (share if k is None else share * k)
             bias = bias * scale
-        return Gradients(self.hidden, self.weight, bias)
+        return Gradients(self.hidden, self.weight if self.needs.into is None else None, bias)
 
 
 # The end of what is held are products: for torch.compile an operation of its own.
@@ -788,7 +859,7 @@ def held_gradients(
     c = _Call(make_inputs(held.get("weight")), options, plan, held)
     smoothing = None
     if options.label_smoothing:
-        smoothing = Smoothing(options.label_smoothing / c.vocab, held["weighted_rows"], held["weighted_bias"])
+        smoothing = Smoothing(options.label_smoothing / c.shard.vocab, held["weighted_rows"], held["weighted_bias"])
     products = _Products(c, needs, smoothing, held["g"], held["unit"])
     # A float32 dW is its own accumulator where the forward may keep it; here it is read beside the finished one.
     products.hidden_sum, products.weight_sum = held.get("hidden_sum"), held.get("weight_sum")
@@ -812,10 +883,10 @@ def loss_gradients(
     c = _Call(inputs, options, plan)
     sums = _Sums(c, statistics)
     unit = norm * inputs.summary[1]
-    k = None if inputs.class_weight is None else inputs.class_weight[inputs.target]
+    k = inputs.token_class_weight()
     smooth = None
     if options.label_smoothing:
-        share = options.label_smoothing / c.vocab * inputs.class_weight_sum()
+        share = options.label_smoothing / inputs.vocab * inputs.class_weight_sum()
         smooth = share if isinstance(share, Tensor) else torch.full((), share, device=c.device)  # no copy from the host
     padded = c.row_target.shape[0]
     factors = _Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
@@ -852,7 +923,7 @@ def known_gradients(
     tile = c.tiles(LOGITS)
     with c.on_device():
         vectors = _by_position(c, known, unit)
-        lent = products.hidden if len(plan.token_slices) == 1 else None
+        lent = products.hidden if len(plan.token_slices) == 1 and not c.shard.split else None
         x, e = c.operand(lent), c.matrix(c.chunk, plan.fused_columns)
         for first, _ in plan.token_slices:
             c.gather(first, x)
@@ -862,7 +933,7 @@ def known_gradients(
                 block = e[:, : entries.stop - entries.start]
                 launch_logits(c, tile, first, x, block, entries, mode=2, known=vectors)
                 products.add(first, x, block, entries, None, unit)
-        if not plan.token_slices and products.weight is not None:
+        if not plan.token_slices and products.weight is not None and needs.into is None:
             products.weight.zero_()
         return products.finish(unit, 0)
 

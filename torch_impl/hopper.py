@@ -591,12 +591,14 @@ def hidden_kernel(
 def weight_tiles(
     out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
     count_ptr, first, chunk, start, columns, size, HALF: gl.constexpr,
-    ADD: gl.constexpr, FINAL: gl.constexpr, SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`weight_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    # A float32 buffer is added to by the memory, too; a narrow one is read, so that its sum is rounded once.
+    IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
@@ -625,9 +627,9 @@ def weight_tiles(
                 entry = top + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
                 column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
                 column += n * BN + q * (BN // PIECES)
-                if ADD:
-                    mask = (entry < columns)[:, None] & (column < size)[None, :]
-                    place = (start + entry).to(gl.int64)[:, None] * size + column[None, :]
+                mask = (entry < columns)[:, None] & (column < size)[None, :]
+                place = (start + entry).to(gl.int64)[:, None] * size + column[None, :]
+                if ADD and not INTO:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0)
                 if SMOOTH:
                     smooth_x = gl.load(smooth_x_ptr + column, mask=column < size, other=0.0)[None, :]
@@ -636,7 +638,9 @@ def weight_tiles(
                         smooth_x = weights[:, None] * smooth_x
                     value -= smooth_x
                 value = value * gl.load(scale_ptr)
-            put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADD and not FINAL)
+                if INTO and not IN_MEMORY:
+                    value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
+            put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, (ADD and not FINAL) or IN_MEMORY)
     tma.store_wait(0)
 
 
@@ -644,7 +648,7 @@ def weight_tiles(
 def weight_kernel(
     e_desc, x_desc, sum_ptr, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
     first, chunk, start, columns, size,
-    ADD: gl.constexpr, FINAL: gl.constexpr, SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
     PARTS: gl.constexpr,
@@ -659,13 +663,13 @@ def weight_kernel(
         [
             (weight_tiles, (
                 out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr,
-                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 0, ADD, FINAL, SMOOTH, HAS_CLASS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 0, ADD, FINAL, INTO, SMOOTH,
+                HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (weight_tiles, (
                 out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr,
-                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 1, ADD, FINAL, SMOOTH, HAS_CLASS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 1, ADD, FINAL, INTO, SMOOTH,
+                HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, count_ptr, first, chunk, columns, size, True,

@@ -38,6 +38,9 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # Parts at most that a tile of a last, short turn is split into along its depth.
 MOST_PARTS = tl.constexpr(8)
 
+# A row's target that another rank of a sharded call has; −1 is an id outside the vocabulary.
+ELSEWHERE = tl.constexpr(-2)
+
 # What the epilogue of the first product makes.
 SUMS = tl.constexpr(0)  # sums per row only
 ANCHORED = tl.constexpr(1)  # sums, and exponentials relative to the anchor, 0 at the target
@@ -48,12 +51,15 @@ KNOWN = tl.constexpr(2)  # the gradient's matrix, from lse
 # Rows
 
 
-@triton.jit(do_not_specialize=["tokens", "ignore_index"])
+@triton.jit(do_not_specialize=["tokens", "ignore_index", "shard_start"])
 def prepare_kernel(
     given_ptr, given_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
-    tokens, vocab, ignore_index, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, vocab, shard_start, entries, ignore_index, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens: what torch_impl.eager.Inputs knows of each, and two more forms of its target: see fused.Rows."""
+    """BLOCK tokens: what torch_impl.eager.Inputs knows of each, and two more forms of its target: see fused.Rows.
+
+    This device has the ids shard_start ≤ y < shard_start + entries of ``vocab``.
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < tokens
     target = tl.load(given_ptr + token, mask=mask, other=0).to(tl.int64)
@@ -67,8 +73,11 @@ def prepare_kernel(
     tl.store(valid_ptr + token, valid.to(tl.int8), mask=mask)
     tl.store(inside_ptr + token, (inside | ~valid).to(tl.int8), mask=mask)
     tl.store(weight_ptr + token, tl.where(valid, weight, 0.0), mask=mask)
-    tl.store(index_ptr + token, tl.where(inside | ~valid, target, -1).to(tl.int32), mask=mask)
-    tl.store(key_ptr + token, tl.where(valid & inside, target, vocab).to(tl.int32), mask=mask)
+    place = target - shard_start
+    here = (place >= 0) & (place < entries)
+    index = tl.where(inside | ~valid, tl.where(here, place, ELSEWHERE), -1)
+    tl.store(index_ptr + token, index.to(tl.int32), mask=mask)
+    tl.store(key_ptr + token, tl.where(valid & inside & here, place, entries).to(tl.int32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -164,7 +173,8 @@ def rows_kernel(
     DOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row: gather x, and make the anchor a = z_y (NaN for an id outside the vocabulary, which is −1).
+    """One program, one row: gather x, and make the anchor a = z_y (NaN for an id outside the vocabulary, which is −1; 0
+    for ELSEWHERE).
 
     weighted = x · Σ_j k_j w_j, label smoothing's part of the loss. A row past the last one becomes zero.
     """
@@ -192,7 +202,7 @@ def rows_kernel(
         if HAS_BIAS:
             z += tl.load(bias_ptr + wanted).to(tl.float32)
         z = capped(z, scale, cap, HAS_SCALE, HAS_CAP)
-        z = tl.where(target < 0, float("nan"), z)
+        z = tl.where(target < 0, tl.where(target == ELSEWHERE, 0.0, float("nan")), z)
         tl.store(anchor_ptr + row, tl.where(exists, z, NO_ROW))
         tl.store(highest_ptr + row, float("-inf"))
         if row == 0:
@@ -403,12 +413,13 @@ def logits_kernel(
 @triton.jit(do_not_specialize=["first", "chunk", "lines"])
 def finish_kernel(
     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, order_ptr, count_ptr,
-    anchor_ptr, row_anchor_ptr, list_ptr, flagged_ptr, g_ptr, k_ptr, smooth_ptr,
+    anchor_ptr, row_anchor_ptr, list_ptr, flagged_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr, row_target_ptr, record_ptr,
     out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr,
     out_lowest_ptr, factor_ptr, target_value_ptr, token_value_ptr,
     first, chunk, lines, keep, z_loss, cap,
     FLAGGED: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr, RECORD: tl.constexpr, SHARED: tl.constexpr,
+    BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """BR rows: sum the column tiles' lines in order; write what the forward knows of each token; and with FACTORS
 
@@ -416,6 +427,10 @@ def finish_kernel(
 
     A row whose sum passed the threshold goes to ``list`` instead, and comes back with FLAGGED set, anchored anew.
     row_anchor is the anchor that the exponentials were taken at.
+
+    Of a sharded call, RECORD: what this rank knows of the rows goes to ``record`` [7, C], in the order of
+    parallel.Record, and nowhere else. Then SHARED: the lines are the ranks' records, relative to row_anchor; factor is
+    multiplied by ``share``, which takes this rank's exponentials there; target_value is 0 where another rank has it.
     """
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     if FLAGGED:
@@ -449,7 +464,7 @@ def finish_kernel(
             if SUM_LOGITS:
                 logit_sum += tl.sum(tl.load(logit_sum_ptr + place, mask=mask, other=0.0), 0)
         target_logit = tl.load(anchor_ptr + row, mask=exists, other=0.0)
-        if FLAGGED:
+        if FLAGGED or SHARED:
             anchor = tl.load(row_anchor_ptr + row, mask=exists, other=0.0)
             done = exists
         else:
@@ -458,6 +473,20 @@ def finish_kernel(
             done = exists & ~again
             slots = tl.atomic_add(flagged_ptr + tl.zeros((BR,), tl.int32), again.to(tl.int32), mask=again)
             tl.store(list_ptr + slots, row, mask=again)
+        if RECORD:
+            tl.store(record_ptr + row, anchor, mask=done)
+            tl.store(record_ptr + chunk + row, s, mask=done)
+            if STATISTICS:
+                tl.store(record_ptr + 2 * chunk + row, gaps, mask=done)
+                if not FLAGGED:
+                    tl.store(record_ptr + 3 * chunk + row, highest, mask=exists)
+                    tl.store(record_ptr + 4 * chunk + row, lowest, mask=exists)
+                    tl.store(record_ptr + 5 * chunk + row, best.to(tl.float32, bitcast=True), mask=exists)
+            if SUM_LOGITS:
+                if not FLAGGED:
+                    tl.store(record_ptr + 6 * chunk + row, logit_sum, mask=exists)
+            done = slot < 0
+            exists = slot < 0
         token = tl.load(order_ptr + first + row, mask=exists, other=0)
         e_target = tl.exp2((target_logit - anchor) * LOG2E)
         total = s + e_target
@@ -489,7 +518,12 @@ def finish_kernel(
             if HAS_CAP:
                 share = share * (1.0 - (target_logit / cap) * (target_logit / cap))
             u = tl.load(g_ptr + token, mask=done, other=0.0) * alpha / total
-            tl.store(factor_ptr + row, u, mask=done)
+            if SHARED:
+                tl.store(factor_ptr + row, u * tl.load(share_ptr + row, mask=done, other=0.0), mask=done)
+                here = tl.load(row_target_ptr + row, mask=done, other=0) != ELSEWHERE
+                share = tl.where(here, share, 0.0)
+            else:
+                tl.store(factor_ptr + row, u, mask=done)
             tl.store(target_value_ptr + row, u * share, mask=done)
             tl.store(token_value_ptr + token, u * share, mask=done)
 
@@ -689,7 +723,7 @@ def finish_hidden_kernel(
 def weight_kernel(
     e_desc, x_desc, sum_ptr, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
     first, chunk, start, columns, size,
-    ADD: tl.constexpr, FINAL: tl.constexpr, SMOOTH: tl.constexpr, HAS_CLASS: tl.constexpr,
+    ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, SMOOTH: tl.constexpr, HAS_CLASS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
@@ -697,6 +731,7 @@ def weight_kernel(
 
     not FINAL: sum = eᵀ x (+ sum with ADD), float32
     FINAL:     out = scale · (eᵀ x + sum with ADD − k_j Σ_i smooth_i x_i)
+    INTO too:  out = sum + scale · (eᵀ x − k_j Σ_i smooth_i x_i), in sum's own dtype; sum is out
     """
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     row_tiles = tl.cdiv(columns, BM)
@@ -715,7 +750,7 @@ def weight_kernel(
         column = n * BN + tl.arange(0, BN)
         mask = (entry < columns)[:, None] & (column < size)[None, :]
         place = (start + entry).to(tl.int64)[:, None] * size + column[None, :]
-        if ADD and (FINAL or not TMA):
+        if ADD and (FINAL or not TMA) and not INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0)
         if FINAL:
             if SMOOTH:
@@ -726,6 +761,8 @@ def weight_kernel(
                 else:
                     value -= smooth_x[None, :]
             value = value * tl.load(scale_ptr)
+        if INTO:
+            value += tl.load(sum_ptr + place, mask=mask, other=0.0).to(tl.float32)
         if TMA:
             store_tile(out_desc, value, m * BM, n * BN, BN, SPLIT, ADD and not FINAL)
         else:

@@ -77,7 +77,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool) -> TokenS
         if options.label_smoothing:  # a class of weight 0 may have a logit of −inf
             weighted = z.sum(dim=1) if k is None else z.masked_fill(k == 0, 0.0) @ k
         sums.observe(z, 0)
-        sums.rescue()
+        sums.rescue(sums.highest)
         sums.exponentiate(z, 0)
         parts.append(sums.finish(weighted))
     empty = torch.empty(0, dtype=inputs.accumulation_dtype, device=inputs.hidden.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.planning import ChunkPlan
-from logitless.spec import LossOptions, Reduction, TokenStats
+from logitless.spec import LossOptions, Reduction
 from logitless.torch_impl.api import linear_cross_entropy
 
 
@@ -19,7 +19,8 @@ class LinearCrossEntropy(nn.Linear):
     ``weight`` [V, D] and ``bias`` [V] or None. :meth:`logits` gives the plain linear map, for generation.
 
     Arguments: in_features D; out_features V; bias, device and dtype as for torch.nn.Linear (bias is off by default, as
-    LM heads have none); the others as for :func:`linear_cross_entropy`, with the same defaults.
+    LM heads have none); the others as for :func:`linear_cross_entropy`, with the same defaults. With a process_group
+    out_features is V_r, this rank's entries, and the module's parameters are those.
     """
 
     class_weight: Tensor | None
@@ -39,6 +40,8 @@ class LinearCrossEntropy(nn.Linear):
         softcap: float | None = None,
         memory_budget: int | None = None,
         backend: str | None = None,
+        process_group: Any = None,
+        sequence_parallel: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -46,6 +49,8 @@ class LinearCrossEntropy(nn.Linear):
         self.options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
         self.memory_budget = memory_budget
         self.backend = backend
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
         self.register_buffer("class_weight", class_weight)
 
     def forward(  # type: ignore[override]
@@ -57,7 +62,9 @@ class LinearCrossEntropy(nn.Linear):
         normalizer: Tensor | float | None = None,
         plan: ChunkPlan | None = None,
         return_stats: bool = False,
-    ) -> Tensor | tuple[Tensor, TokenStats]:
+        accumulate_into: Tensor | None = None,
+        defer_weight_grad: bool = False,
+    ) -> Any:
         """The loss of hidden [..., D] against target [...]; see :func:`linear_cross_entropy`."""
         o = self.options
         return linear_cross_entropy(
@@ -78,6 +85,10 @@ class LinearCrossEntropy(nn.Linear):
             memory_budget=None if plan is not None else self.memory_budget,
             backend=self.backend,
             return_stats=return_stats,
+            process_group=self.process_group,
+            sequence_parallel=self.sequence_parallel,
+            accumulate_into=accumulate_into,
+            defer_weight_grad=defer_weight_grad,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ class Recipe:
     def needs(self, arrays: Arrays) -> Needs:
         """The dtypes of the wanted gradients: their arguments' own."""
         pairs = zip(arrays[:3], self.wanted, strict=True)
-        return Needs(*(array.dtype if wanted and array is not None else None for array, wanted in pairs))
+        hidden, weight, bias = (array.dtype if wanted and array is not None else None for array, wanted in pairs)
+        return Needs(hidden, weight, bias)
 
     def call(self, arrays: Arrays, token_chunk: int) -> Call:
         """The call again, where sizes are numbers."""

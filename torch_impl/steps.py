@@ -18,7 +18,9 @@ from torch import Tensor
 
 from logitless.spec import LossOptions, TokenStats
 from logitless.torch_impl import eager, fused
+from logitless.torch_impl.deferred import DeferredWeightGrad
 from logitless.torch_impl.eager import Arrays
+from logitless.torch_impl.parallel import Shard
 
 # Backends are modules with the same functions.
 MODULES: dict[str, Any] = {"eager": eager, "triton": fused}
@@ -49,12 +51,26 @@ class Call:
     """A key of MODULES."""
     traced: bool = False
     """Whether torch.compile is looking: then the steps are the opaque ones of ops.py."""
+    shard: Shard | None = None
+    """This rank's slice of the vocabulary, where the call is sharded."""
+    into: Tensor | None = None
+    """What dW is added to in the backward, or None."""
+    deferred: DeferredWeightGrad | None = None
+    """What makes dW and db after the backward, or None."""
 
     @property
     def one_pass(self) -> bool:
         """Whether a loss's gradients are made with its forward, if there are any."""
         possible = self.plan.one_pass and self.options.separable and self.options.reduction != "none"
+        if self.into is not None and self.deferred is None:
+            possible = possible and adds_in_one_pass(self.backend, self.plan)
         return possible and bool(MODULES[self.backend].one_pass(self.compute_dtype))
+
+
+def adds_in_one_pass(backend: str, plan: Any) -> bool:
+    """Whether a one-pass plan can add dW to a buffer: where no part of it is made before the upstream scalar arrives,
+    which is where products wait for the backward and there is one chunk."""
+    return backend == "triton" and len(plan.token_slices) <= 1
 
 
 class Loss(NamedTuple):
@@ -81,17 +97,20 @@ def _no_autocast(arrays: Arrays) -> torch.autocast:
     return torch.autocast(arrays.hidden.device.type, enabled=False)
 
 
-def _rehearse(step: str, arrays: Arrays, call: Call, needs: eager.Needs, run: Callable[[], Any]) -> None:
+def _rehearse(step: str, arrays: Arrays, call: Call, needs: eager.Needs, run: Callable[[Call], Any]) -> None:
     """Have the kernels of a step compiled that is the first of its kind: a kind is what kernels are compiled for."""
     plan, options = call.plan, call.options
     sizes = (arrays.target.numel(), *arrays.weight.shape, *arrays.weight.stride(), plan.vocab_chunk)
     given = tuple(None if array is None else array.dtype for array in arrays)
     flags = (plan.order, plan.one_pass, plan.chunks > 1, plan.splits_hidden, call.statistics, call.compute_dtype)
     chosen = (options.reduction, options.separable, *(bool(v) for v in dataclasses.astuple(options)[2:]))
-    kind = (step, arrays.hidden.device, given, tuple((n % 16 == 0, n == 1) for n in sizes), flags, chosen, needs)
+    own = (needs, needs.into is None, call.shard is None, call.shard is not None and call.shard.sequence_parallel)
+    kind = (step, arrays.hidden.device, given, tuple((n % 16 == 0, n == 1) for n in sizes), flags, chosen, own)
+    if call.shard is not None:
+        call = dataclasses.replace(call, shard=dataclasses.replace(call.shard, quiet=True))
 
     def rehearsal() -> None:
-        waiting = getattr(run(), "waiting", None)
+        waiting = getattr(run(call), "waiting", None)
         if waiting is not None:
             waiting.finish(torch.ones((), device=arrays.hidden.device))
 
@@ -111,16 +130,25 @@ def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
     )
 
 
+def _prepare(arrays: Arrays, call: Call) -> Any:
+    """The backend's inputs; under sequence parallelism from the hidden states of all ranks."""
+    if call.shard is None:
+        return MODULES[call.backend].prepare(arrays, call.options, call.compute_dtype)
+    if call.shard.sequence_parallel:
+        arrays = arrays._replace(hidden=call.shard.gather(arrays.hidden.to(call.compute_dtype)))
+    return MODULES[call.backend].prepare(arrays, call.options, call.compute_dtype, call.shard)
+
+
 def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: eager.Needs) -> Loss:
     """The loss, the eight statistics (or Nones), and what the backward needs for the gradients ``needs``."""
-    _rehearse("loss", arrays, call, needs, lambda: _loss(arrays, normalizer, call, needs))
+    _rehearse("loss", arrays, call, needs, lambda call: _loss(arrays, normalizer, call, needs))
     return _loss(arrays, normalizer, call, needs)
 
 
 def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: eager.Needs) -> Loss:
     options, backend, waiting = call.options, MODULES[call.backend], None
     with _no_autocast(arrays):
-        inputs = backend.prepare(arrays, options, call.compute_dtype)
+        inputs = _prepare(arrays, call)
         norm = backend.normalizer(inputs, options, normalizer)
         if needs.any and call.one_pass:
             sums, waiting = backend.loss_gradients(inputs, options, call.plan, norm, needs, call.statistics)
@@ -132,7 +160,8 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
             total = backend.total_loss(inputs, options, sums, norm)
         stats = eager.token_stats(inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
         shaped = tuple(None if value is None else value.reshape(arrays.target.shape) for value in stats)
-    saved = (norm, sums.target_logit, sums.anchor, sums.log_total) if needs.any else ()
+    kept = needs.any or call.deferred is not None
+    saved = (norm, sums.target_logit, sums.anchor, sums.log_total) if kept else ()
     return Loss(total, shaped, saved, waiting)
 
 
@@ -144,7 +173,7 @@ def loss_gradients(
     if waiting is not None:
         with _no_autocast(arrays):
             return _cast(waiting.finish(upstream.to(saved[0].dtype)), arrays)
-    _rehearse("loss_gradients", arrays, call, needs, lambda: _known_loss(arrays, call, needs, saved, upstream))
+    _rehearse("loss_gradients", arrays, call, needs, lambda call: _known_loss(arrays, call, needs, saved, upstream))
     return _known_loss(arrays, call, needs, saved, upstream)
 
 
@@ -154,7 +183,7 @@ def _known_loss(
     options = call.options
     norm, target_logit, anchor, log_total = saved
     with _no_autocast(arrays):
-        inputs = MODULES[call.backend].prepare(arrays, options, call.compute_dtype)
+        inputs = _prepare(arrays, call)
         per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
         g = eager.row_upstream(inputs, options, per_token)
         sums = eager.TokenSums(target_logit, anchor, log_total, None, None, None, None, None)
@@ -183,14 +212,14 @@ def held_gradients(
 
 def log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
     """log p(target) and entropy (or None) per token, and what the backward needs if any gradient is wanted."""
-    _rehearse("log_probs", arrays, call, needs, lambda: _log_probs(arrays, call, needs))
+    _rehearse("log_probs", arrays, call, needs, lambda call: _log_probs(arrays, call, needs))
     return _log_probs(arrays, call, needs)
 
 
 def _log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
     backend = MODULES[call.backend]
     with _no_autocast(arrays):
-        inputs = backend.prepare(arrays, call.options, call.compute_dtype)
+        inputs = _prepare(arrays, call)
         sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
         ignored, shape = ~inputs.valid, arrays.target.shape
         log_prob = (-sums.nll).masked_fill(ignored, 0.0).reshape(shape)
@@ -203,9 +232,9 @@ def log_probs_gradients(
     arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
 ) -> eager.Gradients:
     """The gradients, when both upstream gradients have arrived."""
-    given = arrays, call, needs, saved, g_log_prob, g_entropy
-    _rehearse("log_probs_gradients", arrays, call, needs, lambda: _known_log_probs(*given))
-    return _known_log_probs(*given)
+    given = needs, saved, g_log_prob, g_entropy
+    _rehearse("log_probs_gradients", arrays, call, needs, lambda call: _known_log_probs(arrays, call, *given))
+    return _known_log_probs(arrays, call, *given)
 
 
 def _known_log_probs(
@@ -214,7 +243,7 @@ def _known_log_probs(
     target_logit, anchor, log_total, entropy = saved
     backend = MODULES[call.backend]
     with _no_autocast(arrays):
-        inputs = backend.prepare(arrays, call.options, call.compute_dtype)
+        inputs = _prepare(arrays, call)
         sums = eager.TokenSums(target_logit, anchor, log_total, None, entropy, None, None, None)
         g1 = eager.row_upstream(inputs, call.options, g_log_prob.reshape(-1))
         g2 = None if g_entropy is None else eager.row_upstream(inputs, call.options, g_entropy.reshape(-1))

@@ -1,0 +1,135 @@
+"""What one rank does for bench/sharded.py, in PyTorch: the head over several ranks beside one device, in one run.
+
+Rows (one a variant, from rank 0; a time is the slowest rank's median):
+
+    alone       the whole head on one device, the other ranks idle
+    tensor      the vocabulary over the ranks, hidden on every rank
+    sequence    the same with sequence parallelism
+    data        weak scaling: every rank the whole head and as many tokens as ``alone``, dW summed over the ranks
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from logitless.tolerances import error
+from logitless.torch_impl import global_normalizer, linear_cross_entropy
+from logitless.torch_impl.memory import peak_scratch_bytes
+
+MIB = 2**20
+STEPS = 4  # in a timed round
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str = "bfloat16"
+
+
+class Arrays:
+    """The whole problem, the same on every rank, and this rank's part of it."""
+
+    def __init__(self, shape: Shape, group: Any, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = getattr(torch, shape.dtype)
+
+        def normal(rows: int, scale: float) -> torch.Tensor:
+            return (torch.randn(rows, shape.hidden, device=device, generator=generator) * scale).to(dtype)
+
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.x, self.w = normal(shape.tokens, 1.0), normal(shape.vocab, shape.hidden**-0.5)
+        self.y = torch.randint(0, shape.vocab, (shape.tokens,), device=device, generator=generator)
+        size = -(-shape.vocab // self.ranks)
+        self.entries = slice(self.rank * size, min((self.rank + 1) * size, shape.vocab))
+        share = shape.tokens // self.ranks
+        self.tokens = slice(self.rank * share, (self.rank + 1) * share)
+
+    def step(self, variant: str) -> Callable[[], tuple[Any, Any, Any]]:
+        """A forward and a backward: loss, gradient of hidden, gradient of weight."""
+        tensor = variant in ("tensor", "sequence")
+        x = self.x[self.tokens] if variant == "sequence" else self.x
+        w = self.w[self.entries] if tensor else self.w
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        given: dict[str, Any] = {}
+        if tensor:
+            given = {"process_group": self.group, "sequence_parallel": variant == "sequence"}
+
+        def run() -> tuple[Any, Any, Any]:
+            if variant == "data":
+                given["normalizer"] = global_normalizer(self.y, self.group)
+            loss = linear_cross_entropy(x, w, self.y, **given)
+            dx, dw = torch.autograd.grad(loss, (x, w))
+            if variant == "data":
+                dist.all_reduce(dw, group=self.group)
+            return loss, dx, dw
+
+        return run
+
+    def errors(self, variant: str, made: tuple[Any, Any, Any], alone: tuple[Any, Any, Any]) -> dict[str, float]:
+        """Relative difference of a rank's results from one device's."""
+        rows = self.tokens if variant == "sequence" else slice(None)
+        parts = alone[0], alone[1][rows], alone[2][self.entries]
+        if variant == "data":  # the ranks have the same tokens: together the mean is over each of them R times
+            parts = alone[0] / self.ranks, alone[1] / self.ranks, alone[2]
+        names = ("loss", "dhidden", "dweight")
+        pairs = zip(names, made, parts, strict=True)
+        return {name: error(one.detach().double().cpu(), other.detach().double().cpu()) for name, one, other in pairs}
+
+
+def _slowest(value: float, group: Any, device: torch.device) -> float:
+    held = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX, group=group)
+    return float(held)
+
+
+def _timed_ms(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3 / STEPS
+
+
+def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """All rows of ``shape`` on this group of ranks; every rank calls it, every rank gets them."""
+    arrays = Arrays(shape, group, device)
+    variants = ("alone", "tensor", "sequence", "data")
+    steps = {name: arrays.step(name) for name in variants}
+    alone = steps["alone"]()
+    errors = {name: arrays.errors(name, steps[name](), alone) for name in variants[1:]}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name in variants:
+            dist.barrier(group)
+            idle = name == "alone" and arrays.rank != 0
+            times[name].append(0.0 if idle else _timed_ms(steps[name], device))
+    rows = []
+    for name in variants:
+        made = [value.nbytes for value in steps[name]()]
+        scratch = max(0, peak_scratch_bytes(steps[name]) - sum(made))
+        row: dict[str, Any] = {"framework": "torch", "variant": name, "ranks": arrays.ranks}
+        row |= dataclasses.asdict(shape)
+        row["time_ms"] = _slowest(statistics.median(times[name]), group, device)
+        row["scratch_mib"] = _slowest(scratch / MIB, group, device)
+        row["weight_mib"] = _slowest(made[2] / MIB, group, device)
+        worst = {key: _slowest(value, group, device) for key, value in errors.get(name, {}).items()}
+        row["difference_from_alone"] = worst
+        rows.append(row)
+    for row in rows:
+        ratio = rows[0]["time_ms"] / row["time_ms"] if row["time_ms"] else 0.0
+        # Of a perfect split: R times as fast; in weak scaling: as fast.
+        row["speedup"] = ratio
+        row["efficiency"] = ratio if row["variant"] in ("alone", "data") else ratio / arrays.ranks
+    return rows

@@ -1,0 +1,213 @@
+"""dW added to a buffer (accumulate_into), and dW made after the backward (defer_weight_grad)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
+
+from logitless import plan as make_plan  # noqa: E402
+from logitless.tolerances import TINY, error  # noqa: E402
+from logitless.torch_impl import LinearCrossEntropy, linear_cross_entropy  # noqa: E402
+from logitless.torch_impl.memory import peak_scratch_bytes  # noqa: E402
+
+TOKENS, SIZE, VOCAB = 40, 16, 70
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": 3}
+
+
+def tensors(dtype: Any = torch.float32) -> dict[str, Any]:
+    made = torch.Generator().manual_seed(1)
+    return {
+        "hidden": torch.randn(TOKENS, SIZE, generator=made).to(dtype).requires_grad_(),
+        "weight": torch.randn(VOCAB, SIZE, generator=made).mul(0.3).to(dtype).requires_grad_(),
+        "target": torch.randint(0, VOCAB, (TOKENS,), generator=made),
+        "bias": torch.randn(VOCAB, generator=made).to(dtype).requires_grad_(),
+    }
+
+
+def sizes(**more: Any) -> Any:
+    return make_plan(tokens=TOKENS, hidden=SIZE, vocab=VOCAB, **({"dtype": "float32", "device": "cpu"} | more))
+
+
+# name → (backend, dtype, dtype of the buffer, further options); the float32 result is the truth to all.
+WAYS: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
+    "eager": ("eager", torch.float32, torch.float32, OPTIONS),
+    "chunks": ("eager", torch.float32, torch.float32, OPTIONS | {"plan": sizes(order="tokens", chunk=16)}),
+    "vocab": (
+        "eager", torch.float32, torch.float32, OPTIONS | {"softcap": 3.0, "plan": sizes(order="vocab", chunk=30)},
+    ),
+    "none": ("eager", torch.float32, torch.float32, OPTIONS | {"reduction": "none"}),
+    "wide": ("eager", torch.bfloat16, torch.float32, OPTIONS),
+    "narrow": ("eager", torch.bfloat16, torch.bfloat16, OPTIONS),
+    "kernels": ("triton", torch.float32, torch.float32, OPTIONS),
+    "kernels, chunks": (
+        "triton", torch.float32, torch.float32,
+        OPTIONS | {"plan": sizes(order="tokens", chunk=16, one_pass=False, fused=True)},
+    ),
+}  # fmt: skip
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def expected(options: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """The gradients of the plain call for an upstream gradient of 3."""
+    t = tensors(dtype)
+    loss = linear_cross_entropy(**t, backend="eager", **{k: v for k, v in options.items() if k != "plan"})
+    loss.backward(torch.full_like(loss, 3.0))
+    return {name: t[name].grad for name in ("hidden", "weight", "bias")}
+
+
+def skip_without_triton(backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+
+
+def close(made: Any, true: Any, dtype: Any) -> None:
+    limit = 4 * TINY["float32"] if dtype == torch.float32 else 2.0**-8
+    assert error(made.detach().double().numpy(), true.detach().double().numpy()) <= limit
+
+
+@ways
+def test_added_to_what_is_there(way: str) -> None:
+    backend, dtype, buffer_dtype, options = WAYS[way]
+    skip_without_triton(backend)
+    t = tensors(dtype)
+    start = 0.5 if buffer_dtype == torch.float32 else 0.0  # beside 0.5 bfloat16 has no room for a gradient
+    buffer = torch.full((VOCAB, SIZE), start, dtype=buffer_dtype)
+    loss = linear_cross_entropy(**t, backend=backend, accumulate_into=buffer, **options)
+    assert bool((buffer == start).all())  # nothing before the upstream gradient is known
+    loss.backward(torch.full_like(loss, 3.0), retain_graph=True)
+    true = expected(options, dtype)
+    close(buffer - start, true["weight"], dtype)
+    for name in ("hidden", "bias"):
+        close(t[name].grad, true[name], dtype)
+    loss.backward(torch.full_like(loss, 3.0))
+    close(buffer - start, 2 * true["weight"], dtype)
+    assert t["weight"].grad is None
+
+
+def test_a_buffer_saves_a_gradient() -> None:
+    """Nothing of dW's size is made, forward or backward; the plain call makes dW itself."""
+    x, w = torch.randn(16, 64, requires_grad=True), torch.randn(4000, 64, requires_grad=True)
+    y, buffer = torch.zeros(16, dtype=torch.int64), torch.zeros(4000, 64)
+    plan = make_plan(tokens=16, hidden=64, vocab=4000, dtype="float32", device="cpu", order="vocab", chunk=512)
+
+    def run(**more: Any) -> None:
+        linear_cross_entropy(x, w, y, backend="eager", plan=plan, **more).backward()
+        x.grad = w.grad = None
+
+    run()
+    assert peak_scratch_bytes(run) > w.numel() * 4
+    assert peak_scratch_bytes(lambda: run(accumulate_into=buffer)) < w.numel() * 4 / 2
+
+
+def test_evaluation_leaves_the_buffer_alone() -> None:
+    t, buffer = tensors(), torch.zeros(VOCAB, SIZE)
+    with torch.no_grad():
+        linear_cross_entropy(**t, accumulate_into=buffer)
+    assert not buffer.any()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "kind", "words"),
+    [
+        (torch.zeros(VOCAB, SIZE + 1), ValueError, "got shape (70, 17), allowed is this rank's weight's (70, 16)"),
+        (torch.zeros(VOCAB, SIZE).half(), TypeError, "got dtype torch.float16, allowed are torch.float32 and"),
+        (torch.zeros(VOCAB, SIZE, device="meta"), ValueError, "got device meta, allowed is weight's cpu"),
+        (torch.zeros(SIZE, VOCAB).t(), ValueError, "is not contiguous"),
+        ([1.0], TypeError, "got list, allowed is a torch.Tensor"),
+    ],
+)
+def test_other_buffers_are_refused(buffer: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match="accumulate_into: ") as caught:
+        linear_cross_entropy(**tensors(), accumulate_into=buffer)
+    assert words in str(caught.value)
+
+
+def test_what_does_not_go_with_a_buffer() -> None:
+    t = tensors()
+    t["weight"] = t["weight"].detach()
+    with pytest.raises(ValueError, match="accumulate_into: got a buffer beside a weight that requires no grad"):
+        linear_cross_entropy(**t, accumulate_into=torch.zeros(VOCAB, SIZE))
+    low = sizes(order="tokens", chunk=16, dtype="bfloat16")
+    with pytest.raises(
+        ValueError, match=r"plan: got one of 3 chunks of tokens beside accumulate_into of torch.bfloat16"
+    ):
+        linear_cross_entropy(
+            **tensors(torch.bfloat16), accumulate_into=torch.zeros(VOCAB, SIZE, dtype=torch.bfloat16), plan=low
+        )
+
+
+@pytest.mark.parametrize(
+    ("way", "into"),
+    [
+        *((way, into) for way in ("eager", "none") for into in (False, True)),
+        *(("vocab", True), ("wide", True), ("narrow", False), ("kernels", False)),
+    ],
+)
+def test_deferred(way: str, into: bool) -> None:
+    backend, dtype, buffer_dtype, options = WAYS[way]
+    skip_without_triton(backend)
+    t = tensors(dtype)
+    more = {"accumulate_into": torch.zeros(VOCAB, SIZE, dtype=buffer_dtype)} if into else {}
+    loss, handle = linear_cross_entropy(**t, backend=backend, defer_weight_grad=True, **more, **options)
+    loss.backward(torch.full_like(loss, 3.0))
+    true = expected(options, dtype)
+    close(t["hidden"].grad, true["hidden"], dtype)
+    assert t["weight"].grad is None
+    assert t["bias"].grad is None
+    handle.compute()
+    close(t["bias"].grad, true["bias"], dtype)
+    if into:
+        assert t["weight"].grad is None
+        close(more["accumulate_into"], true["weight"], dtype)
+    else:
+        close(t["weight"].grad, true["weight"], dtype)
+
+
+def test_deferred_beside_frozen_hidden_states_and_earlier_gradients() -> None:
+    t = tensors()
+    t["hidden"] = t["hidden"].detach()
+    t["weight"].grad = torch.ones(VOCAB, SIZE)
+    loss, stats, handle = linear_cross_entropy(**t, defer_weight_grad=True, return_stats=True, **OPTIONS)
+    assert stats.nll.shape == (TOKENS,)
+    loss.backward(torch.tensor(1.0), retain_graph=True)
+    loss.backward(torch.tensor(2.0))
+    handle.compute()
+    close(t["weight"].grad - 1, expected(OPTIONS, torch.float32)["weight"], torch.float32)
+
+
+def test_a_handle_is_for_once_after_a_backward() -> None:
+    t = tensors()
+    loss, handle = linear_cross_entropy(**t, defer_weight_grad=True)
+    with pytest.raises(RuntimeError, match="called before the loss's backward"):
+        handle.compute()
+    loss.backward()
+    handle.compute()
+    with pytest.raises(RuntimeError, match="called a second time"):
+        handle.compute()
+    loss, handle = linear_cross_entropy(**t, defer_weight_grad=True)
+    loss.backward()
+    with torch.no_grad():
+        t["weight"].mul_(2.0)
+    with pytest.raises(RuntimeError, match="was changed in place after the backward"):
+        handle.compute()
+    t["weight"] = t["weight"] * 2
+    with pytest.raises(ValueError, match="weight: got a tensor that others were computed into"):
+        linear_cross_entropy(**t, defer_weight_grad=True)
+
+
+def test_the_module_and_a_compiled_function_take_them() -> None:
+    head = LinearCrossEntropy(SIZE, VOCAB)
+    t, buffer = tensors(), torch.zeros(VOCAB, SIZE)
+
+    def step(hidden: Any, target: Any) -> Any:
+        return head(hidden * 1.0, target, accumulate_into=buffer) * 2.0
+
+    head(t["hidden"], t["target"]).mul(2.0).backward()
+    torch.compile(step, backend="aot_eager")(t["hidden"], t["target"]).backward()
+    close(buffer, head.weight.grad, torch.float32)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of a graph"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(t["hidden"], t["target"])

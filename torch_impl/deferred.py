@@ -1,0 +1,84 @@
+"""The weight's gradient after the backward: what a zero-bubble pipeline schedule fills its idle time with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from logitless.torch_impl import placements
+
+if TYPE_CHECKING:
+    from logitless.torch_impl.eager import Arrays, Needs
+    from logitless.torch_impl.steps import Call
+
+
+class DeferredWeightGrad:
+    """What ``linear_cross_entropy(..., defer_weight_grad=True)`` returns beside the loss.
+
+        loss, weight_grad = linear_cross_entropy(hidden, weight, target, defer_weight_grad=True)
+        loss.backward()         # the gradient of hidden, and nothing of the weight's
+        weight_grad.compute()   # whenever there is time: dW into weight.grad or accumulate_into, db into bias.grad
+
+    From the backward to :meth:`compute` it keeps the call's arguments, which must not be changed in place meanwhile,
+    and three numbers per token: 12·N bytes beside hidden, weight and target, and no logits. compute() makes the logits
+    anew, chunk by chunk within the call's plan: 4·N·D·V flops, 2 more than in a backward that is not cut in two.
+
+    Gradients are added to ``.grad`` directly: hooks on the parameters, and so the reductions of
+    DistributedDataParallel and FSDP, do not see them. With a process_group every rank calls compute(), in the same
+    order.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """``weight``, ``bias``: the parameters as they were given, whose ``.grad`` the gradients are added to."""
+        self._parameters = weight, bias
+        self._bound: tuple[Arrays, Call, Needs, tuple[Any, ...]] | None = None
+        self._upstream: Tensor | None = None
+        self._versions: tuple[int, ...] = ()
+        self._computed = False
+
+    def arrived(self, upstream: Tensor, arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...]) -> None:
+        """What a backward leaves; the upstream gradients of several backward calls add up."""
+        self._upstream = upstream if self._upstream is None else self._upstream + upstream
+        self._bound, self._versions = (arrays, call, needs, saved), _versions(arrays)
+
+    def compute(self) -> None:
+        """Add dW (and db) of every backward since the last call. Frees what was kept.
+
+        Raises RuntimeError before the first backward, and a second time after one (a further backward through a
+        retained graph allows a further call).
+        """
+        if self._upstream is None or self._bound is None:
+            when = "a second time" if self._computed else "before the loss's backward()"
+            raise RuntimeError(
+                f"DeferredWeightGrad.compute: called {when}, allowed is once after a backward() of its loss"
+            )
+        from logitless.torch_impl import steps
+
+        (arrays, call, needs, saved), upstream = self._bound, self._upstream
+        if _versions(arrays) != self._versions:
+            raise RuntimeError(
+                "DeferredWeightGrad.compute: hidden, weight, bias or target was changed in place after the backward, "
+                "allowed is a change after compute()"
+            )
+        self._bound, self._upstream, self._computed = None, None, True
+        if needs.any:
+            with torch.no_grad():
+                made = steps.loss_gradients(arrays, call, needs, saved, None, upstream)
+                for parameter, gradient in zip(self._parameters, (made.weight, made.bias), strict=True):
+                    if parameter is not None and gradient is not None:
+                        _add_gradient(parameter, gradient)
+
+
+def _versions(arrays: Arrays) -> tuple[int, ...]:
+    return tuple(array._version for array in arrays if array is not None)
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    if placements.is_dtensor(parameter):
+        gradient = placements.wrapped(gradient, placements.spec_of(parameter))
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient

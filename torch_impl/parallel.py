@@ -1,0 +1,238 @@
+"""One rank's slice of the vocabulary, and what the ranks tell each other: the collectives of a sharded call.
+
+Rank r holds w[start_r : start_r + V_r], in the order of the ranks. Of every chunk of tokens the ranks exchange
+
+    the anchors     one sum of C numbers: the rank that owns y_i gives z_{i, y_i}, the others 0
+    the sums        one gather of C records: each rank's anchor, Σ exp(z_ij − anchor), and what else was asked for
+    dX              one sum of C × D numbers in the accumulation dtype, beside whatever is computed next
+
+A rank's anchor is the target's logit, or the largest logit of its own slice where that is far above (the rescue). So a
+record is a pair (shift, sum); every rank combines all pairs in the order of the ranks, relative to the largest shift,
+and has the same bits. Where the plain operations hold exponentials, the rows' largest logits are known before the first
+of these: there one maximum of C numbers goes ahead, and the shifts are one number.
+
+On one device a :class:`Shard` is whole and nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from logitless.spec import LOWEST_GAP
+
+
+def _named(new: str, old: str) -> Any:
+    # PyTorch 2.13 renames two collectives.
+    return getattr(dist, new, None) or getattr(dist, old)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A rank's slice of the vocabulary and the group that holds the whole; of one device the whole itself."""
+
+    vocab: int
+    """V: entries of all ranks together."""
+    start: int = 0
+    """The global id of this rank's first entry."""
+    group: Any = None
+    """The torch.distributed.ProcessGroup, None on one device."""
+    rank: int = 0
+    ranks: int = 1
+    sequence_parallel: bool = False
+    """Whether hidden comes in, and dX goes out, as this rank's slice of the tokens."""
+    largest: int = 0
+    """Entries of the largest slice, which the plan is made for."""
+    quiet: bool = False
+    """Whether nothing is sent: in a rehearsal, which makes shapes and no numbers."""
+
+    @property
+    def split(self) -> bool:
+        return self.group is not None
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Σ over the ranks, in place."""
+        if self.split and not self.quiet:
+            dist.all_reduce(value, group=self.group)
+        return value
+
+    def max(self, value: Tensor) -> Tensor:
+        """The largest over the ranks."""
+        if not self.split or self.quiet:
+            return value
+        value = value.clone()
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return value
+
+    def start_sum(self, value: Tensor) -> Any:
+        """Begin Σ over the ranks, in place; ``value`` holds it once the returned work has been waited for."""
+        return None if self.quiet else dist.all_reduce(value, group=self.group, async_op=True)
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Every rank's ``value`` [n, ...], one after another: [ranks · n, ...]."""
+        out = value.new_empty(self.ranks * value.shape[0], *value.shape[1:])
+        if not self.quiet:
+            _named("all_gather_single", "all_gather_into_tensor")(out, value.contiguous(), group=self.group)
+        return out
+
+    def start_scatter(self, rows: Tensor) -> tuple[Tensor, Any]:
+        """Begin Σ over the ranks of ``rows`` [N, D], of which this rank gets its N / ranks."""
+        out = rows.new_empty(rows.shape[0] // self.ranks, *rows.shape[1:])
+        if self.quiet:
+            return out, None
+        scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+        return out, scatter(out, rows, group=self.group, async_op=True)
+
+    def tokens_of(self, tokens: int) -> slice:
+        """This rank's slice of the tokens under sequence parallelism."""
+        own = tokens // self.ranks
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+    def local_ids(self, ids: Tensor, entries: int) -> Tensor:
+        """Global ids to places in this rank's slice of ``entries``; −1 for an id that another rank owns."""
+        local = ids - self.start
+        return local.masked_fill_((local < 0) | (local >= entries), -1)
+
+    def scratch_bytes(self, tokens: int, hidden: int, itemsize: int) -> int:
+        """Bytes that a sharded call holds beyond its plan's promise: dX in float32 (float64), the records, and under
+        sequence parallelism the gathered hidden states."""
+        wide = max(4, itemsize)
+        records = 3 * RECORD_FIELDS * self.ranks * tokens * wide
+        gathered = tokens * hidden * (itemsize + wide) if self.sequence_parallel else 0
+        return tokens * hidden * wide + records + gathered
+
+
+def whole(vocab: int) -> Shard:
+    """The shard of a call on one device."""
+    return Shard(vocab)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sums of a chunk
+
+RECORD_FIELDS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What one rank knows of a chunk's rows after its own first product, [C] each; None where not asked for."""
+
+    anchor: Tensor
+    s: Tensor  # Σ_{j ≠ y} exp(z_ij − anchor_i) over its own entries
+    gap_sum: Tensor | None = None  # Σ exp(z − anchor) (z − anchor)
+    highest: Tensor | None = None
+    lowest: Tensor | None = None
+    argmax: Tensor | None = None  # global id, integer
+    logit_sum: Tensor | None = None  # Σ_j k_j z_ij
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Every rank's record as a line, [ranks, C] each, sums relative to the one ``anchor``."""
+
+    anchor: Tensor  # [C]: the largest of the ranks' anchors
+    share: Tensor  # [C]: exp(this rank's anchor − anchor), what this rank's exponentials still lack
+    s: Tensor
+    gap_sum: Tensor | None
+    highest: Tensor | None
+    lowest: Tensor | None
+    argmax: Tensor | None
+    logit_sum: Tensor | None
+
+    def best(self) -> tuple[Tensor, Tensor]:
+        """The largest logit of every row and its first global id."""
+        assert self.highest is not None
+        assert self.argmax is not None
+        highest = self.highest.amax(dim=0)
+        beyond = torch.iinfo(self.argmax.dtype).max
+        first = torch.where(self.highest == highest, self.argmax, beyond).amin(dim=0)
+        return highest, first.masked_fill_(first == beyond, 0)  # a row of NaN has no largest
+
+
+def exchange(shard: Shard, record: Record) -> Lines:
+    """All ranks' records, one gather; on every rank the same."""
+    dtype = record.s.dtype
+    whole_dtype = torch.int64 if dtype == torch.float64 else torch.int32
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    if record.argmax is not None:
+        fields["argmax"] = record.argmax.to(whole_dtype).view(dtype)  # its bits: nothing computes with them on the way
+    names = [name for name, value in fields.items() if value is not None]
+    sent = torch.stack([fields[name] for name in names])
+    got = shard.gather(sent).view(shard.ranks, *sent.shape)
+    of = {name: got[:, place] for place, name in enumerate(names)}
+
+    anchor = of["anchor"].amax(dim=0)
+    shift = (of["anchor"] - anchor).clamp(min=LOWEST_GAP)
+    factor = shift.exp()
+    gap_sum = of.get("gap_sum")
+    return Lines(
+        anchor=anchor,
+        share=factor[shard.rank],
+        s=of["s"] * factor,
+        gap_sum=None if gap_sum is None else factor * (gap_sum + of["s"] * shift),
+        highest=of.get("highest"),
+        lowest=of.get("lowest"),
+        argmax=of["argmax"].contiguous().view(whole_dtype) if "argmax" in of else None,
+        logit_sum=of.get("logit_sum"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data parallelism
+
+
+def global_normalizer(
+    target: Tensor,
+    process_group: Any = None,
+    *,
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    averaged: bool = False,
+) -> Tensor:
+    """Σ t_i k_{y_i} over the valid tokens of all ranks: mean's denominator for a batch that is spread over ranks.
+
+    For data parallelism: each rank has its own tokens and the whole head, and passes what this returns as
+    ``normalizer=``. The losses of the ranks then add up to the mean over all tokens of the batch, however unevenly they
+    (and the ignored ones) are spread; so do the gradients. A rank without a valid token takes part: its loss and
+    gradients are 0. One collective of two numbers; nothing synchronises with the host.
+
+    Arguments:
+        target: [...] this rank's ids; any number of them.
+        process_group: the data-parallel ranks; None: the default group.
+        ignore_index, token_weight, class_weight: as for :func:`linear_cross_entropy` (class_weight over the whole V).
+        averaged: True where gradients are averaged over the ranks and not summed, as DistributedDataParallel and FSDP
+            do unless told otherwise: the result is divided by the number of ranks, so that the average is the mean over
+            all tokens. (The mean over the ranks of the losses is the loss, then.)
+
+    Returns a tensor without axes, float32 (float64 if a weight is); where no token of any rank counts 1, so that loss
+    and gradients are 0. Raises ValueError for a group that this rank is not in.
+    """
+    check_member(process_group)
+    wide = any(weight is not None and weight.dtype == torch.float64 for weight in (token_weight, class_weight))
+    valid = target != ignore_index
+    counts = valid.to(torch.float64 if wide else torch.float32)
+    if token_weight is not None:
+        counts = torch.where(valid, token_weight.to(counts.dtype), 0.0)
+    if class_weight is not None:
+        counts = counts * class_weight.to(counts.dtype)[torch.where(valid, target, 0)]
+    both = torch.stack([counts.sum(), (counts != 0).sum().to(counts.dtype)])
+    dist.all_reduce(both, group=process_group)
+    total = torch.where(both[1] > 0, both[0], 1.0)
+    return total / dist.get_world_size(process_group) if averaged else total
+
+
+def check_member(process_group: Any) -> None:
+    """Raise TypeError unless ``process_group`` is one (or None, the default), ValueError unless this rank is in it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("process_group: got one before torch.distributed.init_process_group(), allowed is after it")
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group: got {type(process_group).__name__}, allowed is a torch.distributed.ProcessGroup"
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("process_group: got one that this rank is not in, allowed is one of its own groups")

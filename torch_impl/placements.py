@@ -1,0 +1,131 @@
+"""DTensor arguments: which placements a call takes, and the local tensors and gradients behind them.
+
+| weight (and bias, class_weight) | hidden | meaning |
+| --- | --- | --- |
+| Shard(0) | plain or Replicate | vocabulary-parallel over the mesh |
+| Shard(0) | Shard(a token axis) | the same with sequence parallelism |
+| Replicate | plain or Replicate | every rank computes the whole loss; gradients are Replicate |
+
+target and token_weight are plain or Replicate: all tokens, global ids. Everything else is refused. A gradient has its
+argument's placement, the loss is a plain tensor, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether ``value`` is a DTensor; the module that knows them is not imported for it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+class _Local(torch.autograd.Function):
+    """A DTensor's local tensor; its gradient becomes a DTensor of the same placement, or stays None.
+
+    DTensor.to_local's own gradient turns None into zeros of the size of the weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec_of(given)
+        local: Tensor = given._local_tensor.detach()
+        return local.view_as(local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return None if gradient is None else wrapped(gradient, ctx.spec)
+
+
+def spec_of(given: Any) -> tuple[Any, ...]:
+    """(mesh, placements, shape, stride) of a DTensor."""
+    return given.device_mesh, given.placements, given.shape, given.stride()
+
+
+def wrapped(local: Tensor, spec: tuple[Any, ...]) -> Any:
+    """``local`` as a DTensor of (mesh, placements, shape, stride)."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, shape, stride = spec
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A call's tensors as this rank has them."""
+
+    arrays: dict[str, Any]
+    """By name: plain tensors (or whatever was given that is no tensor)."""
+    group: Any
+    """The ranks that share the vocabulary, or None."""
+    token_axis: int | None
+    """The axis of hidden that the ranks share under sequence parallelism, or None."""
+
+
+def localize(arrays: dict[str, Any], group: Any, sequence_parallel: bool) -> Placed:
+    """Plain local tensors, and the group and the axis that their placements say. Raises ValueError naming a placement
+    that is not taken, and what is."""
+    weight, hidden = arrays["weight"], arrays["hidden"]
+    axis = 0 if sequence_parallel else None
+    sharded = False
+    if is_dtensor(weight):
+        sharded = _kind(weight, "weight", ("Shard(0)", "Replicate()")) == "Shard(0)"
+        mesh_group = weight.device_mesh.get_group()
+        if group is not None and not (sharded and group is mesh_group):
+            raise ValueError(
+                "process_group: got one beside a DTensor weight, allowed is None: the weight's mesh is the group"
+            )
+        group = mesh_group if sharded else None
+    elif is_dtensor(hidden) and group is None:
+        _kind(hidden, "hidden", ("Replicate()",))
+    if is_dtensor(hidden):
+        leading = tuple(f"Shard({axis})" for axis in range(hidden.ndim - 1)) if group is not None else ()
+        kind = _kind(hidden, "hidden", ("Replicate()", *leading))
+        _check_mesh(hidden, "hidden", group)
+        axis = None if kind == "Replicate()" else leading.index(kind)
+        if sequence_parallel and axis is None:
+            raise ValueError("sequence_parallel: got True beside a replicated DTensor hidden, allowed is False")
+    local = dict(arrays)
+    for name, array in arrays.items():
+        if is_dtensor(array):
+            if name in ("bias", "class_weight"):
+                _kind(array, name, ("Shard(0)" if group is not None else "Replicate()",))
+            elif name in ("target", "token_weight"):
+                _kind(array, name, ("Replicate()",))
+            _check_mesh(array, name, group)
+            local[name] = _Local.apply(array)  # type: ignore[no-untyped-call]
+    return Placed(local, group, axis)
+
+
+def _kind(array: Any, name: str, allowed: tuple[str, ...]) -> str:
+    """The one placement of ``array``, as it is written."""
+    if array.device_mesh.ndim != 1:
+        raise ValueError(
+            f"{name}: got a DTensor on a mesh of {array.device_mesh.ndim} axes, allowed is one axis: take a part of it "
+            f"(mesh['tp'])"
+        )
+    (placement,) = array.placements
+    words = "Replicate()" if placement.is_replicate() else str(placement)
+    if placement.is_shard():
+        words = f"Shard({placement.dim % array.ndim})"
+        if type(placement).__name__ != "Shard":
+            words = repr(placement)
+    elif not placement.is_replicate():
+        words = repr(placement)
+    if words not in allowed:
+        raise ValueError(f"{name}: got a DTensor of placement {words}, allowed is {' or '.join(allowed)}")
+    return words
+
+
+def _check_mesh(array: Any, name: str, group: Any) -> None:
+    if group is not None and array.device_mesh.get_group() is not group:
+        raise ValueError(f"{name}: got a DTensor on another mesh, allowed is the one that shares the vocabulary")
