@@ -10,7 +10,7 @@ out, as JAX's is by default. JAX alone, and both:
     python bench/gpu_check.py --output DIR --peers --jax-shapes liger gist gemma llama
 
 ``--update FILE`` takes what this call does not run from an earlier results file: each part keeps the machine, versions
-and commit that it was measured with (``machine``, ``jax_machine``, ``tests_commit``).
+and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``tests_commit``).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SHAPES = ("liger", "gist", "gemma", "llama", "odd", "even", "small")
 
 # What a results file holds of each part.
 TORCH_KEYS = ("machine", "first_call_s", "rows", "sweeps", "errors")
+TOKEN_KEYS = ("token_machine", "token_rows")
 JAX_KEYS = ("jax_machine", "jax_first_call_s", "jax_rows", "jax_errors")
 
 
@@ -81,6 +82,14 @@ def jax_part(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str,
     yield "jax_errors", gpu_jax.errors()
 
 
+def token_part(rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
+    """(key, value) of PyTorch's values per token."""
+    from bench import gpu_tokens
+
+    yield "token_rows", gpu_tokens.measure(rounds, peers)
+    gpu_tokens.torch.cuda.empty_cache()
+
+
 class Results:
     """The results file: what an earlier one holds, and over it the parts of this call, written piece by piece."""
 
@@ -116,6 +125,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which every variant is timed")
     parser.add_argument("--peers", action="store_true", help="also time what else is installed")
     parser.add_argument("--sweeps", nargs="*", default=[], choices=["tokens", "vocab", "memory"])
+    parser.add_argument("--per-token", action="store_true", help="also log-probs, entropy and statistics")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     parser.add_argument("--update", type=Path, metavar="FILE", help="an earlier results file to keep other parts of")
     arguments = parser.parse_args()
@@ -136,6 +146,8 @@ def main() -> int:
         how = {"rounds": arguments.rounds, "peers": arguments.peers}
         if arguments.shapes or arguments.sweeps:
             results.run(TORCH_KEYS, here, torch_part(arguments.shapes, arguments.sweeps, **how))
+        if arguments.per_token:
+            results.run(TOKEN_KEYS, here, token_part(**how))
         if arguments.jax_shapes:
             results.run(JAX_KEYS, here, jax_part(arguments.jax_shapes, **how))
     return failed

@@ -188,6 +188,8 @@ def main() -> None:
         (FIGURES / "gpu.md").write_text(gpu_table(on_gpu["rows"]))
     if on_gpu.get("sweeps"):
         gpu_sweeps(on_gpu)
+    if on_gpu.get("token_rows"):
+        (FIGURES / "gpu_tokens.md").write_text(gpu_table(on_gpu["token_rows"]))
     if on_gpu.get("jax_rows"):
         gpu_jax(on_gpu)
         (FIGURES / "gpu_jax.md").write_text(gpu_table(on_gpu["jax_rows"]))
