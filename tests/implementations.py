@@ -305,6 +305,10 @@ def _parameter(implementation: Any, framework: str) -> Any:
     return pytest.param(implementation, id=implementation.name, marks=mark)
 
 
+beside_torch = pytest.mark.skipif(
+    not (_installed("torch") or cuda_device_count()), reason="slow, and run where torch is installed too"
+)
+
 ALL = [_parameter(TorchEager(), "torch"), _parameter(JaxXla(), "jax")]
 if cuda_device_count():  # tests/test_gpu.py says so where there is none
     for framework, impl in (("torch", TorchEagerCuda()), ("torch", TorchTritonCuda()), ("jax", JaxPallasCuda())):
@@ -316,13 +320,16 @@ every_implementation = pytest.mark.parametrize("impl", ALL)
 
 
 def in_turn(firsts: Iterable[Any], dtypes: Sequence[str], always: Sequence[str] = ()) -> list[Any]:
-    """Pairs (first, dtype) for parametrize: on a GPU all, elsewhere each first with ``always`` and one more, in turn.
+    """Pairs (first, dtype) for parametrize: on a GPU all, elsewhere each first with ``always`` and one more, in turn;
+    with JAX alone only one, another than beside torch.
 
     A CPU spends a second on every program that JAX compiles, and what depends on the dtype hardly depends on the rest.
     """
     pairs, others = [], [dtype for dtype in dtypes if dtype not in always]
     for number, first in enumerate(firsts):
-        chosen = dtypes if cuda_device_count() else [*always, others[number % len(others)]]
+        chosen = [*always, others[number % len(others)]] if HAVE_BOTH else [dtypes[(number + 1) % len(dtypes)]]
+        if cuda_device_count():
+            chosen = list(dtypes)
         name = getattr(first, "name", None) or "-".join(map(str, first if isinstance(first, tuple) else [first]))
         pairs += [pytest.param(first, dtype, id=f"{name}-{dtype}") for dtype in chosen]
     return pairs

@@ -10,6 +10,7 @@ import pytest
 from implementations import (
     ARGUMENTS,
     assert_within,
+    beside_torch,
     every_implementation,
     in_turn,
     options_of,
@@ -243,6 +244,7 @@ def test_weight_gradient_does_not_worsen_with_chunks(impl: Any, dtype: str) -> N
 
 
 @pytest.mark.case(16)
+@beside_torch
 @every_implementation
 def test_more_logits_than_two_to_the_31(impl: Any) -> None:
     """N · V past 2³¹; every token is the same, so the truth is one row's."""
@@ -265,6 +267,7 @@ def test_more_logits_than_two_to_the_31(impl: Any) -> None:
 
 
 @pytest.mark.case(16)
+@beside_torch
 @every_implementation
 def test_a_weight_of_more_than_two_to_the_31_elements(impl: Any) -> None:
     """V · D past 2³¹: all rows are 0 but the last, which is the target."""

@@ -109,7 +109,7 @@ def ragged_calls() -> list[Any]:
     """Sizes that no chunk and no block divides, each with a plan and options drawn from the lists above."""
     rng = np.random.default_rng(7)
     calls = []
-    for i in range(12):
+    for i in range(8):
         sizes = tuple(int(rng.integers(*limits)) for limits in ((100, 1500), (16, 300), (2000, 20000)))
         kind, options = list(PLANS)[i % len(PLANS)], list(OPTIONS)[int(rng.integers(len(OPTIONS)))]
         calls.append((sizes, ["float32", "bfloat16"][i % 2], kind, options))
