@@ -236,6 +236,10 @@ def test_signatures_are_the_same_in_both_frameworks(impl: Any) -> None:
         expected += ["process_group", "sequence_parallel", "accumulate_into", "defer_weight_grad"]
         expected_log_probs += ["process_group", "sequence_parallel"]
         defaults |= {"sequence_parallel": False, "defer_weight_grad": False}
+    if impl.name.startswith("jax"):
+        expected += ["axis_name", "vocab", "sequence_parallel"]
+        expected_log_probs += ["axis_name", "vocab", "sequence_parallel"]
+        defaults |= {"sequence_parallel": False}
     for function, names in ((loss, expected), (log_probs, expected_log_probs)):
         parameters = inspect.signature(function).parameters
         assert list(parameters) == names
