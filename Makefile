@@ -71,7 +71,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python -m logitless demo
 
 test: $(VENV)/.installed-test $(TEST_NEEDS)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

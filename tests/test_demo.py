@@ -32,6 +32,8 @@ from logitless.interop.demo_text import encode, make_batches, read_text, train_t
 from logitless.jax_impl import demo_model as jax_model
 from logitless.torch_impl import demo_model as torch_model
 
+pytestmark = pytest.mark.xdist_group("demo")
+
 TINY = DemoSettings(
     vocabulary=400, width=16, layers=2, heads=2, sequence=16, batch=8, steps=12, learning_rate=1e-2, text_bytes=60_000
 )

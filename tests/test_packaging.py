@@ -18,6 +18,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]  # package name → folder
 
 FRAMEWORKS = {"torch": ("torch", "triton", "functorch"), "jax": ("jax", "jaxlib")}
+pytestmark = pytest.mark.xdist_group("packaging")
+
 EXTRAS = ("matplotlib", "ml_dtypes", "optax", "rich", "scipy", "tokenizers", "typer")
 
 # Stands before all finders: what it names cannot be imported, whether it is installed or not.

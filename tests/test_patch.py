@@ -18,6 +18,8 @@ from logitless.tolerances import ON_TOP_GRADIENT, ON_TOP_LOSS, error  # noqa: E4
 from logitless.torch_impl import capture_lm_head, patch, unpatch  # noqa: E402
 from logitless.torch_impl.memory import peak_scratch_bytes  # noqa: E402
 
+pytestmark = pytest.mark.xdist_group("models")
+
 V = 101
 
 # Class of transformers → what its tiny configuration has beside SIZES.
