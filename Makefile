@@ -81,9 +81,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The theme prints a notice about its own future, which is switched off.
+# The theme prints a notice about its own future, which is switched off. (--quiet would let warnings pass.)
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-jax build dist site demo-output .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
