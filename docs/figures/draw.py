@@ -131,7 +131,7 @@ def draw_chunk() -> Any:
     box(1, 30, 17, 9, f"x: C × D\n{chunk} × {hidden}")
     box(1, 6, 17, 9, f"w: V × D\n{vocab} × {hidden}")
     box(25, 31, 17, 7, "anchors\na = x · w[y]")
-    box(50, 16, 25, 13, f"E = exp(x wᵀ − a): C × V\n{chunk} × {vocab}\n{held}, all that is this large", LIVE)
+    box(50, 16, 25, 13, f"E = exp(x wᵀ − a): C × V\n{chunk} × {vocab}\n{held}, nothing else is C × V", LIVE)
     box(50, 35, 25, 8, "s = Σ E,  loss = log1p(s)\nu = g / (1 + s)")
     box(85, 30, 18, 9, "dX = u ⊙ (E w)\nthe rows of this chunk")
     box(85, 6, 18, 9, "dW += Eᵀ (u ⊙ x)\nfloat32, " + format_bytes(4 * vocab * hidden))
