@@ -1,6 +1,7 @@
 # make demo   train one small model on real text in both frameworks, with and without full logits
 # make test   lint, types and all tests
 # make lint   lint and types only
+# make docs   the documentation as a site, in site/; a warning is an error
 # make clean  remove the environment and everything built
 #
 # PYTHON      the interpreter that makes the environment (default: the first of python3.11, python3 that runs)
@@ -33,6 +34,10 @@ TRITON_PIN := "triton==3.9.0; sys_platform == 'linux'"
 EXAMPLE_PINS := $(if $(filter 3.11,$(PYTHON_VERSION)),flax==0.12.8,flax==0.12.12) equinox==0.13.8
 # The models that torch_impl.patch is for, and what trains and adapts them: 15 MB.
 HF_PINS := transformers==5.23.0 accelerate==1.15.0 peft==0.21.2
+# The documentation site, which reads the sources and imports nothing of the project: 28 MB to download, and ruff, in
+# the dev extra's version, which formats the signatures.
+DOCS_PINS := mkdocs==1.6.1 mkdocs-material==9.8.1 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 griffelib==2.4.1
+DOCS_PINS += $(shell sed -n 's/.*"\(ruff==[0-9.]*\)".*/\1/p' pyproject.toml)
 JAX_PIN := $(if $(filter 3.11,$(PYTHON_VERSION)),jax==0.10.2,jax==0.11.2)
 
 ifeq "$(FRAMEWORKS)" "torch,jax"
@@ -63,7 +68,7 @@ SOURCE_LIST := $(VENV)/sources.txt
 INSTALL := $(BIN)/python -m pip install --quiet
 INSTALL_PROJECT := $(INSTALL) --config-settings editable_mode=strict --editable
 
-.PHONY: demo test lint clean FORCE
+.PHONY: demo test lint docs clean FORCE
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -78,8 +83,12 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The theme prints a notice about its own future, which is switched off. (--quiet would let warnings pass.)
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .venv .venv-jax build dist demo-output .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-jax build dist site demo-output .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -99,4 +108,8 @@ $(VENV)/.installed-demo: $(VENV)/.installed-pins pyproject.toml $(SOURCE_LIST)
 
 $(VENV)/.installed-test: $(VENV)/.installed-pins pyproject.toml $(SOURCE_LIST)
 	$(INSTALL_PROJECT) '.[$(EXTRAS),dev]' $(TEST_PINS)
+	touch $@
+
+$(VENV)/.installed-docs: Makefile | $(BIN)/python
+	$(INSTALL) $(DOCS_PINS)
 	touch $@

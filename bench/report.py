@@ -180,6 +180,15 @@ def gpu_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def error_table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of relative errors against float64."""
+    lines = ["| implementation | loss | dX | dW |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        errors = (f"{row[f'{name}_error']:.2e}" for name in ("loss", "dhidden", "dweight"))
+        lines.append(f"| {row['variant']} | {' | '.join(errors)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
     on_gpu = json.loads((RESULTS / "gpu_check.json").read_text())
@@ -190,6 +199,9 @@ def main() -> None:
         gpu_sweeps(on_gpu)
     if on_gpu.get("token_rows"):
         (FIGURES / "gpu_tokens.md").write_text(gpu_table(on_gpu["token_rows"]))
+    for key, file in (("errors", "gpu_errors.md"), ("jax_errors", "gpu_jax_errors.md")):
+        if on_gpu.get(key):
+            (FIGURES / file).write_text(error_table(on_gpu[key]))
     if on_gpu.get("jax_rows"):
         gpu_jax(on_gpu)
         (FIGURES / "gpu_jax.md").write_text(gpu_table(on_gpu["jax_rows"]))

@@ -1,4 +1,4 @@
-"""What the README and the examples show is run."""
+"""What the README, the pages of docs/ and the examples show is run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,41 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))]
+# A fenced block of Python in any of the forms that renderers know.
+FENCE = re.compile(r"^\s*(?:`{3,}|~{3,})\s*\{?\s*\.?py", flags=re.MULTILINE | re.IGNORECASE)
 
 
 def blocks_of(path: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), flags=re.DOTALL)
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / path).read_text(), flags=re.DOTALL | re.MULTILINE)
 
+
+# How the blocks of a page are run: each alone, with a loss of tokens that know nothing; each alone, with another loss;
+# each alone, with a model of transformers; or one after the other, as one program.
+PLAIN_PAGES = ("README.md", "docs/quickstart_torch.md", "docs/quickstart_jax.md", "docs/plan.md")
+LOSS_PAGES = ("docs/rl.md", "docs/companions.md")
+MODEL_PAGES = ("docs/huggingface.md",)
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "CONTRIBUTING.md": (),
+    "docs/interop.md": ("torch", "jax"),
+    "docs/sharding_torch.md": ("torch",),
+    "docs/sharding_jax.md": ("jax",),
+}
 
 BLOCKS = blocks_of("README.md")
-LOSS_BLOCKS = blocks_of("docs/rl.md")
-MODEL_BLOCKS = blocks_of("docs/huggingface.md")
-COMPANION_BLOCKS = blocks_of("docs/companions.md")
+PLAIN_BLOCKS = [code for page in PLAIN_PAGES for code in blocks_of(page)]
+LOSS_BLOCKS = [code for page in LOSS_PAGES for code in blocks_of(page)]
+MODEL_BLOCKS = [code for page in MODEL_PAGES for code in blocks_of(page)]
+
+
+def test_no_block_of_python_is_left_out() -> None:
+    with_blocks = set()
+    for page in PAGES:
+        count = len(FENCE.findall((ROOT / page).read_text()))
+        assert count == len(blocks_of(page)), f"{page}: a block that is not found: write it as ```python, not indented"
+        if count:
+            with_blocks.add(page)
+    assert with_blocks == {*PLAIN_PAGES, *LOSS_PAGES, *MODEL_PAGES, *PROGRAMS}
 
 
 def framework_of(code: str) -> str:
@@ -30,20 +55,20 @@ def framework_of(code: str) -> str:
     return "interop" if len(used) == 2 else used[0]
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=framework_of)
-def test_readme_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("code", PLAIN_BLOCKS, ids=framework_of)
+def test_plain_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     kind = framework_of(code)
     for name in ("torch", "jax") if kind == "interop" else (kind,):
         pytest.importorskip(name, reason="the block needs it")
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, "page", "exec"), names)
     assert "loss" in capsys.readouterr().out
     assert float(names["loss"]) == pytest.approx(np.log(5000), rel=0.2)
 
 
 @pytest.mark.parametrize(
     "code",
-    LOSS_BLOCKS + COMPANION_BLOCKS,
+    LOSS_BLOCKS,
     ids=lambda code: f"{framework_of(code)}-{code.split('import ')[-1].splitlines()[0].replace(', ', '-')}",
 )
 def test_blocks_of_the_losses_and_companions_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +88,31 @@ def test_blocks_of_the_models_run(code: str, capsys: pytest.CaptureFixture[str])
     exec(compile(code, "docs/huggingface.md", "exec"), names)
     loss = float(capsys.readouterr().out.split("loss ")[1])
     assert loss == pytest.approx(np.log(5000), rel=0.2)
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_blocks_run_as_a_program(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One after the other, in the order of the page; the ranks of torch.distributed are this process alone."""
+    for name in PROGRAMS[page]:
+        pytest.importorskip(name, reason="the page needs it")
+    if page == "docs/sharding_jax.md":
+        import jax
+
+        if jax.device_count() % 2:
+            pytest.skip(f"the page's mesh has an even number of devices, here are {jax.device_count()}")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    names: dict[str, Any] = {}
+    try:
+        exec(compile("\n".join(blocks_of(page)), page, "exec"), names)
+    finally:
+        if "dist" in names:
+            names["dist"].destroy_process_group()
+    losses = [float(loss) for loss in re.findall(r"^loss (.*)$", capsys.readouterr().out, flags=re.MULTILINE)]
+    assert losses == pytest.approx([np.log(5000)] * len(losses), rel=0.05)
+    assert len(losses) == {"docs/sharding_torch.md": 2, "docs/sharding_jax.md": 3}.get(page, 0)
 
 
 def test_every_loss_has_a_block_per_framework() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import re
 import subprocess
 import sys
 import textwrap
@@ -821,12 +820,6 @@ class TestLifetime:
 
 
 class TestDocumentation:
-    def test_the_examples_of_the_page_run(self) -> None:
-        page = (Path(__file__).parents[1] / "docs" / "interop.md").read_text(encoding="utf-8")
-        blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-        assert len(blocks) == page.count("```python") > 0
-        exec("\n".join(blocks), {})
-
     def test_every_dtype_is_on_the_page(self) -> None:
         page = (Path(__file__).parents[1] / "docs" / "interop.md").read_text(encoding="utf-8")
         ranges = ("int16", "uint16")  # inside "int8 to int32" and "uint8 to uint32"
