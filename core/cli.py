@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import logitless
-from logitless.planning import TOKEN_TILE, VOCAB_TILE, ChunkPlan, Order, round_up
+from logitless.planning import COST_SLACK, FUSED_COST_SLACK, TOKEN_TILE, VOCAB_TILE, ChunkPlan, Order, round_up
 from logitless.planning import plan as make_plan
 from logitless.spec import FLOAT_DTYPES, REDUCTIONS
 
@@ -153,7 +153,8 @@ def _rungs(chosen: ChunkPlan, order: str | None) -> list[tuple[Order, int]]:
 def _print_plan(console: Console, chosen: ChunkPlan, budget: int | None) -> None:
     by_tokens = chosen.order == "tokens"
     size = f"{chosen.token_chunk} tokens" if by_tokens else f"{chosen.vocab_chunk} vocabulary entries"
-    rule = "the least scratch within 3 % of the fastest" if budget is None else f"budget {format_bytes(budget)}"
+    slack = 100 * ((FUSED_COST_SLACK if chosen.fused else COST_SLACK) - 1)
+    rule = f"budget {format_bytes(budget)}" if budget else f"the least scratch within {slack:.2g} % of the fastest"
     passes = "one pass" if chosen.one_pass else "two passes"
     times = chosen.full_logits_bytes / max(1, chosen.scratch_bytes)
     lines = (
