@@ -118,6 +118,8 @@ OPTIONS = (
 @everywhere
 @pytest.mark.parametrize("name", OPTIONS)
 def test_training(device: str, backend: str, name: str) -> None:
+    if (device, backend) == ("cpu", "triton") and name in ("sum_z", "softcap", "number", "tensor"):
+        pytest.skip("interpreted kernels are slow: the others have these options' paths too")
     assert_same(loss_with(backend, **options_named(name, device, backend)), tensors(device))
 
 
