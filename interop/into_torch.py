@@ -128,7 +128,7 @@ class JaxInTorch:
 
         devices = {value.device: number for number, value in reversed(list(enumerate(given))) if _is_tensor(value)}
         if len(devices) > 1:
-            places = ", ".join(f"{name(number)} on {device}" for device, number in sorted(devices.items(), key=str))
+            places = ", ".join(f"{name(number)} on {device}" for device, number in sorted(devices.items(), key=lambda at: at[1]))
             raise ValueError(f"arguments are on several devices: got {places}, allowed is one device for all tensors")
         made = []
         for number, value in enumerate(given):

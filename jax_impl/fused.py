@@ -268,7 +268,7 @@ def _sums(c: _Call, rows: _Rows, statistics: bool, holds: bool) -> tuple[Any, Ar
     again, moved = _rescued(c, rows, sums, arguments, statistics)
     references = {name: jax.new_ref(value) for name, value in made.items()}
     kernels.logits(config, anchored(moved) | {"tiles": again} | references, {})
-    made = {name: reference[...] for name, reference in references.items()}
+    made = {name: kernels.written(reference) for name, reference in references.items()}
     sums = _line_sums(c, rows, made, moved, target_logit)
     weighted = jnp.where(rows.exists, made["logit_sum"].sum(axis=0), 0.0) if sum_logits else None
     if statistics:
@@ -467,11 +467,8 @@ class _Products:
         """db of a block, relative to the unit."""
         if not self.needs.bias:
             return state
-        height = e.shape[0]
-        values = e.astype(jnp.float32)
-        if factor is not None:
-            values = values * factor[:height, None]
-        part = jnp.where(rows.exists[:height, None], values, 0.0).sum(axis=0)[:columns]
+        arguments = {"rows": rows.number, "e": e} | ({} if factor is None else {"factor": factor})
+        part = kernels.column_sums(arguments)[:columns]
         old = jnp.zeros(self.call.vocab, jnp.float32) if state.bias is None else state.bias
         part = part + lax.dynamic_slice_in_dim(old, start, columns)
         return state._replace(bias=lax.dynamic_update_slice_in_dim(old, part, start, 0))
@@ -515,8 +512,7 @@ def _into(
         return made
     reference = jax.new_ref(out)
     kernel(arguments | {"out": reference}, {})
-    written: Array = reference[...]
-    return written
+    return kernels.written(reference)
 
 
 class _Waiting(NamedTuple):
@@ -684,8 +680,7 @@ def _add_targets(c: _Call, weight: Array, values: Array, scale: Array) -> Array:
     out = jax.new_ref(weight)
     part = kernels.add_targets(shared | lists | {"out": out})["part"]
     kernels.add_long_runs(shared | {"part": part, "out": out})
-    written: Array = out[...]
-    return written
+    return kernels.written(out)
 
 
 def _add_target_sums(c: _Call, bias: Array, values: Array) -> Array:

@@ -32,7 +32,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from logitless import spec
 from logitless.planning import MULTIPROCESSORS
@@ -79,7 +79,12 @@ def _launch(
     body: Callable[[dict[str, Any]], None], arguments: dict[str, Any], outputs: dict[str, Any], *, name: str,
     grid: int, threads: int | None, scratch: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run ``body`` on references by name. An argument that is a jax.Ref is written in place."""
+    """Run ``body`` on references by name. An argument that is a jax.Ref is written in place: read it by ``written``.
+
+    The barriers keep XLA from fusing a slice of an argument, or the place in a larger array that an output goes to,
+    with the kernel (dynamic_slice_fusion), as it does under jax.vmap and lax.scan. Such a fusion loses what a kernel
+    writes in place, and its addresses are not aligned as the kernels need (seen with jax 0.11.2).
+    """
     names = (*arguments, *outputs)
 
     def kernel(*references: Any) -> None:
@@ -100,7 +105,13 @@ def _launch(
         interpret=_PLGPU.InterpretGPUParams(detect_races=True) if interpreted() else None,
         name=name,
     )
-    return dict(zip(outputs, call(*arguments.values()), strict=True))
+    given = [a if isinstance(a, jax.Ref) else lax.optimization_barrier(a) for a in arguments.values()]
+    return dict(zip(outputs, lax.optimization_barrier(call(*given)), strict=True))
+
+
+def written(reference: Any) -> Any:
+    """What a jax.Ref holds after the kernels that write to it."""
+    return lax.optimization_barrier(reference[...])
 
 
 def _load(reference: Any, start: Any, size: int, layout: Any) -> Any:
@@ -644,6 +655,56 @@ def weight(
         body, arguments, outputs, name="weight", grid=programs(), threads=MULTIPLYING + 1,
         scratch=_gradient_scratch(out.dtype, adds),
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The bias' gradient
+
+# Rows and columns of e that are moved together, and rows that are added between two tests for the last row.
+SUMMED_ROWS, SUMMED_COLUMNS, UNROLLED = 32, 256, 8
+
+
+def column_sums(arguments: dict[str, Any]) -> Array:
+    """db_j = Σ_r factor_r e_rj in float32 over the chunk's rows, in their order: [tiles of S].
+
+    Arguments: rows [1] int32: how many rows of e there are; e [C, S]; factor [rows] float32, or none.
+    One program: SUMMED_COLUMNS columns, which it reads once.
+    """
+    tiles = -(-arguments["e"].shape[1] // SUMMED_COLUMNS)
+
+    def body(r: dict[str, Any]) -> None:
+        tile, rows = lax.axis_index("program"), r["rows"][0]
+        columns = pl.ds(tile * SUMMED_COLUMNS, SUMMED_COLUMNS)
+
+        def add(indices: Any, block: Any, *rest: Any) -> Any:
+            (*factors, total) = rest
+            here = rows - indices[0] * SUMMED_ROWS
+
+            def some(number: Any, total: Any) -> Any:
+                for place in (number * UNROLLED + i for i in range(UNROLLED)):
+                    row = block[place, :].astype(jnp.float32)
+                    row = row * factors[0][place] if factors else row
+                    total = total + jnp.where(lax.broadcast_in_dim(place < here, row.shape, []), row, 0.0)
+                return total
+
+            total = lax.fori_loop(0, SUMMED_ROWS // UNROLLED, some, total)
+            plgpu.commit_smem()  # all have read the block when the next one is asked for
+            return total
+
+        read = [(r["e"].at[:, columns], plgpu.BlockSpec((SUMMED_ROWS, SUMMED_COLUMNS), lambda k: (k, 0)))]
+        if "factor" in r:
+            read.append((r["factor"], plgpu.BlockSpec((SUMMED_ROWS,), lambda k: (k,))))
+        layout = plgpu.Layout.WG_STRIDED((SUMMED_COLUMNS,), 2)
+        r["out"][columns] = plgpu.emit_pipeline(
+            add,
+            grid=(pl.cdiv(rows, SUMMED_ROWS),),
+            in_specs=[specification for _, specification in read],
+            max_concurrent_steps=STAGES,
+            init_carry=plgpu.layout_cast(jnp.zeros(SUMMED_COLUMNS, jnp.float32), layout),
+        )(*(reference for reference, _ in read))
+
+    out = {"out": jax.ShapeDtypeStruct((tiles * SUMMED_COLUMNS,), jnp.float32)}
+    return _launch(body, arguments, out, name="column_sums", grid=tiles, threads=None)["out"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

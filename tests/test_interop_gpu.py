@@ -82,8 +82,7 @@ class TestOrder:
         function, x, p = after_work(), jax.block_until_ready(jnp.ones(COUNT)), work()
         with torch.cuda.stream(stream):
             tensor = to_torch(function(x, p))
-            total = tensor.sum()
-        assert total.item() == COUNT
+            assert tensor.sum().item() == COUNT
 
     def test_a_write_after_jax_in_torch_comes_too_late_to_be_read(self) -> None:
         """The race: JAX computes, the caller overwrites its tensor at once, JAX reads the new bytes."""

@@ -17,6 +17,7 @@ jax = pytest.importorskip("jax", reason="two frameworks are compared, and jax is
 torch = pytest.importorskip("torch", reason="two frameworks are compared, and torch is not installed")
 optax = pytest.importorskip("optax", reason="the JAX run's optimizer is optax's")
 
+from logitless import plan  # noqa: E402
 from logitless.interop import to_jax, to_torch  # noqa: E402
 from logitless.interop.demo_settings import DemoSettings, initial_parameters  # noqa: E402
 from logitless.jax_impl import demo_model as jax_model  # noqa: E402
@@ -104,12 +105,15 @@ def test_bfloat16_on_the_gpu_within_the_band_of_another_order_of_sums() -> None:
     settings = dataclasses.replace(SETTINGS, width=128, vocabulary=4096, batch=8, sequence=64)
     initial, ids = {name: tensor.cuda() for name, tensor in shared_bytes(settings).items()}, batches(settings)
 
-    def torch_loss(memory_budget: int | None) -> Any:
+    tokens = settings.batch * settings.sequence
+    lean = plan(tokens=tokens, hidden=128, vocab=4096, dtype="bfloat16", order="vocab", chunk=512, fused=True)
+
+    def torch_loss(chosen: Any) -> Any:
         def loss(hidden: Any, head: Any, target: Any) -> Any:
             from logitless.torch_impl import linear_cross_entropy
 
             low = hidden.bfloat16(), head.bfloat16()
-            return linear_cross_entropy(*low, target, memory_budget=memory_budget)
+            return linear_cross_entropy(*low, target, plan=chosen)
 
         return loss
 
@@ -118,7 +122,7 @@ def test_bfloat16_on_the_gpu_within_the_band_of_another_order_of_sums() -> None:
 
         return linear_cross_entropy(hidden.astype("bfloat16"), head.astype("bfloat16"), target)
 
-    runs = [torch_model.train(initial, ids, settings, torch_loss(budget), silent) for budget in (None, 2 * 2**20)]
+    runs = [torch_model.train(initial, ids, settings, torch_loss(chosen), silent) for chosen in (None, lean)]
     with jax.default_matmul_precision("highest"):
         in_jax = jax_model.train(to_jax(initial), ids, settings, jax_loss, silent)
     one, other, third = (np.array(run.losses) for run in (*runs, in_jax))
