@@ -126,9 +126,12 @@ class JaxInTorch:
         def name(number: int) -> str:
             return arguments.array_name(args, kwargs, _is_array, number)
 
-        devices = {value.device: number for number, value in reversed(list(enumerate(given))) if _is_tensor(value)}
+        devices: dict[Any, int] = {}
+        for number, value in enumerate(given):
+            if _is_tensor(value):
+                devices.setdefault(value.device, number)
         if len(devices) > 1:
-            places = ", ".join(f"{name(number)} on {device}" for device, number in sorted(devices.items(), key=lambda at: at[1]))
+            places = ", ".join(f"{name(number)} on {device}" for device, number in devices.items())
             raise ValueError(f"arguments are on several devices: got {places}, allowed is one device for all tensors")
         made = []
         for number, value in enumerate(given):
