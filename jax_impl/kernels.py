@@ -109,9 +109,10 @@ def _launch(
     return dict(zip(outputs, lax.optimization_barrier(call(*given)), strict=True))
 
 
-def written(reference: Any) -> Any:
+def written(reference: Any) -> Array:
     """What a jax.Ref holds after the kernels that write to it."""
-    return lax.optimization_barrier(reference[...])
+    value: Array = lax.optimization_barrier(reference[...])
+    return value
 
 
 def _load(reference: Any, start: Any, size: int, layout: Any) -> Any:
@@ -704,7 +705,8 @@ def column_sums(arguments: dict[str, Any]) -> Array:
         )(*(reference for reference, _ in read))
 
     out = {"out": jax.ShapeDtypeStruct((tiles * SUMMED_COLUMNS,), jnp.float32)}
-    return _launch(body, arguments, out, name="column_sums", grid=tiles, threads=None)["out"]
+    made: Array = _launch(body, arguments, out, name="column_sums", grid=tiles, threads=None)["out"]
+    return made
 
 
 # ---------------------------------------------------------------------------------------------------------------------
