@@ -50,6 +50,9 @@ MULTIPLYING = 2
 # Rows that are moved together: chunks and slices begin at a multiple.
 TILING = 8
 STAGES = 4
+# How many steps the second multiplying warpgroup lags behind the first; registers of a thread that loads or multiplies.
+SKEW = 1
+LOADING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
 # Columns of a tile that are stored at a time: of e, and of gradients, which may come with float32 sums. 128 bytes each.
 STAGED, STAGED_FLOAT32 = 64, 32
 
@@ -162,12 +165,15 @@ class _Operand:
     start: Any = 0
     """Where along its first axis the product begins."""
 
-    def block(self, width: int, tile: Any) -> tuple[tuple[int, int], Any]:
-        """Shape of one step's block, and the part of the matrix that a tile reads."""
+    def shape(self, width: int) -> tuple[int, int]:
+        """Of one step's block."""
+        return (STEP, width) if self.depth_first else (width, STEP)
+
+    def block(self, width: int, tile: Any, k: Any) -> Any:
+        """The part of the matrix that step k of a tile reads."""
         if self.depth_first:
-            depth = self.reference.shape[0]
-            return (STEP, width), self.reference.at[pl.ds(self.start, depth), pl.ds(tile * width, width)]
-        return (width, STEP), self.reference.at[pl.ds(self.start + tile * width, width), :]
+            return self.reference.at[pl.ds(self.start + k * STEP, STEP), pl.ds(tile * width, width)]
+        return self.reference.at[pl.ds(self.start + tile * width, width), pl.ds(k * STEP, STEP)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,62 +205,82 @@ def _product(
     ``row_tile`` says which row tile the i-th is. The tile numbers go through the columns in groups of ``group`` row
     tiles, for the L2 cache. begin(tile) runs before a tile's first multiplication, epilogue(tile, value) after the
     last, both in the multiplying warpgroups; value is [64, 256] float32 in registers.
+
+    The steps of all of a program's tiles go through ``stages`` slots of shared memory. ``ready[s]``: slot s was loaded;
+    ``free[s]``: both warpgroups have multiplied it; ``turn``: the second warpgroup may begin its tile, SKEW steps
+    behind the first, so that one's epilogue runs beside the other's products.
     """
-    (a_shape, _), (b_shape, _) = a.block(TILE_ROWS, 0), b.block(TILE_COLUMNS, 0)
+    shapes = a.shape(TILE_ROWS), b.shape(TILE_COLUMNS)
     dtype = a.reference.dtype
-
-    def spec_of(shape: tuple[int, int], depth_first: bool) -> Any:
-        index = (lambda k: (k, 0)) if depth_first else (lambda k: (0, k))
-        return plgpu.BlockSpec(shape, index, transforms=_transforms(dtype, STEP), memory_space=plgpu.SMEM)
-
-    def pipeline(multiply: Any, context: Any) -> Any:
-        return plgpu.emit_pipeline_warp_specialized(
-            multiply,
-            grid=(steps,),
-            memory_registers=40,
-            in_specs=[spec_of(a_shape, a.depth_first), spec_of(b_shape, b.depth_first)],
-            wg_axis="warpgroup",
-            num_compute_wgs=MULTIPLYING,
-            max_concurrent_steps=stages,
-            compute_context=context,
-        )
-
-    def nothing(*_: Any, **__: Any) -> None:
-        """What is computed does not change what is allocated."""
+    paced = jnp.asarray(steps) >= stages  # else the first warpgroup could be two tiles ahead
 
     @functools.partial(
         pl.run_scoped,
-        allocations=pipeline(nothing, nothing).get_allocations(a.reference, b.reference),
+        a_slots=plgpu.SMEM((stages, *shapes[0]), dtype, transforms=_transforms(dtype, STEP)),
+        b_slots=plgpu.SMEM((stages, *shapes[1]), dtype, transforms=_transforms(dtype, STEP)),
+        ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=MULTIPLYING, num_barriers=stages),
+        turn=plgpu.Barrier(),
         collective_axes="warpgroup",
     )
-    def scope(allocations: Any) -> None:
+    def scope(a_slots: Any, b_slots: Any, ready: Any, free: Any, turn: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-        @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="program")
-        def loop(info: Any) -> None:
-            i, n = plgpu.planar_snake(info.index[0], tiles, 0, group)
-            tile = _Tile(row_tile(i), n, warpgroup)
+        def each_tile(work: Callable[[_Tile, Any], None]) -> None:
+            """work(tile, its first step's number) for the program's tiles."""
 
-            def context(evaluate: Any) -> None:
-                @functools.partial(pl.run_scoped, total=_PLGPU.ACC(SHAPE, jnp.float32))
-                def accumulate(total: Any) -> None:
-                    if begin is not None:
-                        begin(tile)
-                    evaluate(total)
-                    epilogue(tile, total[...])
+            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="program")
+            def _(info: Any) -> None:
+                i, n = plgpu.planar_snake(info.index[0], tiles, 0, group)
+                work(_Tile(row_tile(i), n, warpgroup), info.local_index * steps)
 
-            def multiply(_: Any, a_part: Any, b_part: Any, total: Any) -> Any:
-                mine = _transposed(a_part.at[:, rows]) if a.depth_first else a_part.at[rows]
-                plgpu.wgmma(total, mine, b_part if b.depth_first else _transposed(b_part))
-                plgpu.wgmma_wait(0)
-                return total
+        def load(tile: _Tile, number: Any) -> None:
+            def step(k: Any, _: None) -> None:
+                slot = lax.rem(number + k, stages)
+                plgpu.barrier_wait(free.at[slot])
+                for operand, slots, width, at in ((a, a_slots, TILE_ROWS, tile.m), (b, b_slots, TILE_COLUMNS, tile.n)):
+                    plgpu.copy_gmem_to_smem(operand.block(width, at, k), slots.at[slot], ready.at[slot])
 
-            pipeline(multiply, context)(
-                a.block(TILE_ROWS, tile.m)[1], b.block(TILE_COLUMNS, tile.n)[1], allocations=allocations
-            )
+            lax.fori_loop(0, steps, step, None)
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        def multiply(tile: _Tile, number: Any) -> None:
+            @functools.partial(pl.run_scoped, total=_PLGPU.ACC(SHAPE, jnp.float32))
+            def accumulate(total: Any) -> None:
+                pl.when(paced & (warpgroup == 1))(lambda: plgpu.barrier_wait(turn))
+                if begin is not None:
+                    begin(tile)
+
+                def step(k: Any, _: None) -> None:
+                    slot = lax.rem(number + k, stages)
+                    plgpu.barrier_wait(ready.at[slot])
+                    mine = _transposed(a_slots.at[slot, :, rows]) if a.depth_first else a_slots.at[slot, rows]
+                    plgpu.wgmma(total, mine, b_slots.at[slot] if b.depth_first else _transposed(b_slots.at[slot]))
+                    plgpu.wgmma_wait(1)
+                    before = lax.rem(number + k + stages - 1, stages)
+                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
+                    pl.when(paced & (warpgroup == 0) & (k == SKEW))(lambda: plgpu.barrier_arrive(turn))
+
+                lax.fori_loop(0, steps, step, None)
+                value = total[...]
+                last = lax.rem(number + steps + stages - 1, stages)
+                pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
+                epilogue(tile, value)
+
+        @pl.when(warpgroup == MULTIPLYING)
+        def _() -> None:
+            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+            each_tile(load)
+            for slot in range(stages):
+                plgpu.barrier_wait(free.at[slot])
+
+        @pl.when(warpgroup < MULTIPLYING)
+        def _() -> None:
+            plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+            for slot in range(stages):
+                plgpu.barrier_arrive(free.at[slot])
+            each_tile(multiply)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _staging(dtype: Any, width: int) -> Any:
@@ -578,7 +604,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
             row_tile=lambda i: r["tiles"][i + 1],
             begin=begin,
             epilogue=epilogue,
-            stages=3,
+            stages=3 if adds else STAGES,
         )
 
     out: Any = outputs.get("out", arguments.get("out"))
