@@ -156,10 +156,15 @@ class _Call:
         o = self.options
         return kernels.Logits(mode, columns or self.vocab, o.logit_scale, o.softcap, group=self.group, **more)
 
-    def first_product(self, rows: _Rows, start: Any = 0) -> dict[str, Any]:
+    def first_product(self, rows: _Rows, start: Any = 0, columns: int | None = None) -> dict[str, Any]:
         """What every first product reads."""
+        tiles = -(-(columns or self.vocab) // kernels.TILE_COLUMNS)
+        tile = (rows.target - start) // kernels.TILE_COLUMNS
+        part = jnp.arange(self.rows, dtype=jnp.int32) // kernels.WARPGROUP_ROWS
+        hits = jnp.zeros((self.rows // kernels.WARPGROUP_ROWS, tiles), jnp.int32)
+        hits = hits.at[part, jnp.where(rows.target >= start, tile, tiles)].add(1, mode="drop")
         made = {"tiles": rows.tiles, "start": jnp.asarray(start, jnp.int32).reshape(1), "x": rows.x, "w": self.weight}
-        made["target"] = rows.target
+        made |= {"target": rows.target, "hits": hits}
         if self.limit is not None:
             made["limit"] = self.limit
         return made if self.bias is None else made | {"bias": self.bias}
@@ -739,7 +744,7 @@ def _known_matrix(c: _Call, p: _Products, known: KnownRows, rows: _Rows, start: 
             vectors[name] = pick(values)
     if known.sigma is not None and c.class_weight is not None:
         vectors["class_weight"] = c.class_weight
-    arguments = c.first_product(rows, start) | vectors
+    arguments = c.first_product(rows, start, columns) | vectors
     config = c.config(kernels.KNOWN, columns)
     made: Array = kernels.logits(config, arguments, {"e": c.matrix(columns)})["e"]
     return made

@@ -50,6 +50,8 @@ MULTIPLYING = 2
 # Rows that are moved together: chunks and slices begin at a multiple.
 TILING = 8
 STAGES = 4
+# Programs of a pair work on two row tiles and the same columns, whose operand each loads half of, for both.
+PAIR = 2
 # How many steps the second multiplying warpgroup lags behind the first; registers of a thread that loads or multiplies.
 SKEW = 1
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
@@ -70,12 +72,17 @@ def can_interpret() -> bool:
     return bool(jax.__version_info__ >= (0, 11))
 
 
+def pair() -> int:
+    """Programs of a pair. The interpreter knows no clusters."""
+    return 1 if interpreted() else PAIR
+
+
 def programs() -> int:
-    """Persistent programs: one per multiprocessor."""
+    """Pairs of persistent programs: one program per multiprocessor."""
     if interpreted():
         return 2
     device = jax.devices()[0]
-    return int(device.core_count) if device.platform == "gpu" else MULTIPROCESSORS
+    return (int(device.core_count) if device.platform == "gpu" else MULTIPROCESSORS) // pair()
 
 
 def _launch(
@@ -83,6 +90,7 @@ def _launch(
     grid: int, threads: int | None, scratch: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run ``body`` on references by name. An argument that is a jax.Ref is written in place: read it by ``written``.
+    With ``threads`` (warpgroups), the grid is of pairs of programs.
 
     The barriers keep XLA from fusing a slice of an argument, or the place in a larger array that an output goes to,
     with the kernel (dynamic_slice_fusion), as it does under jax.vmap and lax.scan. Such a fusion loses what a kernel
@@ -99,6 +107,8 @@ def _launch(
     threaded: dict[str, Any] = {}
     if threads is not None:
         threaded = {"num_threads": threads, "thread_name": "warpgroup"}
+        if pair() > 1:
+            threaded |= {"cluster": (pair(),), "cluster_names": ("pair",)}
     # Not plgpu.kernel: its rule for jax.vmap refuses references in jax 0.10.
     call: Any = pl.kernel(
         kernel,
@@ -183,6 +193,8 @@ class _Tile:
     m: Any
     n: Any
     warpgroup: Any
+    exists: Any
+    """Not where a pair's second row tile would be behind the last."""
 
     @property
     def row(self) -> Any:
@@ -207,19 +219,22 @@ def _product(
     last, both in the multiplying warpgroups; value is [64, 256] float32 in registers.
 
     The steps of all of a program's tiles go through ``stages`` slots of shared memory. ``ready[s]``: slot s was loaded;
-    ``free[s]``: both warpgroups have multiplied it; ``turn``: the second warpgroup may begin its tile, SKEW steps
-    behind the first, so that one's epilogue runs beside the other's products.
+    ``free[s]``: both warpgroups of both programs of the pair have multiplied it; ``turn``: the second warpgroup may
+    begin its tile, SKEW steps behind the first, so that one's epilogue runs beside the other's products.
     """
     shapes = a.shape(TILE_ROWS), b.shape(TILE_COLUMNS)
     dtype = a.reference.dtype
     paced = jnp.asarray(steps) >= stages  # else the first warpgroup could be two tiles ahead
+    paired = pair() > 1
+    pairs = pl.cdiv(tiles[0], pair()), tiles[1]
+    barrier: Any = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if paired else plgpu.Barrier
 
     @functools.partial(
         pl.run_scoped,
         a_slots=plgpu.SMEM((stages, *shapes[0]), dtype, transforms=_transforms(dtype, STEP)),
         b_slots=plgpu.SMEM((stages, *shapes[1]), dtype, transforms=_transforms(dtype, STEP)),
         ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=MULTIPLYING, num_barriers=stages),
+        free=barrier(num_arrivals=MULTIPLYING, num_barriers=stages),
         turn=plgpu.Barrier(),
         collective_axes="warpgroup",
     )
@@ -230,17 +245,22 @@ def _product(
         def each_tile(work: Callable[[_Tile, Any], None]) -> None:
             """work(tile, its first step's number) for the program's tiles."""
 
-            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="program")
+            @plgpu.nd_loop((pairs[0] * pairs[1],), collective_axes="program")
             def _(info: Any) -> None:
-                i, n = plgpu.planar_snake(info.index[0], tiles, 0, group)
-                work(_Tile(row_tile(i), n, warpgroup), info.local_index * steps)
+                i, n = plgpu.planar_snake(info.index[0], pairs, 0, group // pair())
+                i = i * PAIR + lax.axis_index("pair") if paired else i
+                exists = i < tiles[0]  # or the pair's other program has the last row tile
+                m = row_tile(jnp.minimum(i, tiles[0] - 1))
+                work(_Tile(m, n, warpgroup, exists), info.local_index * steps)
 
         def load(tile: _Tile, number: Any) -> None:
             def step(k: Any, _: None) -> None:
                 slot = lax.rem(number + k, stages)
                 plgpu.barrier_wait(free.at[slot])
-                for operand, slots, width, at in ((a, a_slots, TILE_ROWS, tile.m), (b, b_slots, TILE_COLUMNS, tile.n)):
-                    plgpu.copy_gmem_to_smem(operand.block(width, at, k), slots.at[slot], ready.at[slot])
+                own, shared = a.block(TILE_ROWS, tile.m, k), b.block(TILE_COLUMNS, tile.n, k)
+                plgpu.copy_gmem_to_smem(own, a_slots.at[slot], ready.at[slot])
+                receivers = "pair" if paired else None
+                plgpu.copy_gmem_to_smem(shared, b_slots.at[slot], ready.at[slot], collective_axes=receivers)
 
             lax.fori_loop(0, steps, step, None)
 
@@ -249,7 +269,7 @@ def _product(
             def accumulate(total: Any) -> None:
                 pl.when(paced & (warpgroup == 1))(lambda: plgpu.barrier_wait(turn))
                 if begin is not None:
-                    begin(tile)
+                    pl.when(tile.exists)(lambda: begin(tile))
 
                 def step(k: Any, _: None) -> None:
                     slot = lax.rem(number + k, stages)
@@ -265,13 +285,13 @@ def _product(
                 value = total[...]
                 last = lax.rem(number + steps + stages - 1, stages)
                 pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
-                epilogue(tile, value)
+                pl.when(tile.exists)(lambda: epilogue(tile, value))
 
         @pl.when(warpgroup == MULTIPLYING)
         def _() -> None:
             plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
             each_tile(load)
-            for slot in range(stages):
+            for slot in range(stages):  # nothing of the pair is on its way to this program any more
                 plgpu.barrier_wait(free.at[slot])
 
         @pl.when(warpgroup < MULTIPLYING)
@@ -383,6 +403,7 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
         start: [1] int32: the first vocabulary entry; limit: [1] int32, where there is one: entries from there on count
             as past the end.
         x [C, D], w [V, D]; bias [tiles of V] float32 if there is one; target [rows] int32; anchor [rows] float32.
+        hits: [rows / 64, column tiles] int32: how many targets lie in a warpgroup's half of a tile.
         class_weight: [tiles of V] float32, where logits are summed or sigma is given.
         log_total, factor, element, and alpha, gamma, sigma if they are not trivial: [rows] float32, for KNOWN.
     ``outputs`` (or arguments that are references): e [C, S], and config.lines [column tiles, rows]; argmax is the
@@ -391,17 +412,22 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
 
     def body(r: dict[str, Any]) -> None:
         start = _scalar(r, "start")
-        whole = config.columns % TILE_COLUMNS == 0
+        end: Any = config.columns
+        if "limit" in r:
+            end = jnp.minimum(end, r["limit"][0] - start)
 
         def epilogue(tile: _Tile, value: Any) -> None:
+            """Most tiles have no target and lie inside the vocabulary: theirs is shorter."""
+            careful = (tile.column + TILE_COLUMNS > end) | (r["hits"][_number(tile), tile.n] > 0)
+            lax.cond(careful, lambda: finish(tile, value, True), lambda: finish(tile, value, False))
+
+        def finish(tile: _Tile, value: Any, careful: bool) -> None:
             z = value
             if "bias" in r:
                 z = z + _along_columns(_load(r["bias"], start + tile.column, TILE_COLUMNS, COLUMN_LAYOUT), SHAPE)
             z = _capped(z, config)
             column = plgpu.broadcasted_iota(jnp.int32, SHAPE, 1, layout=plgpu.Layout.WGMMA)
-            here = None if whole else column < config.columns - tile.column
-            if "limit" in r:
-                here = column < jnp.minimum(config.columns, r["limit"][0] - start) - tile.column
+            here = column < end - tile.column if careful else None
             make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
             e = make(config, r, tile, z, column, here)
             if "e" in r:
@@ -448,18 +474,26 @@ def _write_line(r: dict[str, Any], name: str, tile: _Tile, values: Any) -> None:
     r[name][tile.n, pl.ds(tile.row, WARPGROUP_ROWS)] = values
 
 
+def _number(tile: _Tile) -> Any:
+    """Which 64 rows these are."""
+    return tile.m * MULTIPLYING + tile.warpgroup
+
+
 def _is_target(r: dict[str, Any], tile: _Tile, column: Any) -> Any:
     target = _load(r["target"], tile.row, WARPGROUP_ROWS, ROW_LAYOUT) - (_scalar(r, "start") + tile.column)
     return column == _along_rows(target, SHAPE)
 
 
 def _exponentials(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, here: Any) -> Any:
-    """exp(z − anchor), 0 at the target and past the vocabulary; writes the rows' partial sums."""
+    """exp(z − anchor), 0 at the target and past the vocabulary; writes the rows' partial sums.
+
+    ``here``: which columns are in the vocabulary, or None where all are and none is a target.
+    """
     anchor = _load(r["anchor"], tile.row, WARPGROUP_ROWS, ROW_LAYOUT)
     gap = z - _along_rows(jnp.maximum(anchor, spec.LOWEST_ANCHOR), SHAPE)
-    e = jnp.where(_is_target(r, tile, column), 0.0, jnp.exp2(gap * LOG2E))
+    e = jnp.exp2(gap * LOG2E)
     if here is not None:
-        e = jnp.where(here, e, 0.0)
+        e = jnp.where(here, jnp.where(_is_target(r, tile, column), 0.0, e), 0.0)
     _write_line(r, "sum", tile, jnp.sum(e, axis=1))
     if config.statistics:
         _write_line(r, "gap", tile, jnp.sum(e * jnp.maximum(gap, spec.LOWEST_GAP), axis=1))
@@ -497,8 +531,9 @@ def _known(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, 
         sigma = _rows(r, "sigma", tile)
         e = e - (sigma * _columns(r, "class_weight", tile) if "class_weight" in r else sigma)
     e = _sloped(e, z, config) * _rows(r, "factor", tile)
-    e = jnp.where(_is_target(r, tile, column), _rows(r, "element", tile), e)
-    return e if here is None else jnp.where(here, e, 0.0)
+    if here is None:
+        return e
+    return jnp.where(here, jnp.where(_is_target(r, tile, column), _rows(r, "element", tile), e), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
