@@ -12,28 +12,26 @@ from typing import Any
 import torch
 
 from bench.gpu import Arrays, Step
-from bench.shapes import Shape
+from bench.shapes import MIB, Shape
 from bench.variants import Variant, measured_rows
 from logitless import plan
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs
 
 SHAPE = Shape(8192, 4096, 131072)
+BUDGET = 300 * MIB
 # The logits of a chunk of the bare product.
 CHUNK = 4096
 
 PerToken = Callable[[Any, Any, Any], tuple[Any, ...]]
 
 
-def _log_probs(x: Any, w: Any, y: Any) -> tuple[Any, ...]:
-    return (linear_log_probs(x, w, y, backend="triton")[0],)
-
-
-def _with_entropy(x: Any, w: Any, y: Any) -> tuple[Any, ...]:
-    return linear_log_probs(x, w, y, with_entropy=True, backend="triton")
-
-
-def _losses(x: Any, w: Any, y: Any) -> tuple[Any, ...]:
-    return (linear_cross_entropy(x, w, y, reduction="none", backend="triton"),)
+def _ours(memory_budget: int | None) -> dict[str, PerToken]:
+    given: dict[str, Any] = {"memory_budget": memory_budget, "backend": "triton"}
+    return {
+        "log-probs": lambda x, w, y: (linear_log_probs(x, w, y, **given)[0],),
+        "log-probs and entropy": lambda x, w, y: linear_log_probs(x, w, y, with_entropy=True, **given),
+        "reduction none": lambda x, w, y: (linear_cross_entropy(x, w, y, reduction="none", **given),),
+    }
 
 
 def _full_logits(x: Any, w: Any, y: Any) -> tuple[Any, ...]:
@@ -89,10 +87,12 @@ def _four_products(arrays: Arrays) -> Step:
 def measure(rounds: int, with_peers: bool) -> list[dict[str, Any]]:
     """Rows of values per token, whose floor is four products, then of statistics beside what costs none."""
     arrays = Arrays(SHAPE)
-    promised = plan(**SHAPE.sizes(), fused=True, one_pass=False).scratch_bytes
     variants = {"floor": arrays.variant(_four_products(arrays), gradients=False)}
-    own = {"log-probs": _log_probs, "log-probs and entropy": _with_entropy, "reduction none": _losses}
-    variants |= {name: arrays.variant(_step(arrays, values), promised) for name, values in own.items()}
+    for budget in (None, BUDGET):
+        promised = plan(**SHAPE.sizes(), fused=True, one_pass=False, memory_budget=budget).scratch_bytes
+        for name, values in _ours(budget).items():
+            name += "" if budget is None else f", {budget // MIB} MiB"
+            variants[name] = arrays.variant(_step(arrays, values), promised)
     if with_peers:
         variants |= {name: arrays.variant(_step(arrays, values)) for name, values in _peers().items()}
     rows = measured_rows("per token", SHAPE, variants, rounds)

@@ -46,6 +46,8 @@ NO_ROW = 1e30
 # A product's tile, half of its rows for each multiplying warpgroup, and the depth of one step.
 TILE_ROWS, TILE_COLUMNS, STEP = 128, 256, 64
 WARPGROUP_ROWS = TILE_ROWS // 2
+# Of a gradient's tiles, the better first.
+GRADIENT_COLUMNS = (256, 192)
 MULTIPLYING = 2
 # Rows that are moved together: chunks and slices begin at a multiple.
 TILING = 8
@@ -193,6 +195,7 @@ class _Tile:
     m: Any
     n: Any
     warpgroup: Any
+    width: int
     exists: Any
     """Not where a pair's second row tile would be behind the last."""
 
@@ -202,27 +205,34 @@ class _Tile:
 
     @property
     def column(self) -> Any:
-        return self.n * TILE_COLUMNS
+        return self.n * self.width
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return WARPGROUP_ROWS, self.width
 
 
+# Of a warpgroup's half of a tile of logits.
 SHAPE = (WARPGROUP_ROWS, TILE_COLUMNS)
 
 
 def _product(
     a: _Operand, b: _Operand, tiles: tuple[Any, Any], steps: Any, *, group: int, row_tile: Callable[[Any], Any],
     begin: Callable[[_Tile], None] | None, epilogue: Callable[[_Tile, Any], None], stages: int = STAGES,
+    width: int = TILE_COLUMNS,
 ) -> None:  # fmt: skip
-    """Σ_k a_ik b_kj over ``steps`` blocks of depth, for tiles[0] × tiles[1] tiles that the programs share.
+    """Σ_k a_ik b_kj over ``steps`` blocks of depth, for tiles[0] × tiles[1] tiles, ``width`` columns wide, that the
+    programs share.
 
     ``row_tile`` says which row tile the i-th is. The tile numbers go through the columns in groups of ``group`` row
     tiles, for the L2 cache. begin(tile) runs before a tile's first multiplication, epilogue(tile, value) after the
-    last, both in the multiplying warpgroups; value is [64, 256] float32 in registers.
+    last, both in the multiplying warpgroups; value is [64, width] float32 in registers.
 
     The steps of all of a program's tiles go through ``stages`` slots of shared memory. ``ready[s]``: slot s was loaded;
     ``free[s]``: both warpgroups of both programs of the pair have multiplied it; ``turn``: the second warpgroup may
     begin its tile, SKEW steps behind the first, so that one's epilogue runs beside the other's products.
     """
-    shapes = a.shape(TILE_ROWS), b.shape(TILE_COLUMNS)
+    shapes = a.shape(TILE_ROWS), b.shape(width)
     dtype = a.reference.dtype
     paced = jnp.asarray(steps) >= stages  # else the first warpgroup could be two tiles ahead
     paired = pair() > 1
@@ -251,13 +261,13 @@ def _product(
                 i = i * PAIR + lax.axis_index("pair") if paired else i
                 exists = i < tiles[0]  # or the pair's other program has the last row tile
                 m = row_tile(jnp.minimum(i, tiles[0] - 1))
-                work(_Tile(m, n, warpgroup, exists), info.local_index * steps)
+                work(_Tile(m, n, warpgroup, width, exists), info.local_index * steps)
 
         def load(tile: _Tile, number: Any) -> None:
             def step(k: Any, _: None) -> None:
                 slot = lax.rem(number + k, stages)
                 plgpu.barrier_wait(free.at[slot])
-                own, shared = a.block(TILE_ROWS, tile.m, k), b.block(TILE_COLUMNS, tile.n, k)
+                own, shared = a.block(TILE_ROWS, tile.m, k), b.block(width, tile.n, k)
                 plgpu.copy_gmem_to_smem(own, a_slots.at[slot], ready.at[slot])
                 receivers = "pair" if paired else None
                 plgpu.copy_gmem_to_smem(shared, b_slots.at[slot], ready.at[slot], collective_axes=receivers)
@@ -265,7 +275,7 @@ def _product(
             lax.fori_loop(0, steps, step, None)
 
         def multiply(tile: _Tile, number: Any) -> None:
-            @functools.partial(pl.run_scoped, total=_PLGPU.ACC(SHAPE, jnp.float32))
+            @functools.partial(pl.run_scoped, total=_PLGPU.ACC((WARPGROUP_ROWS, width), jnp.float32))
             def accumulate(total: Any) -> None:
                 pl.when(paced & (warpgroup == 1))(lambda: plgpu.barrier_wait(turn))
                 if begin is not None:
@@ -308,19 +318,19 @@ def _staging(dtype: Any, width: int) -> Any:
     return plgpu.SMEM((MULTIPLYING, 2, WARPGROUP_ROWS, width), dtype, transforms=_transforms(dtype, width))
 
 
-def _pieces(size: int, width: int) -> int:
+def _pieces(tile: _Tile, size: int, width: int) -> int:
     """How many pieces of a tile's row may lie inside a matrix of ``size`` columns.
 
     What lies outside must not be asked for where the matrix is one piece wide: TMA is not told of an axis of length 1.
     """
-    return 1 if size <= width else TILE_COLUMNS // width
+    return 1 if size <= width else tile.width // width
 
 
 def _store(
     tile: _Tile, piece: Callable[[int, int], Any], width: int, staging: Any, matrix: Any, out: Any
 ) -> None:  # fmt: skip
-    """A warpgroup's [64, 256] to ``out``, a part [64, 256] of ``matrix``, by TMA, piece(column, width) at a time."""
-    for number in range(_pieces(matrix.shape[1], width)):
+    """A warpgroup's half of a tile to ``out``, a part of ``matrix``, by TMA, piece(column, width) at a time."""
+    for number in range(_pieces(tile, matrix.shape[1], width)):
         slot = number % 2
         values = piece(number * width, width)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -462,7 +472,7 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
 
 def _rows(r: dict[str, Any], name: str, tile: _Tile) -> Any:
     """A vector along the warpgroup's rows, broadcast."""
-    return _along_rows(_load(r[name], tile.row, WARPGROUP_ROWS, ROW_LAYOUT), SHAPE)
+    return _along_rows(_load(r[name], tile.row, WARPGROUP_ROWS, ROW_LAYOUT), tile.shape)
 
 
 def _columns(r: dict[str, Any], name: str, tile: _Tile) -> Any:
@@ -540,6 +550,16 @@ def _known(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, 
 # The two products of the gradients
 
 
+def gradient_columns(row_tiles: int, size: int) -> int:
+    """How wide a gradient's tiles are over ``size`` columns: the width with which the programs' turns are shortest."""
+
+    def turns(width: int) -> int:
+        tiles = -(-row_tiles // pair()) * -(-size // width)
+        return -(-tiles // programs()) * width
+
+    return min(GRADIENT_COLUMNS, key=turns)
+
+
 def _with_sums(
     r: dict[str, Any], part_of: Callable[[Any, _Tile], Any]
 ) -> tuple[Callable[[_Tile], None] | None, Callable[[_Tile, int, Any], Any]]:
@@ -565,7 +585,7 @@ def _with_sums(
         slot = number % 2
         plgpu.barrier_wait(arrived.at[tile.warpgroup * 2 + slot])
         total = piece + plgpu.layout_cast(loading[tile.warpgroup, slot], plgpu.Layout.WGMMA)
-        if number + 2 < TILE_COLUMNS // width:
+        if number + 2 < tile.width // width:
             plgpu.commit_smem()
             fetch(tile, number + 2)
         return total
@@ -602,9 +622,10 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
         if adds:
             r["sum"] = out
         size = r["w"].shape[1]
+        tile_width = gradient_columns(r["tiles"].shape[0] - 1, size)
 
         def part_of(matrix: Any, tile: _Tile) -> Any:
-            return matrix.at[pl.ds(first + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, TILE_COLUMNS)]
+            return matrix.at[pl.ds(first + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
 
         begin, add = _with_sums(r, part_of)
 
@@ -633,13 +654,14 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
         _product(
             _Operand(r["e"], depth_first=False),
             _Operand(r["w"], depth_first=True, start=_scalar(r, "start")),
-            (r["tiles"][0], pl.cdiv(size, TILE_COLUMNS)),
+            (r["tiles"][0], pl.cdiv(size, tile_width)),
             r["e"].shape[1] // STEP,
             group=group,
             row_tile=lambda i: r["tiles"][i + 1],
             begin=begin,
             epilogue=epilogue,
             stages=3 if adds else STAGES,
+            width=tile_width,
         )
 
     out: Any = outputs.get("out", arguments.get("out"))
@@ -676,12 +698,13 @@ def weight(
         if adds and "sum" not in r:
             r["sum"] = out
         rows, final = r["rows"][0], "scale" in r
+        tile_width = gradient_columns(pl.cdiv(columns, TILE_ROWS), r["x"].shape[1])
         row_tiles: Any = pl.cdiv(columns, TILE_ROWS)
         if adds and not final:
             row_tiles = jnp.where(rows > 0, row_tiles, 0)
 
         def part_of(matrix: Any, tile: _Tile) -> Any:
-            return matrix.at[pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, TILE_COLUMNS)]
+            return matrix.at[pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
 
         begin, add = _with_sums(r, part_of)
 
@@ -703,13 +726,14 @@ def weight(
         _product(
             _Operand(r["e"], depth_first=True),
             _Operand(r["x"], depth_first=True),
-            (row_tiles, pl.cdiv(r["x"].shape[1], TILE_COLUMNS)),
+            (row_tiles, pl.cdiv(r["x"].shape[1], tile_width)),
             lax.div(rows + (STEP - 1), STEP),
             group=group,
             row_tile=lambda i: i,
             begin=begin,
             epilogue=epilogue,
             stages=3 if adds else STAGES,
+            width=tile_width,
         )
 
     out: Any = outputs.get("out", arguments.get("out"))
