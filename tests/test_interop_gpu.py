@@ -128,12 +128,15 @@ class TestOrder:
         x, p = torch.ones(COUNT, device="cuda", requires_grad=True), to_torch(work())
         function = jax_in_torch(lambda x, p: _after_work(x, p).sum())
         function(x, p).backward()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        function(x, p).backward()
-        returned = time.perf_counter() - start
-        torch.cuda.synchronize()
-        assert returned < 0.5 * (time.perf_counter() - start)
+        shares = []
+        for _ in range(3):  # a host that shares its cores may be late now and then; one that waits always is
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            function(x, p).backward()
+            returned = time.perf_counter() - start
+            torch.cuda.synchronize()
+            shares.append(returned / (time.perf_counter() - start))
+        assert min(shares) < 0.5
 
 
 class TestLifetime:
