@@ -118,9 +118,9 @@ class _Call:
         return jnp.pad(values.astype(jnp.float32), (0, round_up(self.vocab, 256) + 256 - self.vocab))
 
     def along_size(self, values: Array) -> Array:
-        """Vectors along D in whole tiles, however wide they are."""
-        length = max(round_up(self.padded_size, width) for width in kernels.GRADIENT_COLUMNS)
-        return jnp.pad(values, ((0, 0),) * (values.ndim - 1) + ((0, length - values.shape[-1]),))
+        """A vector along D in whole tiles, however wide they are."""
+        length = max(round_up(self.size, width) for width in kernels.GRADIENT_COLUMNS)
+        return jnp.pad(values, (0, length - self.size))
 
     def _compact(self) -> None:
         """order: the valid tokens, then the ignored ones, each in their own order; position: its inverse."""
@@ -434,7 +434,9 @@ class _Products:
         arguments = {"tiles": rows.tiles, "first": rows.first, "start": _index(start), "e": e, "w": c.weight}
         whole = c.columns >= c.vocab
         if factors is not None:
-            target_rows = c.along_size(c.weight[jnp.maximum(rows.target, 0)])
+            width = kernels.gradient_columns(rows.tiles.shape[0] - 1, c.padded_size)
+            more = round_up(c.padded_size, width) - c.padded_size
+            target_rows = jnp.pad(c.weight[jnp.maximum(rows.target, 0)], ((0, 0), (0, more)))
             arguments |= {"factor": factors.factor, "element": factors.element, "target_rows": target_rows}
         if scale is not None:
             arguments |= {"scale": scale.reshape(1)} | self._rank_one(rows)

@@ -51,7 +51,7 @@ class Finished:
     folder: Path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """One whole demo, which the tests below look at from several sides."""
     folder = tmp_path_factory.mktemp("demo") / "new" / "folder"

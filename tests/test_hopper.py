@@ -36,7 +36,7 @@ PLAIN += ("weight into, add",)
 OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all", "weight into narrow")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def compiled() -> Any:
     script = Path(__file__).with_name("compile_hopper.py")
     made = subprocess.run(

@@ -104,6 +104,16 @@ def test_log_probs_lower_for_cuda(compiled: None) -> None:
     assert "mosaic_gpu" in lowered(jax.value_and_grad(total, (0, 1)), x, w, y)
 
 
+@pytest.mark.parametrize(
+    ("row_tiles", "size", "width"), [(32, 4096, 256), (64, 2304, 192), (256, 768, 256), (1002, 4096, 256)]
+)
+def test_gradients_are_as_wide_as_their_turns_are_short(
+    row_tiles: int, size: int, width: int, compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "programs", lambda: 66)  # pairs on an H100 or H200
+    assert kernels.gradient_columns(row_tiles, size) == width
+
+
 @pytest.mark.parametrize("width", [64, 320])
 def test_a_row_is_stored_no_further_than_its_matrix(
     width: int, compiled: None, monkeypatch: pytest.MonkeyPatch
