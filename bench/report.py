@@ -189,6 +189,45 @@ def error_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def bridges_table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of the bridges beside the function that each wraps."""
+    lines = ["| step | time [ms] | over its native step | host busy [ms] |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        over = f"{row['overhead_percent']:+.1f} % of {row['native']}" if "native" in row else "–"
+        lines.append(f"| {row['variant']} | {row['time_ms']:.2f} | {over} | {row['host_ms']:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def sharded_table(torch_rows: list[dict[str, Any]], jax_rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of several devices beside one, both frameworks; a device's scratch."""
+    lines = [
+        "| framework | tokens × hidden × vocab | split | devices | time [ms] | × one device's speed | scratch [MiB] |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+
+    def line(framework: str, row: dict[str, Any], split: str, devices: int, speed: float, scratch: float) -> None:
+        sizes = f"{row['tokens']} × {row['hidden']} × {row['vocab']}"
+        values = f"{devices} | {row['time_ms']:.1f} | {speed:.2f} | {scratch:.0f}"
+        lines.append(f"| {framework} | {sizes} | {split} | {values} |")
+
+    for row in torch_rows:
+        split = row["variant"]
+        # Data parallel ranks work on as many tokens each.
+        speed = row["speedup"] * (row["ranks"] if split == "data" else 1)
+        line("torch", row, split, 1 if split == "alone" else row["ranks"], speed, row["scratch_mib"])
+    for row in jax_rows:
+        speed = (row["devices"] if row["kind"] == "data" else 1) / row["over_one"]
+        line("jax", row, row["kind"], row["devices"], speed, row["temp_bytes"] / 2**20)
+    return "\n".join(lines) + "\n"
+
+
+def on_several(file: str) -> list[dict[str, Any]]:
+    """The rows of a results file, none where there is no such file."""
+    path = RESULTS / file
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return rows
+
+
 def main() -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
     on_gpu = json.loads((RESULTS / "gpu_check.json").read_text())
@@ -205,6 +244,10 @@ def main() -> None:
     if on_gpu.get("jax_rows"):
         gpu_jax(on_gpu)
         (FIGURES / "gpu_jax.md").write_text(gpu_table(on_gpu["jax_rows"]))
+    if rows := on_several("bridges.json"):
+        (FIGURES / "bridges.md").write_text(bridges_table(rows))
+    if rows := on_several("sharded.json"):
+        (FIGURES / "sharded.md").write_text(sharded_table(rows, on_several("sharded_jax.json")))
     results = json.loads((RESULTS / "portable.json").read_text())
     portable(results)
     (FIGURES / "portable.md").write_text(portable_table(results))

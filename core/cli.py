@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import logitless
-from logitless.planning import COST_SLACK, FUSED_COST_SLACK, TOKEN_TILE, VOCAB_TILE, ChunkPlan, Order, round_up
+from logitless.planning import TOKEN_TILE, VOCAB_TILE, ChunkPlan, Order, default_slack, round_up
 from logitless.planning import plan as make_plan
 from logitless.spec import FLOAT_DTYPES, REDUCTIONS
 
@@ -127,7 +127,8 @@ def plan(
     except (ValueError, TypeError) as mistake:
         _fail(str(mistake))
     console = Console()
-    _print_plan(console, chosen, budget)
+    one_pass = reduction != "none" and not (fused and dtype == "float16")
+    _print_plan(console, chosen, budget, default_slack(fused, one_pass))
     console.print(_ladder_table(chosen, ladder, budget, device))
 
 
@@ -150,11 +151,11 @@ def _rungs(chosen: ChunkPlan, order: str | None) -> list[tuple[Order, int]]:
     return rungs
 
 
-def _print_plan(console: Console, chosen: ChunkPlan, budget: int | None) -> None:
+def _print_plan(console: Console, chosen: ChunkPlan, budget: int | None, slack: float) -> None:
     by_tokens = chosen.order == "tokens"
     size = f"{chosen.token_chunk} tokens" if by_tokens else f"{chosen.vocab_chunk} vocabulary entries"
-    slack = 100 * ((FUSED_COST_SLACK if chosen.fused else COST_SLACK) - 1)
-    rule = f"budget {format_bytes(budget)}" if budget else f"the least scratch within {slack:.2g} % of the fastest"
+    within = f"{100 * (slack - 1):.2g} %"
+    rule = f"budget {format_bytes(budget)}" if budget else f"the least scratch within {within} of the fastest"
     passes = "one pass" if chosen.one_pass else "two passes"
     times = chosen.full_logits_bytes / max(1, chosen.scratch_bytes)
     lines = (
