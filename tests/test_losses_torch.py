@@ -87,7 +87,7 @@ def test_two_backwards_and_a_second_derivative(name: str) -> None:
     for one, three in zip(once, thrice, strict=True):
         torch.testing.assert_close(three, 3 * one)
     (twice,) = torch.autograd.grad(loss(**leaves), leaves["hidden"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"differentiate twice|does not require grad"):
+    with pytest.raises(RuntimeError, match="is differentiable once"):
         twice.sum().backward()
 
 

@@ -13,7 +13,14 @@ from implementations import every_implementation, options_of, problem_named  # n
 
 from logitless import plan  # noqa: E402
 from logitless.tolerances import error  # noqa: E402
-from logitless.torch_impl import LinearCrossEntropy, eager, linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl import (  # noqa: E402
+    LinearCrossEntropy,
+    cross_entropy,
+    distillation_loss,
+    eager,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 
 
 def tensors(tokens: int = 40, hidden: int = 12, vocab: int = 50, dtype: Any = None) -> tuple[Any, Any, Any, Any]:
@@ -79,11 +86,25 @@ def test_not_the_last_layer() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_second_derivatives_are_refused() -> None:
+def differentiated() -> dict[str, Any]:
+    """Losses of hidden states x, from functions that are differentiable once."""
     x, w, b, y = tensors()
-    (grad,) = torch.autograd.grad(linear_cross_entropy(x, w, y, b) ** 2, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    return {
+        "linear_cross_entropy": (linear_cross_entropy(x, w, y, b), x),
+        "linear_log_probs": (linear_log_probs(x, w, y, b)[0].sum(), x),
+        "cross_entropy": (cross_entropy(x @ w.t(), y), x),
+        "distillation_loss": (distillation_loss(x, w, x.detach(), w.detach()), x),
+    }
+
+
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("name", differentiated())
+def test_second_derivatives_are_refused(name: str, constant: bool) -> None:
+    """Also where the upstream gradient is a constant: a gradient penalty's own gradient would be missing silently."""
+    loss, x = differentiated()[name]
+    (grad,) = torch.autograd.grad(loss if constant else loss**2, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"^{name} is differentiable once: .*create_graph=True"):
+        (loss.detach() + grad.square().sum()).backward()
 
 
 def test_an_input_changed_in_place_is_noticed() -> None:

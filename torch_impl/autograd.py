@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from logitless.torch_impl import ops, steps
 from logitless.torch_impl.eager import Arrays, Needs
+from logitless.torch_impl.once import differentiable_once
 from logitless.torch_impl.steps import Call
 
 
@@ -57,7 +57,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return (made.loss, *made.stats)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("linear_cross_entropy")
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         waiting, ctx.waiting = ctx.waiting, None
         call, kept = ctx.call, ctx.saved_tensors
@@ -89,7 +89,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
         return made.log_prob, made.entropy
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("linear_log_probs")
     def backward(ctx: Any, g_log_prob: Tensor, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         call, kept = ctx.call, ctx.saved_tensors
         arrays = Arrays(*kept[:4])

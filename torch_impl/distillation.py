@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
+from logitless.torch_impl.once import differentiable_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class DivergenceFunction(torch.autograd.Function):
         return total.masked_fill_(~student.inputs.valid, 0.0)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("distillation_loss")
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         *arrays, mean = ctx.saved_tensors
         with torch.autocast(mean.device.type, enabled=False):

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from logitless import spec
 from logitless.spec import LossOptions, Reduction, TokenStats
 from logitless.torch_impl import api, eager, logits_eager, logits_fused, tracing
+from logitless.torch_impl.once import differentiable_once
 
 # Backends are modules with the same functions.
 MODULES: dict[str, Any] = {"eager": logits_eager, "triton": logits_fused}
@@ -191,7 +191,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return (loss, *stats)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("cross_entropy")
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if ctx.spent:
             raise RuntimeError(
