@@ -9,6 +9,7 @@ first, and every copy is made here, finished before the function returns.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -287,21 +288,56 @@ def exact(tensor: torch.Tensor, target: str) -> torch.Tensor:
     """``tensor`` in the dtype that jax_dtype gave; ValueError for an integer that does not fit."""
     import torch
 
-    dtype = dtype_name(tensor)
-    if dtype == target:
+    if dtype_name(tensor) == target:
         return tensor
-    _, low, high = _NARROWED[dtype]
+    outside = _outside(tensor)
+    if bool(outside.any()):
+        raise _does_not_fit(tensor, target, outside)
+    return tensor.view(torch.int64).to(getattr(torch, target), memory_format=torch.contiguous_format)
+
+
+def exact_later(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """What JAX takes of ``tensor``, and on a GPU, where the values' range is not known yet, what raises if they do not
+    fit: to be called when the work on them has been given to the device, which need not wait for the host then."""
+    import torch
+
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_nested
+    if not (plain and tensor.is_cuda) or (dtype := dtype_name(tensor)) not in _NARROWED:
+        return tensor, None
+    target = jax_dtype(tensor)
+    if target == dtype:
+        return tensor, None
+    outside = _outside(tensor)
+    some, known = outside.any().to("cpu", non_blocking=True), torch.cuda.Event()
+    known.record(torch.cuda.current_stream(tensor.device))
+
+    def check() -> None:
+        known.synchronize()
+        if some:
+            raise _does_not_fit(tensor, target, outside)
+
+    return tensor.view(torch.int64).to(getattr(torch, target), memory_format=torch.contiguous_format), check
+
+
+def _outside(tensor: torch.Tensor) -> torch.Tensor:
+    """Which 64-bit integers do not fit 32 bits."""
+    import torch
+
+    _, low, high = _NARROWED[dtype_name(tensor)]
     # torch cannot compare uint64. As int64, what is too large for it is negative and falls below uint32's range.
     signed = tensor.view(torch.int64)
-    outside = (signed < low) | (signed > high)
-    if bool(outside.any()):
-        index = tuple(outside.nonzero()[0].tolist())
-        raise ValueError(
-            f"tensor has {dtype} values that do not fit {target}, which JAX uses while its x64 mode is off: the first "
-            f"is {tensor[index].item()} at index {index}, allowed are {low} to {high}; set {_ENABLE_X64} to keep "
-            f"{dtype}"
-        )
-    return signed.to(getattr(torch, target), memory_format=torch.contiguous_format)
+    return (signed < low) | (signed > high)
+
+
+def _does_not_fit(tensor: torch.Tensor, target: str, outside: torch.Tensor) -> ValueError:
+    dtype = dtype_name(tensor)
+    _, low, high = _NARROWED[dtype]
+    index = tuple(outside.nonzero()[0].tolist())
+    return ValueError(
+        f"tensor has {dtype} values that do not fit {target}, which JAX uses while its x64 mode is off: the first "
+        f"is {tensor[index].item()} at index {index}, allowed are {low} to {high}; set {_ENABLE_X64} to keep "
+        f"{dtype}"
+    )
 
 
 def _narrowed(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor | None:

@@ -15,9 +15,10 @@ need no lease (lifetime.py).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -83,17 +84,21 @@ class JaxInTorch:
         if self.signature is not None:
             args, kwargs = self._cast(self.signature, args, kwargs)
         given, layout = arguments.split(args, kwargs, _is_array, WANTED)
-        arrays = self._arrays(given, args, kwargs)
+        arrays, checks = self._arrays(given, args, kwargs)
         tensors = [value if isinstance(value, Tensor) else None for value in given]
         wanted = tuple(
             number for number, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad
         ) if torch.is_grad_enabled() else ()  # fmt: skip
         if not wanted:
-            return exchange.to_torch(self.value(layout, tuple(arrays)))
-        made: list[Traced] = []
-        apply: Any = _Call.apply
-        flat = apply(self, layout, wanted, arrays, made, *tensors)
-        return jax.tree.unflatten(made[0].output_tree, flat)
+            result = exchange.to_torch(self.value(layout, tuple(arrays)))
+        else:
+            made: list[Traced] = []
+            apply: Any = _Call.apply
+            flat = apply(self, layout, wanted, arrays, made, *tensors)
+            result = jax.tree.unflatten(made[0].output_tree, flat)
+        for check in checks:
+            check()
+        return result
 
     def _apply(self, layout: Layout, arrays: Sequence[Any]) -> Any:
         args, kwargs = layout.join(arrays)
@@ -120,8 +125,9 @@ class JaxInTorch:
         traced = Traced(output_tree, tuple(outputs), pullback_tree, found)
         return Forward(tuple(values[: len(outputs)]), tuple(extra), traced)
 
-    def _arrays(self, given: list[Any], args: Any, kwargs: Any) -> list[Any]:
-        """Every argument as a JAX array; ValueError for tensors on several devices."""
+    def _arrays(self, given: list[Any], args: Any, kwargs: Any) -> tuple[list[Any], list[Callable[[], None]]]:
+        """Every argument as a JAX array, and checks for when they are in use; ValueError for tensors on several
+        devices."""
 
         def name(number: int) -> str:
             return arguments.array_name(args, kwargs, _is_array, number)
@@ -133,13 +139,17 @@ class JaxInTorch:
         if len(devices) > 1:
             places = ", ".join(f"{name(number)} on {device}" for device, number in devices.items())
             raise ValueError(f"arguments are on several devices: got {places}, allowed is one device for all tensors")
-        made = []
+        made: list[Any] = []
+        checks: list[Callable[[], None]] = []
         for number, value in enumerate(given):
-            try:
-                made.append(dlpack.share(value, lease=False) if isinstance(value, Tensor) else value)
-            except (TypeError, ValueError, NotImplementedError) as error:
-                raise type(error)(f"{name(number)}: {error}") from error
-        return made
+            with _named(name, number):
+                if isinstance(value, Tensor):
+                    value, check = dlpack.exact_later(value)
+                    value = dlpack.share(value, lease=False)
+                    if check is not None:
+                        checks.append(functools.partial(_checked, name, number, check))
+                made.append(value)
+        return made, checks
 
     def _cast(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What torch.autocast does to the arguments of a matrix product, for the named parameters."""
@@ -148,6 +158,20 @@ class JaxInTorch:
             if name in bound.arguments:
                 bound.arguments[name] = jax.tree.map(_autocast, bound.arguments[name])
         return bound.args, bound.kwargs
+
+
+@contextmanager
+def _named(name: Callable[[int], str], number: int) -> Iterator[None]:
+    """An error about an argument begins with its name."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"{name(number)}: {error}") from error
+
+
+def _checked(name: Callable[[int], str], number: int, check: Callable[[], None]) -> None:
+    with _named(name, number):
+        check()
 
 
 class _Call(torch.autograd.Function):

@@ -115,6 +115,19 @@ class TestOrder:
         assert loss.item() == COUNT
         assert bool((x.grad == 2).all())
 
+    def test_int64_is_checked_when_the_work_is_given(self) -> None:
+        """The range is known when the device gets there: the host neither waits for it first nor forgets it."""
+        function, p = jax_in_torch(lambda y, p: _after_work(y.astype(jnp.float32), p).sum()), to_torch(work())
+        right = torch.ones(COUNT, device="cuda", dtype=torch.int64)
+        wrong = right.clone()
+        wrong[5] = 2**40
+        assert function(right, p).item() == COUNT
+        with pytest.raises(
+            ValueError, match=r"^argument 0: tensor has int64 values that do not fit int32.*at index \(5,\)"
+        ):
+            function(wrong, p)
+        assert function(right, p).item() == COUNT
+
     def test_torch_in_jax_behind_a_long_torch_kernel(self) -> None:
         def slow(x: Any) -> Any:
             busy_torch()
