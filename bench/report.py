@@ -213,8 +213,8 @@ def sharded_table(torch_rows: list[dict[str, Any]], jax_rows: list[dict[str, Any
     for row in torch_rows:
         split = row["variant"]
         # Data parallel ranks work on as many tokens each.
-        speed = row["speedup"] * (row["ranks"] if split == "data" else 1)
-        line("torch", row, split, 1 if split == "alone" else row["ranks"], speed, row["scratch_mib"])
+        speed = row["speedup"] * (row["ranks"] if split.endswith("data") else 1)
+        line("torch", row, split, 1 if split in ("alone", "model") else row["ranks"], speed, row["scratch_mib"])
     for row in jax_rows:
         speed = (row["devices"] if row["kind"] == "data" else 1) / row["over_one"]
         line("jax", row, row["kind"], row["devices"], speed, row["temp_bytes"] / 2**20)

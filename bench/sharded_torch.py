@@ -6,6 +6,9 @@ Rows (one a variant, from rank 0; a time is the slowest rank's median):
     tensor      the vocabulary over the ranks, hidden on every rank
     sequence    the same with sequence parallelism
     data        weak scaling: every rank the whole head and as many tokens as ``alone``, dW summed over the ranks
+                when it is there, beside nothing
+    model       the head behind BODY linear layers on one device; scratch: activations and gradients too
+    model, data the same on every rank under DistributedDataParallel, which sums beside the rest of the backward
 """
 
 from __future__ import annotations
@@ -18,12 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from logitless.torch_impl import global_normalizer, linear_cross_entropy
+from logitless.torch_impl import LinearCrossEntropy, global_normalizer, linear_cross_entropy
 from logitless.torch_impl.memory import peak_scratch_bytes
 
 MIB = 2**20
+# What runs on one device, and is what the variants after it are held against.
+ALONE = ("alone", "model")
 STEPS = 4  # in a timed round
+BODY = 8  # linear layers [D, D] before the head, where a whole model is timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +40,16 @@ class Shape:
     hidden: int
     vocab: int
     dtype: str = "bfloat16"
+
+
+class _Model(nn.Module):
+    def __init__(self, body: nn.Module, head: LinearCrossEntropy) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.body(x), y)
+        return loss
 
 
 class Arrays:
@@ -52,8 +70,31 @@ class Arrays:
         share = shape.tokens // self.ranks
         self.tokens = slice(self.rank * share, (self.rank + 1) * share)
 
+    def model_step(self, variant: str) -> Callable[[], tuple[Any, Any, Any]]:
+        """The head behind BODY layers, alone or under DistributedDataParallel, whose sums run beside the backward."""
+        size = self.x.shape[1]
+        like: dict[str, Any] = {"device": self.x.device, "dtype": self.x.dtype}
+        torch.manual_seed(0)
+        body = [layer for _ in range(BODY) for layer in (nn.Linear(size, size, bias=False, **like), nn.Tanh())]
+        head = LinearCrossEntropy(size, len(self.w), **like)
+        head.weight = nn.Parameter(self.w.clone())
+        model = _Model(nn.Sequential(*body), head)
+        run_model: Any = model
+        if variant == "model, data":
+            run_model = DistributedDataParallel(model, process_group=self.group, gradient_as_bucket_view=True)
+
+        def run() -> tuple[Any, Any, Any]:
+            model.zero_grad()
+            loss = run_model(self.x, self.y)
+            loss.backward()
+            return loss, body[0].weight.grad, head.weight.grad
+
+        return run
+
     def step(self, variant: str) -> Callable[[], tuple[Any, Any, Any]]:
-        """A forward and a backward: loss, gradient of hidden, gradient of weight."""
+        """A forward and a backward: loss, gradient of hidden (or of the first layer's weight), gradient of weight."""
+        if variant.startswith("model"):
+            return self.model_step(variant)
         tensor = variant in ("tensor", "sequence")
         x = self.x[self.tokens] if variant == "sequence" else self.x
         w = self.w[self.entries] if tensor else self.w
@@ -76,7 +117,7 @@ class Arrays:
     def errors(self, variant: str, made: tuple[Any, Any, Any], alone: tuple[Any, Any, Any]) -> dict[str, float]:
         """Relative difference of a rank's results from one device's."""
         rows = self.tokens if variant == "sequence" else slice(None)
-        parts = alone[0], alone[1][rows], alone[2][self.entries]
+        parts = alone[0], alone[1][rows], alone[2][self.entries if variant in ("tensor", "sequence") else slice(None)]
         if variant == "data":  # the ranks have the same tokens: together the mean is over each of them R times
             parts = alone[0] / self.ranks, alone[1] / self.ranks, alone[2]
         names = ("loss", "dhidden", "dweight")
@@ -111,15 +152,19 @@ def _timed_ms(run: Callable[[], Any], device: torch.device) -> float:
 def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """All rows of ``shape`` on this group of ranks; every rank calls it, every rank gets them."""
     arrays = Arrays(shape, group, device)
-    variants = ("alone", "tensor", "sequence", "data")
+    variants = ("alone", "tensor", "sequence", "data", "model", "model, data")
     steps = {name: arrays.step(name) for name in variants}
-    alone = steps["alone"]()
-    errors = {name: arrays.errors(name, steps[name](), alone) for name in variants[1:]}
+    errors = {}
+    for name in variants:
+        if name in ALONE:
+            alone = steps[name]()
+        else:
+            errors[name] = arrays.errors(name, steps[name](), alone)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name in variants:
             dist.barrier(group)
-            idle = name == "alone" and arrays.rank != 0
+            idle = name in ALONE and arrays.rank != 0
             times[name].append(0.0 if idle else _timed_ms(steps[name], device))
     rows = []
     for name in variants:
@@ -134,8 +179,10 @@ def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list
         row["difference_from_alone"] = worst
         rows.append(row)
     for row in rows:
-        ratio = rows[0]["time_ms"] / row["time_ms"] if row["time_ms"] else 0.0
+        if row["variant"] in ALONE:
+            one = row["time_ms"]
+        ratio = one / row["time_ms"] if row["time_ms"] else 0.0
         # Of a perfect split: R times as fast; in weak scaling: as fast.
         row["speedup"] = ratio
-        row["efficiency"] = ratio if row["variant"] in ("alone", "data") else ratio / arrays.ranks
+        row["efficiency"] = ratio / arrays.ranks if row["variant"] in ("tensor", "sequence") else ratio
     return rows
