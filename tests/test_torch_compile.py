@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -34,6 +34,17 @@ PLACES = (
     pytest.param("cuda", "triton", id="triton_cuda", marks=pytest.mark.gpu),
 )
 everywhere = pytest.mark.parametrize(("device", "backend"), PLACES)
+
+
+def in_turns(names: str, values: Iterable[tuple[Any, ...]]) -> Any:
+    """Every value on a GPU's two places, and on a CPU on eager and interpreted kernels in turn: both are slow."""
+    made = []
+    for number, value in enumerate(values):
+        ident = "-".join(str(part).removeprefix("torch.") for part in value)
+        for place in (PLACES[number % 2], *PLACES[2:]):
+            made.append(pytest.param(*place.values, *value, id=f"{ident}-{place.id}", marks=place.marks))
+    return pytest.mark.parametrize(("device", "backend", *names.split()), made)
+
 
 TOKENS, HIDDEN, VOCAB = 40, 16, 70
 # Of 40 tokens 30 are valid: chunks of 24 leave some for the second.
@@ -124,17 +135,14 @@ def test_training(device: str, backend: str, name: str) -> None:
 
 
 @pytest.mark.case(24)
-@everywhere
-@pytest.mark.parametrize("name", ["plain", "none", "statistics", "chunks"])
+@in_turns("name", [("plain",), ("none",), ("statistics",), ("chunks",)])
 def test_no_grad(device: str, backend: str, name: str) -> None:
     function = loss_with(backend, **options_named(name, device, backend))
     assert_same(function, tensors(device), training=False)
 
 
 @pytest.mark.case(24)
-@everywhere
-@pytest.mark.parametrize("with_entropy", [True, False])
-@pytest.mark.parametrize("training", [True, False])
+@in_turns("with_entropy training", [(True, True), (True, False), (False, True), (False, False)])
 def test_log_probs(device: str, backend: str, with_entropy: bool, training: bool) -> None:
     def function(x: Any, w: Any, b: Any, y: Any) -> Any:
         return linear_log_probs(x * 2, w, y, b, with_entropy=with_entropy, logit_scale=0.7, backend=backend)
@@ -143,9 +151,7 @@ def test_log_probs(device: str, backend: str, with_entropy: bool, training: bool
 
 
 @pytest.mark.case(24)
-@everywhere
-@pytest.mark.parametrize("name", ["none", "chunks"])
-@pytest.mark.parametrize("wrt", ["x", "w", "b"])
+@in_turns("name wrt", [("none", "x"), ("chunks", "x"), ("chunks", "w"), ("none", "w"), ("none", "b"), ("chunks", "b")])
 def test_only_the_wanted_gradients(device: str, backend: str, name: str, wrt: str) -> None:
     function = loss_with(backend, **options_named(name, device, backend))
     assert_same(function, tensors(device, wrt=wrt))
@@ -221,8 +227,7 @@ def test_the_graph_holds_one_operation(device: str, backend: str) -> None:
 
 
 @pytest.mark.case(5)
-@everywhere
-@pytest.mark.parametrize("name", ["plain", "chunks", "none"])
+@in_turns("name", [("plain",), ("chunks",), ("none",)])
 def test_two_backwards(device: str, backend: str, name: str) -> None:
     """Nothing that waits is used up: the same bits again."""
     arrays = tensors(device)
@@ -234,10 +239,7 @@ def test_two_backwards(device: str, backend: str, name: str) -> None:
 
 
 @pytest.mark.case(22)
-@everywhere
-@pytest.mark.parametrize(
-    ("name", "dynamic"), [("mean", None), ("mean", True), ("none", True), ("log_probs", None), ("length", None)]
-)
+@in_turns("name dynamic", [("mean", None), ("mean", True), ("none", True), ("log_probs", None), ("length", None)])
 def test_a_changing_number_of_tokens(device: str, backend: str, name: str, dynamic: bool | None) -> None:
     """One graph for all, after that of the first number; ``length``: the normalizer is a symbol too."""
 
@@ -374,8 +376,7 @@ def calls_of_operations(function: Callable[..., Any], arrays: tuple[Any, ...]) -
     return seen
 
 
-@everywhere
-@pytest.mark.parametrize("name", ["plain", "chunks_smooth", "statistics", "two_passes", "log_probs"])
+@in_turns("name", [("plain",), ("chunks_smooth",), ("statistics",), ("two_passes",), ("log_probs",)])
 def test_operations_keep_their_promises(device: str, backend: str, name: str) -> None:
     """Schema, shapes, strides and dtypes in advance, no aliases, nothing written: PyTorch's own checks."""
 
