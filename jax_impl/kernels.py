@@ -13,9 +13,9 @@ The matrices of a chunk, row-major:
                 zero past the vocabulary's end. Rows past the last row's tile are not written.
 
 Every product is one persistent kernel of three warpgroups: two multiply, each 64 rows of a tile [128, 256], the third
-copies operands by TMA, which fills with zero what lies outside a matrix and stores nothing there. Programs come in pairs
-(clusters) that share the operand of their tiles' columns. Vectors along rows
-are padded to whole tiles by the caller, those along the vocabulary or D as well.
+copies operands by TMA, which fills with zero what lies outside a matrix and stores nothing there. Programs come in
+pairs (clusters) that share the operand of their tiles' columns. Vectors along rows are padded to whole tiles by the
+caller, those along the vocabulary or D as well.
 
 Every sum has a fixed order: the results are the same bit by bit from run to run.
 """

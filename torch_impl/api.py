@@ -15,8 +15,9 @@ from logitless import spec
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
-from logitless.torch_impl import fused, tracing
+from logitless.torch_impl import fused, tracing, transforms
 from logitless.torch_impl.autograd import LinearCrossEntropyFunction, LinearLogProbsFunction
+from logitless.torch_impl.eager import Arrays
 from logitless.torch_impl.steps import Call, LatePlan
 
 BACKENDS = ("triton", "eager")
@@ -155,6 +156,7 @@ def _linear_cross_entropy(
     backend: str | None,
 ) -> tuple[Tensor, ...]:
     """The loss and, if asked for, the statistics."""
+    transforms.check("linear_cross_entropy")
     options = LossOptions(*map(tracing.number, option_values))
     arrays = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
     constants = {"token_weight": token_weight, "class_weight": class_weight}
@@ -165,6 +167,8 @@ def _linear_cross_entropy(
     name = _backend(backend, hidden, dtype)
     chosen = _plan(target, weight, dtype, plan_values, memory_budget, one_pass, name)
     call = _call(options, chosen, dtype, return_stats, name, hidden)
+    if transforms.active():
+        return transforms.loss(Arrays(hidden, weight, bias, target, token_weight, class_weight), normalizer, call)
     apply: Any = LinearCrossEntropyFunction.apply
     made = apply(hidden, weight, bias, target, token_weight, class_weight, normalizer, call)
     return tuple(value for value in made if value is not None)
@@ -230,6 +234,7 @@ def _linear_log_probs(
     backend: str | None,
 ) -> tuple[Tensor, ...]:
     """log p(target) and, if asked for, the entropy."""
+    transforms.check("linear_log_probs")
     ignore_index, logit_scale, softcap = map(tracing.number, (ignore_index, logit_scale, softcap))
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
     dtype = _check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
@@ -237,6 +242,8 @@ def _linear_log_probs(
     name = _backend(backend, hidden, dtype)
     chosen = _plan(target, weight, dtype, plan_values, memory_budget, False, name)
     call = _call(options, chosen, dtype, with_entropy, name, hidden)
+    if transforms.active():
+        return transforms.log_probs(Arrays(hidden, weight, bias, target), call)
     apply: Any = LinearLogProbsFunction.apply
     made = apply(hidden, weight, bias, target, call)
     return tuple(value for value in made if value is not None)
@@ -340,8 +347,8 @@ def _call(
     backend: str,
     hidden: Tensor,
 ) -> Call:
-    grad = torch.is_grad_enabled()
-    return Call(options, plan, dtype, statistics, grad, backend, traced=tracing.is_traced(hidden))
+    traced = tracing.is_traced(hidden) or transforms.active()
+    return Call(options, plan, dtype, statistics, torch.is_grad_enabled(), backend, traced)
 
 
 def _plan(

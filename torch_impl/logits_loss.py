@@ -16,7 +16,7 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.spec import LossOptions, Reduction, TokenStats
-from logitless.torch_impl import api, eager, logits_eager, logits_fused, tracing
+from logitless.torch_impl import api, eager, logits_eager, logits_fused, tracing, transforms
 from logitless.torch_impl.once import differentiable_once
 
 # Backends are modules with the same functions.
@@ -116,6 +116,7 @@ def _cross_entropy(
     backend: str | None,
 ) -> tuple[Tensor, ...]:
     """The loss and, if asked for, the statistics."""
+    transforms.check("cross_entropy", takes_one=False)
     options = LossOptions(*map(tracing.number, option_values))
     arrays = Arrays(*given)
     logits, target, *_ = arrays

@@ -23,7 +23,7 @@ from logitless.objectives import (
 )
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, Reduction
-from logitless.torch_impl import api
+from logitless.torch_impl import api, transforms
 from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.distillation import Call, DivergenceFunction
 
@@ -237,6 +237,7 @@ def distillation_loss(
     options = DistillationOptions(
         beta, temperature, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap
     )
+    transforms.check("distillation_loss", takes_one=False)
     _check_types(hidden=hidden, weight=weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
     api._check_normalizer(normalizer, reduction, hidden.device)
     target = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)

@@ -50,13 +50,18 @@ class Call:
     backend: str
     """A key of MODULES."""
     traced: bool = False
-    """Whether torch.compile is looking: then the steps are the opaque ones of ops.py."""
+    """Whether torch.compile or torch.func is looking: then the steps are the opaque ones of ops.py."""
     shard: Shard | None = None
     """This rank's slice of the vocabulary, where the call is sharded."""
     into: Tensor | None = None
     """What dW is added to in the backward, or None."""
     deferred: DeferredWeightGrad | None = None
     """What makes dW and db after the backward, or None."""
+
+    @property
+    def fields(self) -> int:
+        """How many statistics a loss gives."""
+        return len(TokenStats._fields) if self.statistics else 0
 
     @property
     def one_pass(self) -> bool:
