@@ -128,7 +128,14 @@ def test_readme_has_a_block_per_framework() -> None:
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("torch", ()), ("jax", ("optax",)), ("jax_sharded", ("optax",)), ("flax", ("optax",)), ("equinox", ("optax",))],
+    [
+        ("torch", ()),
+        ("jax", ("optax",)),
+        ("jax_sharded", ("optax",)),
+        ("flax", ("optax",)),
+        ("flax_linen", ("optax",)),
+        ("equinox", ("optax",)),
+    ],
 )
 def test_examples_learn(name: str, needs: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     for module in (name.split("_")[0], *needs):

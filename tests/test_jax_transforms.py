@@ -14,7 +14,7 @@ from implementations import JaxXla, assert_within, problem_named, run_case  # no
 
 from logitless import plan, reference  # noqa: E402
 from logitless.jax_impl import distillation_loss, linear_cross_entropy, linear_log_probs  # noqa: E402
-from logitless.tolerances import error  # noqa: E402
+from logitless.tolerances import TINY, error  # noqa: E402
 
 N, D, V = 24, 8, 50
 
@@ -344,3 +344,35 @@ def test_lowers_for_cuda_without_a_gpu() -> None:
     for dtype in (jnp.float32, jnp.bfloat16):
         traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(x.astype(dtype), w.astype(dtype), y)
         assert "dot_general" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.case(32)
+@pytest.mark.parametrize("library", ["flax.nnx", "equinox"])
+def test_libraries_transforms(library: str) -> None:
+    """Each library's jit around its remat of a head whose forward is the loss; the gradients are jax.grad's."""
+    module = pytest.importorskip(library, reason="the test is of its transforms")
+    x, w, y = arrays()
+
+    if library == "flax.nnx":
+
+        class Head(module.Module):
+            def __init__(self) -> None:
+                self.kernel = module.Param(w)
+
+            @module.remat
+            def __call__(self, x: Any, y: Any) -> Any:
+                return linear_cross_entropy(jnp.tanh(x), self.kernel[...], y)
+
+        made = module.jit(module.grad(lambda head: head(x, y)))(Head())["kernel"][...]
+    else:
+
+        class Equinox(module.Module):
+            kernel: Any
+
+            @module.filter_checkpoint
+            def __call__(self, x: Any, y: Any) -> Any:
+                return linear_cross_entropy(jnp.tanh(x), self.kernel, y)
+
+        made = module.filter_jit(module.filter_grad(lambda head: head(x, y)))(Equinox(w)).kernel
+    plain = jax.jit(jax.grad(lambda w: linear_cross_entropy(jnp.tanh(x), w, y)))(w)
+    assert error(made, plain) <= TINY["float32"]
