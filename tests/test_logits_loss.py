@@ -55,6 +55,23 @@ class TorchLogitsTriton(TorchLogitsInPlace):
     backend = "triton"
 
 
+class TorchLogitsCuda(TorchLogits):
+    """The kernels on the GPU, where ids are not looked at."""
+
+    name = "torch_triton_cuda"
+    backend = "triton"
+    on_gpu = True
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        tensor = super().array(values, dtype)
+        return None if tensor is None else tensor.cuda()
+
+
+class TorchLogitsInPlaceCuda(TorchLogitsCuda):
+    name = "torch_triton_in_place_cuda"
+    in_place = True
+
+
 class JaxLogits(JaxXla):
     """jax_impl.cross_entropy."""
 
@@ -91,6 +108,8 @@ IMPLEMENTATIONS = (
     pytest.param(TorchLogitsInPlace(), id="torch_eager_in_place", marks=needs_torch),
     pytest.param(TorchLogitsTriton(), id="torch_triton_in_place", marks=interpreted),
     pytest.param(JaxLogits(), id="jax_xla", marks=needs_jax),
+    pytest.param(TorchLogitsCuda(), id="torch_triton_cuda", marks=[needs_torch, pytest.mark.gpu]),
+    pytest.param(TorchLogitsInPlaceCuda(), id="torch_triton_in_place_cuda", marks=[needs_torch, pytest.mark.gpu]),
 )
 every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
@@ -110,12 +129,17 @@ def given_of(name: str, dtype: str, most: int = 16) -> tuple[Any, Any, dict[str,
     return logits.reshape(-1, logits.shape[-1])[some], case.target.reshape(-1)[some], options
 
 
-# Interpreted kernels cut bfloat16 off where they should round, and have no float64; a compilation takes a second.
-DTYPES = {"triton": ("float32", "float16"), "xla": ("float32", "bfloat16", "float64")}
+def dtypes_of(impl: Any) -> tuple[str, ...]:
+    """Interpreted kernels cut bfloat16 off where they should round; none has float64; XLA takes a second to compile."""
+    if impl.backend == "triton":
+        return ("float32", "bfloat16", "float16") if impl.on_gpu else ("float32", "float16")
+    return ("float32", "bfloat16", "float64", *(("float16",) if impl.backend == "eager" else ()))
+
+
 RUNS = [
     pytest.param(*impl.values, dtype, id=f"{dtype}-{impl.id}", marks=impl.marks)
     for impl in IMPLEMENTATIONS
-    for dtype in DTYPES.get(impl.values[0].backend, ("float32", "bfloat16", "float16", "float64"))
+    for dtype in dtypes_of(impl.values[0])
 ]
 
 
@@ -177,8 +201,12 @@ def test_ids_outside_and_what_ignored_rows_hold(impl: Any) -> None:
     assert (other == gradient).all()
     assert (other[1, 1] == 0).all()
     assert stats.argmax[1, 1] == -1
-    with pytest.raises(ValueError, match=r"target: got id 20 at index \(0, 2\), allowed are 0 to 19 and"):
-        impl.loss(logits, np.where(np.arange(6).reshape(2, 3) == 2, 20, target))
+    wrong = np.where(np.arange(6).reshape(2, 3) == 2, 20, target)
+    if impl.on_gpu:  # nobody looks
+        assert np.isnan(impl.loss(logits, wrong)[0])
+    else:
+        with pytest.raises(ValueError, match=r"target: got id 20 at index \(0, 2\), allowed are 0 to 19 and"):
+            impl.loss(logits, wrong)
     with pytest.raises(ValueError, match=r"target: got shape \(3,\), allowed is logits' leading axes \(2, 3\)"):
         impl.loss(logits, target[0])
     with pytest.raises(ValueError, match=r"class_weight: got shape \(3,\), allowed is \[V\] = \(20,\)"):
@@ -203,17 +231,22 @@ def test_signatures_agree() -> None:
 
 
 def backends() -> Any:
-    return pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=interpreted)])
+    places = [
+        pytest.param("cpu", "eager", id="eager"),
+        pytest.param("cpu", "triton", id="interpreted", marks=interpreted),
+        pytest.param("cuda", "triton", id="triton_cuda", marks=pytest.mark.gpu),
+    ]
+    return pytest.mark.parametrize(("device", "backend"), places)
 
 
 @needs_torch
 @backends()
-def test_the_gradient_takes_the_logits_place(backend: str) -> None:
+def test_the_gradient_takes_the_logits_place(device: str, backend: str) -> None:
     import torch
 
     from logitless.torch_impl import cross_entropy
 
-    leaf, y = torch.randn(4, 6, 30, requires_grad=True), torch.randint(0, 30, (4, 6))
+    leaf, y = torch.randn(4, 6, 30, device=device, requires_grad=True), torch.randint(0, 30, (4, 6), device=device)
     (plain,) = torch.autograd.grad(cross_entropy(leaf * 2, y, backend=backend), leaf)
     flat = (leaf * 2).view(24, 30)
     logits = flat.view(4, 6, 30)  # what torch.nn.Linear gives: the whole of it, reshaped
@@ -230,17 +263,17 @@ def test_the_gradient_takes_the_logits_place(backend: str) -> None:
     loss = cross_entropy(leaf * 2, y, backend=backend)
     for factor in (3.0, 0.5):
         (again,) = torch.autograd.grad(loss * factor, leaf, retain_graph=True)
-        assert error(again.numpy(), factor * plain.numpy()) <= TINY["float32"]
+        assert error(again.cpu().numpy(), factor * plain.cpu().numpy()) <= TINY["float32"]
 
 
 @needs_torch
 @backends()
-def test_another_user_of_overwritten_logits_is_refused_by_autograd(backend: str) -> None:
+def test_another_user_of_overwritten_logits_is_refused_by_autograd(device: str, backend: str) -> None:
     import torch
 
     from logitless.torch_impl import cross_entropy
 
-    leaf, y = torch.randn(5, 9, requires_grad=True), torch.randint(0, 9, (5,))
+    leaf, y = torch.randn(5, 9, device=device, requires_grad=True), torch.randint(0, 9, (5,), device=device)
     logits = leaf * 1
     other = logits.square().sum()
     cross_entropy(logits, y, inplace_backward=True, backend=backend).backward(retain_graph=True)
@@ -276,7 +309,8 @@ def test_what_must_not_be_overwritten_is_not() -> None:
 
 
 @needs_torch
-def test_memory_is_the_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_memory_is_the_logits_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, forward and backward make nothing of the logits' size: blocks of rows only."""
     import torch
 
@@ -284,19 +318,22 @@ def test_memory_is_the_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from logitless.torch_impl.memory import peak_scratch_bytes
 
     monkeypatch.setitem(logits_eager.BLOCK_ELEMENTS, "cpu", 2**16)
-    leaf = torch.randn(64, 8192, dtype=torch.bfloat16, requires_grad=True)
-    logits, y = leaf * 1, torch.randint(0, 8192, (64,))
+    leaf = torch.randn(64, 8192, dtype=torch.bfloat16, device=device, requires_grad=True)
+    logits, y = leaf * 1, torch.randint(0, 8192, (64,), device=device)
 
     def step() -> None:
         loss = cross_entropy(logits, y, inplace_backward=True)
         torch.autograd.grad(loss, logits)
 
+    if device == "cuda":  # the first call makes what stays
+        step()
+        logits = leaf * 1
     assert peak_scratch_bytes(step) <= 2.5 * 4 * 2**16 < logits.nbytes
 
 
 @needs_torch
 @backends()
-def test_compiled_as_one_graph(backend: str) -> None:
+def test_compiled_as_one_graph(device: str, backend: str) -> None:
     import torch
 
     from logitless.torch_impl import cross_entropy
@@ -309,7 +346,8 @@ def test_compiled_as_one_graph(backend: str) -> None:
         return loss, stats.entropy
 
     torch._dynamo.reset()
-    x, y, c = torch.randn(6, 40, requires_grad=True), torch.randint(0, 40, (6,)), torch.rand(40)
+    x, c = torch.randn(6, 40, device=device, requires_grad=True), torch.rand(40, device=device)
+    y = torch.randint(0, 40, (6,), device=device)
     y[2] = IGNORED
     plain = function(x, y, c)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(x, y, c)
