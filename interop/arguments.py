@@ -8,7 +8,8 @@ compiled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -79,6 +80,15 @@ def array_name(args: tuple[Any, ...], kwargs: dict[str, Any], is_array: Callable
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_sparse)
     places = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
     return leaf_name((args, kwargs), places[number])
+
+
+@contextmanager
+def named(name: Callable[[int], str], number: int) -> Iterator[None]:
+    """An error about an array begins with its name."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise type(error)(f"{name(number)}: {error}") from error
 
 
 def leaf_name(call: tuple[tuple[Any, ...], dict[str, Any]], index: int) -> str:

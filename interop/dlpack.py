@@ -286,14 +286,12 @@ def jax_dtype(tensor: torch.Tensor) -> str:
 
 def exact(tensor: torch.Tensor, target: str) -> torch.Tensor:
     """``tensor`` in the dtype that jax_dtype gave; ValueError for an integer that does not fit."""
-    import torch
-
     if dtype_name(tensor) == target:
         return tensor
     outside = _outside(tensor)
     if bool(outside.any()):
         raise _does_not_fit(tensor, target, outside)
-    return tensor.view(torch.int64).to(getattr(torch, target), memory_format=torch.contiguous_format)
+    return _cut(tensor, target)
 
 
 def exact_later(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
@@ -316,7 +314,14 @@ def exact_later(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] 
         if some:
             raise _does_not_fit(tensor, target, outside)
 
-    return tensor.view(torch.int64).to(getattr(torch, target), memory_format=torch.contiguous_format), check
+    return _cut(tensor, target), check
+
+
+def _cut(tensor: torch.Tensor, target: str) -> torch.Tensor:
+    """64-bit integers as 32-bit ones, whether they fit or not."""
+    import torch
+
+    return tensor.view(torch.int64).to(getattr(torch, target), memory_format=torch.contiguous_format)
 
 
 def _outside(tensor: torch.Tensor) -> torch.Tensor:

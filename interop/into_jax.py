@@ -124,10 +124,8 @@ def _check(array: Any, first: Any, name: Callable[[int], str], number: int) -> N
         if array.dtype.name not in dlpack.EXCHANGED_DTYPES:
             raise TypeError(f"{name(number)}: {dlpack.dtype_error('array', array.dtype.name)}")
         return
-    try:
+    with arguments.named(name, number):
         dlpack.check_array(array)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise type(error)(f"{name(number)}: {error}") from error
     if not isinstance(first, jax.core.Tracer) and array.devices() != first.devices():
         (one,), (other,) = first.devices(), array.devices()
         raise ValueError(

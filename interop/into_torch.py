@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -142,7 +142,7 @@ class JaxInTorch:
         made: list[Any] = []
         checks: list[Callable[[], None]] = []
         for number, value in enumerate(given):
-            with _named(name, number):
+            with arguments.named(name, number):
                 if isinstance(value, Tensor):
                     value, check = dlpack.exact_later(value)
                     value = dlpack.share(value, lease=False)
@@ -160,17 +160,8 @@ class JaxInTorch:
         return bound.args, bound.kwargs
 
 
-@contextmanager
-def _named(name: Callable[[int], str], number: int) -> Iterator[None]:
-    """An error about an argument begins with its name."""
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise type(error)(f"{name(number)}: {error}") from error
-
-
 def _checked(name: Callable[[int], str], number: int, check: Callable[[], None]) -> None:
-    with _named(name, number):
+    with arguments.named(name, number):
         check()
 
 

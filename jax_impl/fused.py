@@ -206,22 +206,24 @@ def _target_logits(c: _Call, rows: _Rows) -> Array:
     if c.inputs.shared is not None:
         return jnp.where(rows.exists, c.inputs.shared.target_logit[rows.token], 0.0)
     wanted = jnp.maximum(rows.target, 0)
-    x = c.hidden[rows.token]
-    z = _dots(x, c.weight[wanted])
-    if c.inputs.bias is not None:
-        z = z + c.inputs.bias[wanted].astype(jnp.float32)
-    z = xla._capped(z, c.options)
+    z = _row_logits(c.hidden[rows.token], c.weight, c.inputs.bias, wanted, c.options)
     return jnp.where(rows.exists, jnp.where(rows.target < 0, jnp.nan, z), 0.0)
 
 
 def own_target_logits(inputs: Inputs, options: LossOptions) -> Array:
     """The anchors [N] of the targets whose rows are on this device, 0 elsewhere. See :func:`xla.own_target_logits`."""
     place = inputs.shard.place(inputs.target)
-    wanted = jnp.maximum(place, 0)
-    z = _dots(jnp.where(inputs.valid[:, None], inputs.hidden, 0), inputs.weight[wanted])
-    if inputs.bias is not None:
-        z = z + inputs.bias[wanted].astype(jnp.float32)
-    return jnp.where(place >= 0, xla._capped(z, options), 0.0)
+    x = jnp.where(inputs.valid[:, None], inputs.hidden, 0)
+    z = _row_logits(x, inputs.weight, inputs.bias, jnp.maximum(place, 0), options)
+    return jnp.where(place >= 0, z, 0.0)
+
+
+def _row_logits(x: Array, weight: Array, bias: Array | None, target: Array, options: LossOptions) -> Array:
+    """z_{i, target_i} of the rows x."""
+    z = _dots(x, weight[target])
+    if bias is not None:
+        z = z + bias[target].astype(jnp.float32)
+    return xla._capped(z, options)
 
 
 def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, target_logit: Array) -> Any:
@@ -691,13 +693,7 @@ def _add_targets(c: _Call, weight: Array, values: Array, scale: Array) -> Array:
 def _add_target_sums(c: _Call, bias: Array, values: Array) -> Array:
     """bias[y_i] += value_i, in a fixed order."""
     key, _, value = _sorted_targets(c, values)
-    begins = key != jnp.concatenate([jnp.full(1, -1, key.dtype), key[:-1]])
-
-    def join(left: Any, right: Any) -> Any:
-        return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
-
-    _, total = lax.associative_scan(join, (begins, value))
-    ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
+    total, ends = xla.run_sums(key, value)
     return bias.at[jnp.where(ends, key, c.padded_vocab)].add(total, mode="drop")
 
 

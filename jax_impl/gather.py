@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from logitless import spec
 from logitless.jax_impl import api, xla
@@ -81,25 +81,10 @@ def _backward(like: tuple[tuple[int, ...], str], multiple: int, index: Array, up
     places = _places(index, rows)
     order = jnp.argsort(places, stable=True)
     ids = places[order]
-    first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
-    values = xla._rows_at(upstream, order).astype(made.dtype)
-    totals = _run_sums(values, first)
-    last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
+    totals, last = xla.run_sums(ids, xla._rows_at(upstream, order).astype(made.dtype))
     # Every row that was gathered is written once, from the end of its run; all other places go nowhere.
     made = made.at[jnp.where(last, ids, rows)].set(totals, mode="drop")
     return made.astype(dtype), None
-
-
-def _run_sums(values: Array, first: Array) -> Array:
-    """Sums from the first of a run of equal ids up to here, along the first axis: a scan over a fixed tree."""
-
-    def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
-        (a_first, a), (b_first, b) = left, right
-        fresh = b_first.reshape(-1, *(1,) * (b.ndim - 1))
-        return a_first | b_first, jnp.where(fresh, b, a + b)
-
-    sums: Array = lax.associative_scan(join, (first, values))[1]
-    return sums
 
 
 _gather.defvjp(_forward, _backward)

@@ -699,8 +699,8 @@ def weight(
         if adds and "sum" not in r:
             r["sum"] = out
         rows, final = r["rows"][0], "scale" in r
-        tile_width = gradient_columns(pl.cdiv(columns, TILE_ROWS), r["x"].shape[1])
         row_tiles: Any = pl.cdiv(columns, TILE_ROWS)
+        tile_width = gradient_columns(row_tiles, r["x"].shape[1])
         if adds and not final:
             row_tiles = jnp.where(rows > 0, row_tiles, 0)
 

@@ -206,6 +206,20 @@ def _rows_at(array: Array, indices: Array) -> Array:
     return _floats(_bits(array)[indices], array.dtype)
 
 
+def run_sums(ids: Array, values: Array) -> tuple[Array, Array]:
+    """(sum of the values from the first of a run of equal ids up to here, where runs end), along the first axis. A scan
+    over a fixed tree, so the same from run to run."""
+    begins = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+
+    def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        (a_begins, a), (b_begins, b) = left, right
+        fresh = b_begins.reshape(-1, *(1,) * (b.ndim - 1))
+        return a_begins | b_begins, jnp.where(fresh, b, a + b)
+
+    _, sums = lax.associative_scan(join, (begins, values))
+    return sums, jnp.concatenate([begins[1:], jnp.ones(1, bool)])
+
+
 def _is_real(limit: Array, start: Any, size: int) -> Array:
     """[size]: whether column start + j is no padding."""
     columns: Array = start + jnp.arange(size, dtype=jnp.int32)

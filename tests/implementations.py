@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -304,6 +305,19 @@ def _parameter(implementation: Any, framework: str) -> Any:
     mark = pytest.mark.skipif(missing, reason=f"{framework} is not installed")
     return pytest.param(implementation, id=implementation.name, marks=mark)
 
+
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and _installed("torch") and _installed("triton")
+interpreted = pytest.mark.skipif(
+    not INTERPRETS, reason="kernels are interpreted only where there is no GPU, and triton must be installed"
+)
+# (device, backend) of PyTorch: two on a CPU, then two on a GPU.
+TORCH_PLACES = (
+    pytest.param("cpu", "eager", id="eager"),
+    pytest.param("cpu", "triton", id="interpreted", marks=interpreted),
+    pytest.param("cuda", "eager", id="eager_cuda", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", id="triton_cuda", marks=pytest.mark.gpu),
+)
+in_every_torch_place = pytest.mark.parametrize(("device", "backend"), TORCH_PLACES)
 
 beside_torch = pytest.mark.skipif(
     not (_installed("torch") or cuda_device_count()), reason="slow, and run where torch is installed too"

@@ -5,14 +5,10 @@ What they compute is judged on a GPU (marker ``gpu``: there tests/implementation
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_kernels import compiled_by
 
 pytest.importorskip("torch", reason="these tests are about PyTorch")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -38,13 +34,7 @@ OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, al
 
 @pytest.fixture(scope="session")
 def compiled() -> Any:
-    script = Path(__file__).with_name("compile_hopper.py")
-    made = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr[-3000:]
-    return json.loads(made.stdout)
+    return compiled_by("compile_hopper.py")
 
 
 @pytest.mark.parametrize("name", PLAIN + OTHERS)

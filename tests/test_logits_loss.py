@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from implementations import JaxXla, TorchEager, options_of, problem_named
+from compiled_kernels import compiled_by
+from implementations import JaxXla, TorchEager, in_every_torch_place, interpreted, options_of, problem_named
 
 from logitless import reference
 from logitless.rounding import round_to
@@ -99,10 +95,6 @@ def _installed(name: str) -> bool:
 
 needs_torch = pytest.mark.skipif(not _installed("torch"), reason="torch is not installed")
 needs_jax = pytest.mark.skipif(not _installed("jax"), reason="jax is not installed")
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or not _installed("triton") or not _installed("torch"),
-    reason="kernels are interpreted only where there is no GPU, and triton must be installed",
-)
 IMPLEMENTATIONS = (
     pytest.param(TorchLogits(), id="torch_eager", marks=needs_torch),
     pytest.param(TorchLogitsInPlace(), id="torch_eager_in_place", marks=needs_torch),
@@ -230,17 +222,8 @@ def test_signatures_agree() -> None:
 # PyTorch: the gradient in the logits' place
 
 
-def backends() -> Any:
-    places = [
-        pytest.param("cpu", "eager", id="eager"),
-        pytest.param("cpu", "triton", id="interpreted", marks=interpreted),
-        pytest.param("cuda", "triton", id="triton_cuda", marks=pytest.mark.gpu),
-    ]
-    return pytest.mark.parametrize(("device", "backend"), places)
-
-
 @needs_torch
-@backends()
+@in_every_torch_place
 def test_the_gradient_takes_the_logits_place(device: str, backend: str) -> None:
     import torch
 
@@ -267,7 +250,7 @@ def test_the_gradient_takes_the_logits_place(device: str, backend: str) -> None:
 
 
 @needs_torch
-@backends()
+@in_every_torch_place
 def test_another_user_of_overwritten_logits_is_refused_by_autograd(device: str, backend: str) -> None:
     import torch
 
@@ -332,7 +315,7 @@ def test_memory_is_the_logits_alone(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 @needs_torch
-@backends()
+@in_every_torch_place
 def test_compiled_as_one_graph(device: str, backend: str) -> None:
     import torch
 
@@ -360,13 +343,7 @@ def test_compiled_as_one_graph(device: str, backend: str) -> None:
 @pytest.mark.skipif(not _installed("triton"), reason="triton is not installed")
 def test_the_kernels_compile_for_hopper() -> None:
     """For sm_90, without a GPU: nothing spilled, 16-byte loads."""
-    script = Path(__file__).with_name("compile_logits.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = json.loads(done.stdout)
+    made = compiled_by("compile_logits.py")
     assert len(made) == 2
     assert all(kernel["spills"] == 0 and kernel["wide_loads"] > 0 for kernel in made.values())
 

@@ -3,14 +3,12 @@ implementation, and on interpreted kernels where there is no GPU."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from implementations import ALL, TorchEager
+from implementations import ALL, TorchEager, interpreted
 
 from logitless import plan, reference
 from logitless.rounding import round_to
@@ -24,12 +22,11 @@ class TorchTritonInterpreted(TorchEager):
     backend = "triton"
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and all(map(importlib.util.find_spec, ("torch", "triton")))
 EVERY = [
     *ALL,
     pytest.param(
         TorchTritonInterpreted(), id="torch_triton_interpreted",
-        marks=pytest.mark.skipif(not INTERPRETED, reason="triton is not installed, or compiles where there is a GPU"),
+        marks=interpreted,
     ),
 ]  # fmt: skip
 every_implementation = pytest.mark.parametrize("impl", EVERY)

@@ -5,8 +5,6 @@ Only exact operations (a multiplication by two) stand before the call, so that a
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
 from functorch.compile import make_boxed_func  # noqa: E402
+from implementations import TORCH_PLACES, in_every_torch_place  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.library import opcheck  # noqa: E402
@@ -23,25 +22,13 @@ from logitless import plan  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs, tracing  # noqa: E402
 from logitless.torch_impl.steps import LatePlan  # noqa: E402
 
-INTERPRETED = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
-    reason="kernels are compiled where there is a GPU, and triton must be installed",
-)
-PLACES = (
-    pytest.param("cpu", "eager", id="eager"),
-    pytest.param("cpu", "triton", id="interpreted", marks=INTERPRETED),
-    pytest.param("cuda", "eager", id="eager_cuda", marks=pytest.mark.gpu),
-    pytest.param("cuda", "triton", id="triton_cuda", marks=pytest.mark.gpu),
-)
-everywhere = pytest.mark.parametrize(("device", "backend"), PLACES)
-
 
 def in_turns(names: str, values: Iterable[tuple[Any, ...]]) -> Any:
     """Every value on a GPU's two places, and on a CPU on eager and interpreted kernels in turn: both are slow."""
     made = []
     for number, value in enumerate(values):
         ident = "-".join(str(part).removeprefix("torch.") for part in value)
-        for place in (PLACES[number % 2], *PLACES[2:]):
+        for place in (TORCH_PLACES[number % 2], *TORCH_PLACES[2:]):
             made.append(pytest.param(*place.values, *value, id=f"{ident}-{place.id}", marks=place.marks))
     return pytest.mark.parametrize(("device", "backend", *names.split()), made)
 
@@ -126,7 +113,7 @@ OPTIONS = (
 
 
 @pytest.mark.case(24)
-@everywhere
+@in_every_torch_place
 @pytest.mark.parametrize("name", OPTIONS)
 def test_training(device: str, backend: str, name: str) -> None:
     if (device, backend) == ("cpu", "triton") and name in ("sum_z", "softcap", "number", "tensor"):
@@ -158,7 +145,7 @@ def test_only_the_wanted_gradients(device: str, backend: str, name: str, wrt: st
 
 
 @pytest.mark.case(24)
-@everywhere
+@in_every_torch_place
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(device: str, backend: str, dtype: Any) -> None:
     chunks = plan_of(backend, str(dtype).removeprefix("torch."), order="tokens", chunk=24)
@@ -168,7 +155,7 @@ def test_low_precision(device: str, backend: str, dtype: Any) -> None:
 
 @pytest.mark.case(24)
 @pytest.mark.case(25)
-@everywhere
+@in_every_torch_place
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_autocast(device: str, backend: str, reduction: str) -> None:
     def function(x: Any, w: Any, b: Any, y: Any) -> Any:
@@ -179,7 +166,7 @@ def test_autocast(device: str, backend: str, reduction: str) -> None:
 
 
 @pytest.mark.case(24)
-@everywhere
+@in_every_torch_place
 def test_leading_axes_and_strides(device: str, backend: str) -> None:
     def function(x: Any, w: Any, b: Any, y: Any) -> Any:
         turned = (x * 2).t().contiguous().t()
@@ -190,7 +177,7 @@ def test_leading_axes_and_strides(device: str, backend: str) -> None:
 
 
 @pytest.mark.case(24)
-@everywhere
+@in_every_torch_place
 def test_inductor_and_tied_weights(device: str, backend: str) -> None:
     """A small model whose embedding is its head, by the default compiler."""
 
@@ -208,7 +195,7 @@ def test_inductor_and_tied_weights(device: str, backend: str) -> None:
 
 
 @pytest.mark.case(24)
-@everywhere
+@in_every_torch_place
 def test_the_graph_holds_one_operation(device: str, backend: str) -> None:
     """Not the chunks' own operations: what a compiler would make of those is neither as fast nor as small."""
     graphs: list[Any] = []
@@ -297,7 +284,7 @@ def test_a_budget_too_small_for_the_next_power_of_two(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.case(22)
-@everywhere
+@in_every_torch_place
 def test_a_changing_number_of_chunks(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from logitless.torch_impl import api
 
@@ -313,7 +300,7 @@ def test_a_changing_number_of_chunks(device: str, backend: str, monkeypatch: pyt
     assert graphs_of(counter) == (3 if backend == "triton" else 1)
 
 
-@everywhere
+@in_every_torch_place
 def test_ids_outside_the_vocabulary_make_nan(device: str, backend: str) -> None:
     x, w, b, y = tensors(device)
     y[1], y[2] = VOCAB, -1
@@ -321,7 +308,7 @@ def test_ids_outside_the_vocabulary_make_nan(device: str, backend: str) -> None:
     assert torch.isnan(compiled(x, w, b, y)).nonzero().flatten().tolist() == [1, 2]
 
 
-@everywhere
+@in_every_torch_place
 @pytest.mark.parametrize("tokens", [0, 5])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_no_tokens_and_all_ignored(device: str, backend: str, tokens: int, reduction: str) -> None:

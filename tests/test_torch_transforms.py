@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
+from implementations import in_every_torch_place  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from logitless import plan  # noqa: E402
@@ -22,13 +22,6 @@ from logitless.torch_impl import (  # noqa: E402
 )
 
 TOKENS, HIDDEN, VOCAB = 20, 8, 50
-INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU compiles the kernels")
-PLACES = (
-    pytest.param("cpu", "eager", id="eager"),
-    pytest.param("cpu", "triton", id="interpreted", marks=INTERPRETED),
-    pytest.param("cuda", "triton", id="triton_cuda", marks=pytest.mark.gpu),
-)
-everywhere = pytest.mark.parametrize(("device", "backend"), PLACES)
 
 
 def arrays(device: str = "cpu") -> tuple[Any, Any, Any, Any]:
@@ -67,7 +60,7 @@ def losses(backend: str) -> dict[str, Callable[..., Any]]:
 
 
 @pytest.mark.case(24)
-@everywhere
+@in_every_torch_place
 @pytest.mark.parametrize("name", losses("eager"))
 def test_grad_is_autograds(device: str, backend: str, name: str) -> None:
     function, (x, w, b, y) = losses(backend)[name], arrays(device)
@@ -120,7 +113,7 @@ def test_other_transforms_are_refused() -> None:
 
 
 @pytest.mark.case(25)
-@everywhere
+@in_every_torch_place
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(device: str, backend: str, reentrant: bool) -> None:
     *given, y = arrays(device)
@@ -136,7 +129,7 @@ def test_activation_checkpointing(device: str, backend: str, reentrant: bool) ->
 
 
 @pytest.mark.case(25)
-@everywhere
+@in_every_torch_place
 def test_loss_scaling(device: str, backend: str) -> None:
     """A power of two leaves float32 gradients as they are; an infinite one is noticed and skipped."""
     x, w, b, y = arrays(device)
@@ -156,7 +149,7 @@ def test_loss_scaling(device: str, backend: str) -> None:
     assert scaler.get_scale() < 2.0**10
 
 
-@everywhere
+@in_every_torch_place
 def test_export_of_the_forward(device: str, backend: str) -> None:
     """One exported program for every number of tokens."""
     head = LinearCrossEntropy(HIDDEN, VOCAB, bias=True, backend=backend).to(device)

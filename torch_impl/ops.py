@@ -244,10 +244,9 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: N
     if normalizer is not None and not isinstance(normalizer, Tensor):  # a number here may be a symbol
         normalizer = torch.full((), normalizer, dtype=dtype, device=device)
     made = torch.ops.logitless.loss(*arrays, normalizer, Recipe.of(call, needs).text(), _chunk(call))
-    fields = len(TokenStats._fields)
-    stats: list[Any] = made[1 : 1 + fields] if call.statistics else [None] * fields
-    saved = made[1 + fields :] if call.statistics else made[1:]
-    return steps.Loss(made[0], tuple(stats), tuple(saved), None)
+    first = 1 + call.fields
+    stats: list[Any] = made[1:first] if call.statistics else [None] * len(TokenStats._fields)
+    return steps.Loss(made[0], tuple(stats), tuple(made[first:]), None)
 
 
 def loss_gradients(
