@@ -127,6 +127,8 @@ class Trainee:
 
 def measure(variant: str, settings: Settings) -> list[dict[str, Any]]:
     """One row for every batch, and one with ``largest_batch`` where asked for."""
+    from bench.variants import described
+
     common = {"variant": variant, **dataclasses.asdict(settings)}
     try:
         trainee = Trainee(settings, variant)
@@ -137,7 +139,7 @@ def measure(variant: str, settings: Settings) -> list[dict[str, Any]]:
         try:
             rows.append(common | {"batch": batch, **_timed(trainee, batch)})
         except Exception as failure:  # out of memory, or a peer's own failure: the row says how
-            rows.append(common | {"batch": batch, "error": f"{type(failure).__name__}: {failure}"[:300]})
+            rows.append(common | {"batch": batch, "error": described(failure)})
             trainee.forget()
     if settings.largest:
         rows.append(common | {"largest_batch": largest(trainee.fits, settings.largest_limit)})

@@ -30,6 +30,11 @@ AxisName = str | tuple[str, ...]
 _LAST = 2**31 - 1
 
 
+def names_of(axis: AxisName | None) -> tuple[str, ...]:
+    """The axes of an axis_name, none for None."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
 def varying(array: Any) -> frozenset[str]:
     """Names of the manual axes over which ``array`` differs from device to device, as far as JAX tracks it."""
     found = getattr(jax.typeof(array), "manual_axis_type", None)
@@ -149,8 +154,7 @@ class Shard:
         if self.sequence_parallel:
             made: Array = lax.psum_scatter(gradient, self.axis_name, scatter_dimension=0, tiled=True)
             return made
-        names = {self.axis_name} if isinstance(self.axis_name, str) else set(self.axis_name or ())
-        return gradient if names <= axes else self.total(gradient)
+        return gradient if axes.issuperset(names_of(self.axis_name)) else self.total(gradient)
 
 
 WHOLE = Shard()
@@ -187,7 +191,7 @@ def check_types(shard: Shard, arrays: dict[str, Any]) -> None:
     """Raise ValueError where JAX knows (check_vma=True) that an array is on the devices in another way than it must."""
     if not shard.active or not tracked():
         return
-    names = {shard.axis_name} if isinstance(shard.axis_name, str) else set(shard.axis_name or ())
+    names = set(names_of(shard.axis_name))
     wanted = {"weight": True, "target": False, "token_weight": False, "normalizer": False}
     if shard.sequence_parallel:
         wanted["hidden"] = True

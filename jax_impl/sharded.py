@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from logitless import spec
 from logitless.jax_impl import api, vjp
-from logitless.jax_impl.parallel import AxisName, Shard
+from logitless.jax_impl.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import packed, unpacked
 from logitless.jax_impl.vjp import Arrays
 from logitless.jax_impl.xla import Needs
@@ -54,11 +54,11 @@ class Layout:
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
-        return _names(self.vocab_axis)
+        return names_of(self.vocab_axis)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        return _names(self.data_axis)
+        return names_of(self.data_axis)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -110,10 +110,6 @@ class Layout:
             return None if array is None else jax.reshard(array, NamedSharding(self.mesh, spec))
 
         return Arrays(*map(place, arrays, self.specs()))
-
-
-def _names(axis: AxisName | None) -> tuple[str, ...]:
-    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 @dataclasses.dataclass(frozen=True)
