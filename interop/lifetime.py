@@ -6,11 +6,12 @@ next result while torch's product still waits to run; and the same the other way
 torch computes synchronously, and JAX holds its inputs until it has read them.)
 
 So what is shared on a GPU is owned by a lease. When the receiver drops it, the lease hands the memory to a thread that
-waits until the receiver's stream has come to this point, and only then lets go. The host never waits.
+waits until the receiver's stream has come to this point, and only then lets go. The host never waits, but at its exit.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import queue
@@ -97,10 +98,13 @@ def _tick() -> Callable[[Any], Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The waiting thread
 
-_waiting: queue.SimpleQueue[tuple[Callable[[], object], Any]] = queue.SimpleQueue()
+_waiting: queue.SimpleQueue[tuple[Callable[[], object], Any] | None] = queue.SimpleQueue()
 _log = logging.getLogger(__name__)
 _start = threading.Lock()
 _thread: threading.Thread | None = None
+_closed = False
+# Of the exit: a device that hangs is not waited for.
+EXIT_SECONDS = 10.0
 
 
 def release_after(wait: Callable[[], object], memory: Any) -> None:
@@ -111,12 +115,13 @@ def release_after(wait: Callable[[], object], memory: Any) -> None:
 
 def _ensure_thread() -> None:
     global _thread
-    if _thread is not None or not _start.acquire(blocking=False):
+    if _thread is not None or _closed or not _start.acquire(blocking=False):
         return
     try:
         _thread = _thread or threading.Thread(target=_release, name="logitless-interop", daemon=True)
         if not _thread.is_alive():
             _thread.start()
+            atexit.register(_close)  # before the frameworks' own exits: they were imported earlier
     except RuntimeError:  # the interpreter is shutting down, and all memory with it
         pass
     finally:
@@ -124,10 +129,19 @@ def _ensure_thread() -> None:
 
 
 def _release() -> None:
-    while True:
-        wait, memory = _waiting.get()
+    while (item := _waiting.get()) is not None:
+        wait, memory = item
         try:
             wait()
         except Exception:  # the device is lost or the interpreter is going; its memory is then nobody's to protect
             _log.exception("waiting for the last use of shared memory failed")
-        del wait, memory
+        del wait, memory, item
+
+
+def _close() -> None:
+    """Let the thread end: a thread that waits in a framework's C++ when the interpreter goes aborts the process."""
+    global _closed
+    _closed = True
+    _waiting.put(None)
+    if _thread is not None:
+        _thread.join(EXIT_SECONDS)

@@ -724,6 +724,28 @@ class TestReleaseAfter:
         lifetime.release_after(finished.set, None)
         assert finished.wait(10)
 
+    def test_the_process_ends_after_the_waits(self) -> None:
+        """A thread that is still inside a framework when the interpreter goes aborts the process."""
+        code = """
+            import time
+            from logitless.interop import lifetime
+
+            def wait():
+                time.sleep(0.5)
+                print("waited", flush=True)
+
+            class Late:
+                def __del__(self):
+                    lifetime.release_after(print, None)
+
+            lifetime.release_after(wait, None)
+            late = Late()
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "waited\n", "")
+
     @pytest.mark.parametrize("dtype", dlpack.EXCHANGED_DTYPES)
     def test_every_dtype_is_a_view_of_its_carrier(self, dtype: str) -> None:
         """What the lease exports is integers of the same size; the dtype comes back by a view."""
