@@ -6,7 +6,7 @@ Two orders (docs/design.md):
 
 ``tokens``  chunks of C tokens, the whole vocabulary each. In one pass the C × V exponentials are held, 6·N·D·V flops;
             a dW accumulator [V, D] is needed only when there is more than one chunk and dW's own buffer is not precise
-            enough to add in.
+            enough to add in (the Triton kernels keep the upper halves of its float32 there all the same).
 ``vocab``   first the statistics of all tokens (2·N·D·V), then slices of the vocabulary, 6 more. Holds N × slice; dX is
             accumulated, each slice of dW is finished at once, so nothing of size V × D exists beside the gradient.
 
@@ -197,7 +197,8 @@ class ChunkPlan:
         vectors = 4 * (2 * ROW_VECTORS * self.tokens + 16 * rows + VOCAB_VECTORS * self.vocab + 16 * self.hidden)
         sums = 0
         if self.token_chunk < self.tokens:
-            sums += self.vocab * self.hidden * 4 if item < 4 else 0
+            # Of dW's float32 sum the lower halves; the upper ones lie where dW will be.
+            sums += self.vocab * self.hidden * 2 if item < 4 else 0
             sums += self.tokens * self.hidden * 4 if self.one_pass else 0
         if self.fused_columns < self.vocab:
             sums += self.tokens * self.hidden * 4

@@ -75,20 +75,25 @@ def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
 
 def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, Any]:
     into = chosen.get("INTO", False) and not chosen.pop("NARROW", False)  # a float32 buffer
+    halves = chosen.get("HALVES", False)
     t = HOPPER_TILES[WEIGHT if final and not into else WEIGHT_SUM]
-    options = {"ADD": False, "FINAL": final, "INTO": False, "SMOOTH": False, "HAS_CLASS": False, **chosen}
+    options = {"ADD": False, "FINAL": final, "INTO": False, "HALVES": False, "SMOOTH": False, "HAS_CLASS": False}
+    half = block("i16", t.block_rows, t.block_columns)
+    summed = half if halves else block("fp32", t.block_rows, t.block_columns)
     return {
         "kernel": hopper.weight_kernel,
         "tiles": t,
-        "constants": options | {"PIECES": pieces, "PARTS": t.bn // t.block_columns},
-        "none": () if final else ("scale_ptr",),
+        "constants": options | chosen | {"PIECES": pieces, "PARTS": t.bn // t.block_columns},
+        "none": (() if final else ("scale_ptr",)) + (() if halves else ("low_ptr",))
+        + (() if halves and not final else ("low_desc",)),
         "blocks": {
             "e_desc": block(dtype, t.bk, t.block_rows),
             "x_desc": block(dtype, t.bk, t.bn),
-            "out_desc": block(dtype if final and not into else "fp32", t.block_rows, t.block_columns),
+            "low_desc": half,
+            "out_desc": block(dtype, t.block_rows, t.block_columns) if final and not into else summed,
         },
         "dtype": dtype,
-    }
+    }  # fmt: skip
 
 
 CONFIGURATIONS = {
@@ -112,6 +117,9 @@ CONFIGURATIONS = {
     "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
     "weight sum": lambda: weight("bf16", False, 2),
     "weight sum, add": lambda: weight("bf16", False, 2, ADD=True),
+    "weight halves": lambda: weight("bf16", False, 8, HALVES=True),
+    "weight halves added": lambda: weight("bf16", False, 8, HALVES=True, ADD=True),
+    "weight from halves": lambda: weight("bf16", True, 8, HALVES=True, ADD=True, SMOOTH=True),
 }
 
 
@@ -128,6 +136,8 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
     if constants.get("INTO"):
         out["sum_ptr"] = out["out_ptr"]
+    if constants.get("HALVES"):
+        out |= dict.fromkeys(("sum_ptr", "low_ptr"), "*i16") | ({} if narrow else {"out_ptr": "*i16"})
     kinds = own | whole | out | what["blocks"] | {"scale": "fp32", "cap": "fp32"}
     signature = {
         n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names

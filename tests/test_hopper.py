@@ -28,8 +28,9 @@ PLAIN = (
     "weight",
 )
 PLAIN += ("weight sum", "weight sum, add")
-PLAIN += ("weight into, add",)
+PLAIN += ("weight into, add", "weight halves")
 OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all", "weight into narrow")
+OTHERS += ("weight halves added", "weight from halves")
 
 
 @pytest.fixture(scope="session")

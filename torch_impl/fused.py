@@ -599,6 +599,11 @@ class _Products:
         self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
         self.hidden_sum: Tensor | None = None
         self.weight_sum: Tensor | None = None
+        # Of a dW in 16 bits, several chunks' float32 sum lies in two halves: the upper one where dW will be.
+        self.halves = needs.weight is not None and needs.into is None and needs.weight.itemsize == 2
+        self.halves = self.halves and c.chunk < c.tokens
+        self.high: Tensor | None = None
+        self.low: Tensor | None = None
         self.parts: Tensor | None = None
         # Under sequence parallelism dX is what comes back from the sum over the ranks.
         self.hidden = self._new(c.tokens, None if c.shard.sequence_parallel else needs.hidden)
@@ -610,6 +615,11 @@ class _Products:
 
     def _new(self, rows: int, dtype: torch.dtype | None) -> Tensor | None:
         return None if dtype is None else self.call.empty(rows, self.call.size, dtype)
+
+    @property
+    def adds_targets_last(self) -> bool:
+        """Whether the targets' elements are added to the finished dW, where no float32 sum in one matrix takes them."""
+        return self.halves or self.call.chunk >= self.call.tokens
 
     def add_smooth_x(self, first: int, x: Tensor) -> None:
         """Σ_i g_i x_i of the chunk, from x as it came."""
@@ -690,30 +700,47 @@ class _Products:
             )
 
     def _weight(self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None) -> None:
-        c, into = self.call, self.needs.into is not None
+        c, into, final = self.call, self.needs.into is not None, scale is not None
         smooth = self.smoothing is not None and not (into and first + c.chunk < c.tokens)
-        if scale is None and self.weight_sum is None:  # a float32 result is its own accumulator
-            whole = self.weight is not None and self.weight.dtype == torch.float32
-            self.weight_sum = self.weight if whole else c.empty(c.vocab, c.size)
-        out: Any = self.weight_sum if scale is None else self.weight
-        t = c.tiles(WEIGHT_SUM if out.dtype == torch.float32 else WEIGHT)
-        tma = c.tma and (c.size * out.element_size()) % 16 == 0
+        out: Any = self.weight if final else self._weight_accumulator()
+        halves = self.halves and (first > 0 or not final)
+        t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
+        through_tma = c.tma and (c.size * out.element_size()) % 16 == 0
+        block = t.block_rows, t.block_columns
         options: dict[str, Any] = t.options
         if c.specialized:
             parts = t.bn // t.block_columns
             reads = first > 0 if not into else out.dtype != torch.float32
-            several = scale is not None and (reads or smooth)
-            options |= {"PARTS": parts, "PIECES": 4 if several else parts}
+            several = final and (reads or smooth)
+            options |= {"PARTS": parts, "PIECES": 8 if halves else 4 if several else parts}
         else:
-            options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": tma, "PRECISION": c.precision, "DEEP": t.deep}
+            through_tma = through_tma and (final or not halves)
+            options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": through_tma, "PRECISION": c.precision}
+            options |= {"DEEP": t.deep}
+        low = c.describe(self.low, *block) if c.specialized and halves and not final and self.low is not None else None
         launch(c.products.weight_kernel, c.programs)(
-            c.describe(e, t.bk, t.block_rows), c.describe(x, t.bk, t.bn), out if into else self.weight_sum,
-            c.describe(out[entries], t.block_rows, t.block_columns) if tma else None, out, c.count, scale,
-            c.class_weight, self.smooth_x_scaled if scale is not None and smooth else None,
+            c.describe(e, t.bk, t.block_rows), c.describe(x, t.bk, t.bn),
+            out if into else self.high if halves else self.weight_sum, self.low if halves else None, low,
+            c.describe(out[entries], *block) if through_tma else None, out, c.count, scale,
+            c.class_weight, self.smooth_x_scaled if final and smooth else None,
             first, c.chunk, entries.start, entries.stop - entries.start, c.size,
-            ADD=first > 0 or into, FINAL=scale is not None, INTO=into, SMOOTH=smooth,
+            ADD=first > 0 or into, FINAL=final, INTO=into, HALVES=halves, SMOOTH=smooth,
             HAS_CLASS=c.class_weight is not None, GROUP=t.group, PROGRAMS=c.programs, **options,
         )  # fmt: skip
+
+    def _weight_accumulator(self) -> Tensor:
+        """What a chunk's dW is added to that is not the last: the upper halves of the sum, or all of it."""
+        c, weight = self.call, self.weight
+        if self.halves:
+            if self.low is None and weight is not None:
+                self.high, self.low = weight.view(torch.int16), c.empty(c.vocab, c.size, torch.int16)
+            assert self.high is not None
+            return self.high
+        if self.weight_sum is None:  # a float32 result is its own accumulator
+            whole = weight is not None and weight.dtype == torch.float32
+            self.weight_sum = weight if whole else c.empty(c.vocab, c.size)
+        assert self.weight_sum is not None
+        return self.weight_sum
 
     @functools.cached_property
     def smooth_x_scaled(self) -> Tensor | None:
@@ -806,7 +833,9 @@ def held_layout(
         layout |= {"weighted_rows": ((size,), full), "weighted_bias": ((), full), "smooth_x": ((size,), full)}
     if several and needs.hidden:
         layout["hidden_sum"] = ((tokens, size), full)
-    if several and needs.weight:
+    if several and needs.weight and needs.weight.itemsize == 2:
+        layout |= dict.fromkeys(("high", "low"), ((vocab, size), torch.int16))
+    elif several and needs.weight:
         layout["weight_sum"] = ((vocab, size), full)
     if several and needs.bias:
         layout["bias"] = ((vocab,), full)
@@ -825,7 +854,7 @@ class Held:
         scale = p.unit * upstream
         with c.on_device():
             p.add(self.first, self.x, self.e, slice(0, c.vocab), self.factors, scale)
-            if not self.first:
+            if p.adds_targets_last:
                 p.add_targets(self.factors.token_value, scale)
             return p.finish(scale, self.first)
 
@@ -836,7 +865,7 @@ class Held:
             "row_target": c.row_target, "unit": p.unit, "g": p.g,
             "factor": f.factor, "target_value": f.target_value, "token_value": f.token_value, "x": _whole_rows(self.x),
             "e": _whole_rows(self.e), "weight": c.weight, "smooth_x": p.smooth_x, "hidden_sum": p.hidden_sum,
-            "weight_sum": p.weight_sum, "bias": p.bias,
+            "weight_sum": p.weight_sum, "high": p.high, "low": p.low, "bias": p.bias,
         }  # fmt: skip
         if s is not None:
             every |= {"weighted_rows": s.weighted_rows, "weighted_bias": s.weighted_bias}
@@ -863,6 +892,7 @@ def held_gradients(
     products = _Products(c, needs, smoothing, held["g"], held["unit"])
     # A float32 dW is its own accumulator where the forward may keep it; here it is read beside the finished one.
     products.hidden_sum, products.weight_sum = held.get("hidden_sum"), held.get("weight_sum")
+    products.high, products.low = held.get("high"), held.get("low")
     products.smooth_x = held.get("smooth_x")
     if "bias" in held:
         products.bias = held["bias"].clone()
@@ -907,7 +937,7 @@ def loss_gradients(
                 products.add(first, x, e, slice(0, c.vocab), factors, None)
         result = sums.result()
         del sums  # its partial sums make room
-        if slices[-1][0]:
+        if not products.adds_targets_last:
             products.add_targets(factors.token_value, None)
     return result, Held(products, factors, slices[-1][0], x, e)
 

@@ -175,7 +175,7 @@ def multiply(
 
 @gluon.jit
 def piece_of(tile, INDEX: gl.constexpr, PIECES: gl.constexpr):
-    """One of 1, 2 or 4 pieces of a tile's columns: an epilogue of many values goes by pieces, for its registers."""
+    """One of 1, 2, 4 or 8 pieces of a tile's columns: an epilogue of many values goes by pieces, for its registers."""
     if PIECES == 1:
         return tile
     else:
@@ -588,10 +588,28 @@ def hidden_kernel(
 
 
 @gluon.jit
+def upper_half(value):
+    """The upper 16 bits of float32."""
+    return (value.to(gl.int32, bitcast=True) >> 16).to(gl.int16)
+
+
+@gluon.jit
+def lower_half(value):
+    return (value.to(gl.int32, bitcast=True) & 0xFFFF).to(gl.int16)
+
+
+@gluon.jit
+def joined(high, low):
+    """float32 from its two halves."""
+    return ((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def weight_tiles(
-    out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    count_ptr, first, chunk, start, columns, size, HALF: gl.constexpr,
-    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr,
+    out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr, scale_ptr,
+    class_weight_ptr, smooth_x_ptr, count_ptr, first, chunk, start, columns, size, HALF: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, HALVES: gl.constexpr, SMOOTH: gl.constexpr,
+    HAS_CLASS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
@@ -623,14 +641,18 @@ def weight_tiles(
         top = m * BM + HALF * (BM // 2)
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
-            if FINAL:
+            if FINAL or (HALVES and ADD):
                 entry = top + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
                 column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
                 column += n * BN + q * (BN // PIECES)
                 mask = (entry < columns)[:, None] & (column < size)[None, :]
                 place = (start + entry).to(gl.int64)[:, None] * size + column[None, :]
-                if ADD and not INTO:
+                if HALVES and ADD:
+                    high = gl.load(sum_ptr + place, mask=mask, other=0)
+                    value += joined(high, gl.load(low_ptr + place, mask=mask, other=0))
+                elif ADD and not INTO:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0)
+            if FINAL:
                 if SMOOTH:
                     smooth_x = gl.load(smooth_x_ptr + column, mask=column < size, other=0.0)[None, :]
                     if HAS_CLASS:
@@ -640,36 +662,44 @@ def weight_tiles(
                 value = value * gl.load(scale_ptr)
                 if INTO and not IN_MEMORY:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
-            put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, (ADD and not FINAL) or IN_MEMORY)
+            if HALVES and not FINAL:
+                put(out_desc, staging.index(HALF), upper_half(value), top, n * BN, q, PIECES, False)
+                put(low_desc, low_staging.index(HALF), lower_half(value), top, n * BN, q, PIECES, False)
+            else:
+                put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, (ADD and not FINAL) or IN_MEMORY)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
-    e_desc, x_desc, sum_ptr, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
+    e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
     first, chunk, start, columns, size,
-    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, HALVES: gl.constexpr, SMOOTH: gl.constexpr,
+    HAS_CLASS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """kernels.weight_kernel, with the same arguments: dW of vocabulary entries from a chunk. A sum is added to by the
-    memory itself, so that no group waits for what it held."""
+    """kernels.weight_kernel, with the same arguments: dW of vocabulary entries from a chunk. A sum in one matrix is
+    added to by the memory itself, so that no group waits for what it held."""
     e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BK, BM // 2], e_desc.layout)
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout)
     staging = gl.allocate_shared_memory(out_desc.dtype, [2, BM // 2, BN // PARTS], out_desc.layout)
+    low_staging = staging
+    if HALVES and not FINAL:
+        low_staging = gl.allocate_shared_memory(low_desc.dtype, [2, BM // 2, BN // PARTS], low_desc.layout)
     ready, free, turn = barriers(STAGES)
     gl.warp_specialize(
         [
             (weight_tiles, (
-                out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr,
-                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 0, ADD, FINAL, INTO, SMOOTH,
-                HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
+                scale_ptr, class_weight_ptr, smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 0, ADD, FINAL,
+                INTO, HALVES, SMOOTH, HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (weight_tiles, (
-                out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr,
-                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 1, ADD, FINAL, INTO, SMOOTH,
-                HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
+                scale_ptr, class_weight_ptr, smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 1, ADD, FINAL,
+                INTO, HALVES, SMOOTH, HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, count_ptr, first, chunk, columns, size, True,

@@ -719,11 +719,29 @@ def finish_hidden_kernel(
             tl.store(out_ptr + token * size + column, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def upper_half(value):
+    """The upper 16 bits of float32."""
+    return (value.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+
+
+@triton.jit
+def lower_half(value):
+    return (value.to(tl.int32, bitcast=True) & 0xFFFF).to(tl.int16)
+
+
+@triton.jit
+def joined(high, low):
+    """float32 from its two halves."""
+    return ((high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
-    e_desc, x_desc, sum_ptr, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
+    e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
     first, chunk, start, columns, size,
-    ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, SMOOTH: tl.constexpr, HAS_CLASS: tl.constexpr,
+    ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, HALVES: tl.constexpr, SMOOTH: tl.constexpr,
+    HAS_CLASS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
@@ -732,6 +750,9 @@ def weight_kernel(
     not FINAL: sum = eᵀ x (+ sum with ADD), float32
     FINAL:     out = scale · (eᵀ x + sum with ADD − k_j Σ_i smooth_i x_i)
     INTO too:  out = sum + scale · (eᵀ x − k_j Σ_i smooth_i x_i), in sum's own dtype; sum is out
+    HALVES:    the float32 sum lies in two matrices of 16 bits: its upper halves (sum) and its lower ones (low)
+
+    low_desc is what hopper.py writes the lower halves through.
     """
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     row_tiles = tl.cdiv(columns, BM)
@@ -750,7 +771,10 @@ def weight_kernel(
         column = n * BN + tl.arange(0, BN)
         mask = (entry < columns)[:, None] & (column < size)[None, :]
         place = (start + entry).to(tl.int64)[:, None] * size + column[None, :]
-        if ADD and (FINAL or not TMA) and not INTO:
+        if ADD and HALVES:
+            high = tl.load(sum_ptr + place, mask=mask, other=0)
+            value += joined(high, tl.load(low_ptr + place, mask=mask, other=0))
+        elif ADD and (FINAL or not TMA) and not INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0)
         if FINAL:
             if SMOOTH:
@@ -763,7 +787,10 @@ def weight_kernel(
             value = value * tl.load(scale_ptr)
         if INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        if TMA:
+        if HALVES and not FINAL:
+            tl.store(sum_ptr + place, upper_half(value), mask=mask)
+            tl.store(low_ptr + place, lower_half(value), mask=mask)
+        elif TMA:
             store_tile(out_desc, value, m * BM, n * BN, BN, SPLIT, ADD and not FINAL)
         else:
             tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=mask)
