@@ -6,7 +6,7 @@ Two orders (docs/design.md):
 
 ``tokens``  chunks of C tokens, the whole vocabulary each. In one pass the C × V exponentials are held, 6·N·D·V flops;
             a dW accumulator [V, D] is needed only when there is more than one chunk and dW's own buffer is not precise
-            enough to add in (the Triton kernels keep the upper halves of its float32 there all the same).
+            enough to add in (the kernels keep the upper halves of its float32 there all the same).
 ``vocab``   first the statistics of all tokens (2·N·D·V), then slices of the vocabulary, 6 more. Holds N × slice; dX is
             accumulated, each slice of dW is finished at once, so nothing of size V × D exists beside the gradient.
 
@@ -231,7 +231,7 @@ class ChunkPlan:
         positions = self.tokens + self.token_chunk  # whole chunks, each begun at a multiple of 8
         sums = 0
         if self.token_chunk < self.tokens:
-            sums += vocab * hidden * 4 if item < 4 else 0
+            sums += vocab * hidden * 2 if item < 4 else 0
             sums += positions * hidden * (4 if self.one_pass else item)  # dX in the order of the positions
         if self.fused_columns < self.vocab:
             sums += self.tokens * hidden * 4

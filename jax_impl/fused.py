@@ -401,7 +401,8 @@ class _State(NamedTuple):
     """dX by position, dW and db as far as they are; None where not wanted or not begun."""
 
     hidden: Array | None = None  # [≥ N, D]
-    weight: Array | None = None  # [V, D]
+    weight: Array | None = None  # [V, D], or the upper halves of its float32 sum
+    low: Array | None = None  # [V, D] int16: the lower halves
     bias: Array | None = None  # [V] float32
 
 
@@ -445,30 +446,32 @@ class _Products:
         length = round_up(c.chunk, 8) if c.chunks == 1 else round_up(c.chunks * c.chunk, 8)
         shape = jax.ShapeDtypeStruct((length, c.padded_size), jnp.float32 if scale is None else c.dtype)
         adds = state.hidden is not None and not whole
-        made = _into(lambda a, o: kernels.hidden(a, o, adds=adds), arguments, state.hidden, shape)
-        return state._replace(hidden=made)
+        made = _into(lambda a, o: kernels.hidden(a, o, adds=adds), arguments, {"out": state.hidden}, {"out": shape})
+        return state._replace(hidden=made["out"])
 
     def weight(
-        self, state: _State, rows: _Rows, e: Array, x: Array, start: Any, columns: int, scale: Array | None,
-        total: Array | None = None,
+        self, state: _State, rows: _Rows, e: Array, x: Array, start: Any, columns: int, scale: Array | None
     ) -> _State:  # fmt: skip
-        """dW of a block; scale: what the entries still lack when no other chunk follows, total: what came before."""
+        """dW of a block, added to the sum if there is one; scale: what the entries still lack when no other chunk
+        follows."""
         c = self.call
         if not self.needs.weight:
             return state
         arguments = {"rows": rows.number, "start": _index(start), "e": e, "x": x}
-        adds = total is not None if scale is not None else state.weight is not None
-        if scale is not None:
+        outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(c.weight.shape, c.dtype)}
+        adds = state.low is not None
+        if scale is None:
+            outs["low"], shapes["low"] = state.low, jax.ShapeDtypeStruct(c.weight.shape, jnp.int16)
+        else:
             arguments["scale"] = scale.reshape(1)
-            if total is not None:
-                arguments["sum"] = total
+            if state.low is not None:
+                arguments["low"] = state.low
             if self.smooth_x is not None:
                 arguments["smooth_x"] = c.along_size(self.smooth_x)
                 if c.class_weight is not None:
                     arguments["class_weight"] = c.class_weight
-        shape = jax.ShapeDtypeStruct(c.weight.shape, jnp.float32 if scale is None else c.dtype)
-        made = _into(lambda a, o: kernels.weight(a, o, columns=columns, adds=adds), arguments, state.weight, shape)
-        return state._replace(weight=made)
+        made = _into(lambda a, o: kernels.weight(a, o, columns=columns, adds=adds), arguments, outs, shapes)
+        return state._replace(weight=made["out"], low=made.get("low"))
 
     def bias(self, state: _State, rows: _Rows, e: Array, start: Any, columns: int, factor: Array | None) -> _State:
         """db of a block, relative to the unit."""
@@ -511,15 +514,15 @@ def _index(value: Any) -> Array:
 
 def _into(
     kernel: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], arguments: dict[str, Any],
-    out: Array | None, shape: Any,
-) -> Array:  # fmt: skip
-    """The kernel's ``out``: a new array, or ``out`` written in place."""
-    if out is None:
-        made: Array = kernel(arguments, {"out": shape})["out"]
-        return made
-    reference = jax.new_ref(out)
-    kernel(arguments | {"out": reference}, {})
-    return kernels.written(reference)
+    outs: dict[str, Array | None], shapes: dict[str, Any],
+) -> dict[str, Array]:  # fmt: skip
+    """The kernel's results: new arrays of ``shapes``, or ``outs`` written in place."""
+    given = {name: out for name, out in outs.items() if out is not None}
+    if not given:
+        return kernel(arguments, shapes)
+    references = {name: jax.new_ref(out) for name, out in given.items()}
+    kernel(arguments | references, {})
+    return {name: kernels.written(reference) for name, reference in references.items()}
 
 
 class _Waiting(NamedTuple):
@@ -628,8 +631,6 @@ def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple
     made = _forward(c, last, p.g, statistics)
     sums, values = c.by_token(collect(vectors, made))
     state = p.bias(state, made.rows, made.e, 0, c.vocab, made.factors.factor)
-    if state.weight is not None:  # several chunks: the targets' elements go to the float32 sum
-        state = state._replace(weight=_add_targets(c, state.weight, values, jnp.ones(1)))
     if state.bias is not None:
         state = state._replace(bias=_add_target_sums(c, state.bias, values))
     return _with_weighted(c, sums, p.smoothing), _Waiting(made.x, made.e, made.factors, values, state)
@@ -652,15 +653,12 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
     scale = (unit * upstream).astype(jnp.float32)
     rows = c.rows_at(jnp.int32((c.chunks - 1) * c.chunk))
     single = c.chunks == 1
-    total = held.state.weight
-    state = p.weight(_State(), rows, held.e, held.x, 0, c.vocab, scale, None if single else total)
+    state = p.weight(held.state, rows, held.e, held.x, 0, c.vocab, scale)
     if state.weight is not None:
         # dX's operand is gathered when dW's is not needed any more.
         weight, target = lax.optimization_barrier((state.weight, rows.target))
-        if single:
-            weight = _add_targets(c, weight, held.values, scale.reshape(1))
+        weight = _add_targets(c, weight, held.values, scale.reshape(1))
         state, rows = state._replace(weight=weight), rows._replace(target=target)
-    state = state._replace(hidden=held.state.hidden)
     state = p.hidden(state, rows, held.e, 0, held.factors, scale if single else None)
     return Gradients(
         p.finished_hidden(state.hidden, scale),
@@ -752,11 +750,7 @@ def _known_chunks(c: _Call, p: _Products, known: KnownRows) -> _State:
     def chunk(state: _State, first: Any, final: bool = False) -> _State:
         rows = c.rows_at(first)
         e = _known_matrix(c, p, known, rows, 0, c.vocab)
-        if final:
-            total = state.weight
-            state = p.weight(state._replace(weight=None), rows, e, rows.x, 0, c.vocab, p.unit, total)
-        else:
-            state = p.weight(state, rows, e, rows.x, 0, c.vocab, None)
+        state = p.weight(state, rows, e, rows.x, 0, c.vocab, p.unit if final else None)
         state = p.hidden(state, rows, e, 0, None, p.unit)
         return p.bias(state, rows, e, 0, c.vocab, None)
 

@@ -328,16 +328,22 @@ def _pieces(tile: _Tile, size: int, width: int) -> int:
 
 
 def _store(
-    tile: _Tile, piece: Callable[[int, int], Any], width: int, staging: Any, matrix: Any, out: Any
+    tile: _Tile, piece: Callable[[int, int], Any], width: int, staging: dict[str, Any], to: dict[str, Any], size: int
 ) -> None:  # fmt: skip
-    """A warpgroup's half of a tile to ``out``, a part of ``matrix``, by TMA, piece(column, width) at a time."""
-    for number in range(_pieces(tile, matrix.shape[1], width)):
+    """A warpgroup's half of a tile, piece(column, width) at a time, by TMA ``to`` its part of a matrix of ``size``
+    columns: rounded to "out", or in two halves to "out" and "low"."""
+    for number in range(_pieces(tile, size, width)):
         slot = number % 2
-        values = piece(number * width, width)
+        value, dtype = piece(number * width, width), staging["out"].dtype
+        parts = _halves(value, dtype) if "low" in to else (value.astype(dtype),)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        staging[tile.warpgroup, slot] = values.astype(staging.dtype)
+        for name, part in zip(to, parts, strict=True):
+            staging[name][tile.warpgroup, slot] = part
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging.at[tile.warpgroup, slot], out.at[:, pl.ds(number * width, width)])
+        for name, matrix in to.items():
+            place = matrix.at[:, pl.ds(number * width, width)]
+            last = name == tuple(to)[-1]
+            plgpu.copy_smem_to_gmem(staging[name].at[tile.warpgroup, slot], place, commit_group=last)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -447,9 +453,9 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
                     tile,
                     lambda first, width: stored[:, first : first + width],
                     STAGED,
-                    r["staging"],
-                    r["e"],
-                    r["e"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column, TILE_COLUMNS)],
+                    {"out": r["staging"]},
+                    {"out": r["e"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column, TILE_COLUMNS)]},
+                    r["e"].shape[1],
                 )
 
         _product(
@@ -561,22 +567,39 @@ def gradient_columns(row_tiles: int, size: int) -> int:
     return min(GRADIENT_COLUMNS, key=turns)
 
 
+def _halves(value: Any, dtype: Any) -> tuple[Any, Any]:
+    """The upper 16 bits of float32, as ``dtype``, and the lower ones, as int16."""
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    high = lax.shift_right_logical(bits, jnp.int32(16)).astype(jnp.int16)
+    return lax.bitcast_convert_type(high, dtype), (bits & 0xFFFF).astype(jnp.int16)
+
+
+def _joined(high: Any, low: Any) -> Any:
+    """float32 from its two halves."""
+    upper = lax.bitcast_convert_type(high, jnp.int16).astype(jnp.int32)
+    bits = lax.shift_left(upper, jnp.int32(16)) | (low.astype(jnp.int32) & 0xFFFF)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def _with_sums(
-    r: dict[str, Any], part_of: Callable[[Any, _Tile], Any]
+    r: dict[str, Any], part_of: Callable[[Any, _Tile], Any], names: tuple[str, ...]
 ) -> tuple[Callable[[_Tile], None] | None, Callable[[_Tile, int, Any], Any]]:
     """How a product's tile gets what was summed before: (begin, add), with the next pieces always on their way.
 
-    add(tile, number, piece): piece plus the number-th [64, 32] of the warpgroup's part of ``r["sum"]``.
+    add(tile, number, piece): piece plus the number-th [64, 32] of the warpgroup's part of the sum: the matrix
+    ``names`` names, or its two halves.
     """
-    if "loading" not in r:
+    if "arrived" not in r:
         return None, lambda tile, number, piece: piece
-    loading, arrived = r["loading"], r["arrived"]
+    arrived = r["arrived"]
     width = STAGED_FLOAT32
 
     def fetch(tile: _Tile, number: int) -> None:
-        part = part_of(r["sum"], tile).at[:, pl.ds(number * width, width)]
         slot = number % 2
-        plgpu.copy_gmem_to_smem(part, loading.at[tile.warpgroup, slot], arrived.at[tile.warpgroup * 2 + slot])
+        for name in names:
+            part = part_of(r[name], tile).at[:, pl.ds(number * width, width)]
+            loading = r[f"loading_{name}"].at[tile.warpgroup, slot]
+            plgpu.copy_gmem_to_smem(part, loading, arrived.at[tile.warpgroup * 2 + slot])
 
     def begin(tile: _Tile) -> None:
         for number in range(2):
@@ -585,7 +608,9 @@ def _with_sums(
     def add(tile: _Tile, number: int, piece: Any) -> Any:
         slot = number % 2
         plgpu.barrier_wait(arrived.at[tile.warpgroup * 2 + slot])
-        total = piece + plgpu.layout_cast(loading[tile.warpgroup, slot], plgpu.Layout.WGMMA)
+        loaded = [r[f"loading_{name}"][tile.warpgroup, slot] for name in names]
+        summed = [plgpu.layout_cast(part, plgpu.Layout.WGMMA) for part in loaded]
+        total = piece + (summed[0] if len(names) == 1 else _joined(*summed))
         if number + 2 < tile.width // width:
             plgpu.commit_smem()
             fetch(tile, number + 2)
@@ -594,13 +619,12 @@ def _with_sums(
     return begin, add
 
 
-def _gradient_scratch(out_dtype: Any, adds: bool) -> dict[str, Any]:
-    scratch = {"staging": _staging(out_dtype, STAGED_FLOAT32)}
-    if adds:
-        scratch |= {
-            "loading": _staging(jnp.float32, STAGED_FLOAT32),
-            "arrived": plgpu.Barrier(num_barriers=2 * MULTIPLYING),
-        }
+def _gradient_scratch(staged: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """Shared memory for what leaves a gradient's tile and what is added to it: dtypes by name."""
+    scratch = {f"staging_{name}": _staging(dtype, STAGED_FLOAT32) for name, dtype in staged.items()}
+    scratch |= {f"loading_{name}": _staging(dtype, STAGED_FLOAT32) for name, dtype in added.items()}
+    if added:
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=len(added), num_barriers=2 * MULTIPLYING)
     return scratch
 
 
@@ -615,20 +639,18 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
         tiles [1 + …] int32 as for :func:`logits`; first, start [1] int32.
         e [C, S], w [V, D]; factor, element [rows] float32 and target_rows [rows, tiles of D]: w_y, in one pass.
         scale [1] float32; smooth [rows], weighted_rows [tiles of D] float32 with label smoothing.
-    ``outputs`` (or a reference): out [≥ first + C, D]. With ``adds`` a reference ``out`` is ``sum`` as well.
+    ``outputs`` (or a reference): out [≥ first + C, D]. With ``adds`` a reference.
     """
 
     def body(r: dict[str, Any]) -> None:
         out, first = r["out"], _scalar(r, "first")
-        if adds:
-            r["sum"] = out
         size = r["w"].shape[1]
         tile_width = gradient_columns(r["tiles"].shape[0] - 1, size)
 
         def part_of(matrix: Any, tile: _Tile) -> Any:
             return matrix.at[pl.ds(first + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
 
-        begin, add = _with_sums(r, part_of)
+        begin, add = _with_sums(r, part_of, ("out",))
 
         def epilogue(tile: _Tile, value: Any) -> None:
             shape = (WARPGROUP_ROWS, STAGED_FLOAT32)
@@ -650,7 +672,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
                     part = part + along("smooth") * _along_columns(weights, shape)
                 return part * r["scale"][0] if "scale" in r else part
 
-            _store(tile, piece, STAGED_FLOAT32, r["staging"], out, part_of(out, tile))
+            _store(tile, piece, STAGED_FLOAT32, {"out": r["staging_out"]}, {"out": part_of(out, tile)}, size)
 
         _product(
             _Operand(r["e"], depth_first=False),
@@ -668,7 +690,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
     out: Any = outputs.get("out", arguments.get("out"))
     return _launch(
         body, arguments, outputs, name="hidden", grid=programs(), threads=MULTIPLYING + 1,
-        scratch=_gradient_scratch(out.dtype, adds),
+        scratch=_gradient_scratch({"out": out.dtype}, {"out": out.dtype} if adds else {}),
     )  # fmt: skip
 
 
@@ -684,21 +706,23 @@ def weight(
 ) -> dict[str, Any]:
     """dW of vocabulary entries start ≤ j < start + columns from a chunk.
 
-        float32 out without scale:  out = eᵀ x (+ out with ``adds``)
-        else:                       out = scale · (eᵀ x + sum with ``adds`` − k_j smooth_x)
+        without scale:  sum = eᵀ x (+ sum with ``adds``)
+        with it:        out = scale · (eᵀ x + sum with ``adds`` − k_j smooth_x)
+
+    The float32 sum lies in two matrices of 16 bits, its upper halves in ``out`` and its lower ones in ``low``.
 
     Arguments:
         rows, start: [1] int32: how many rows of e and x there are; the first vocabulary entry.
-        e [C, S], x [C, D]; sum [V, D] float32 where ``adds`` and ``out`` is another matrix; scale [1] float32;
-        smooth_x [tiles of D] and class_weight [tiles of V] float32 with label smoothing.
-    ``outputs`` (or a reference): out [V, D]. Without rows, sums stay as they are.
+        e [C, S], x [C, D]; low [V, D] int16 where ``adds``; scale [1] float32; smooth_x [tiles of D] and class_weight
+        [tiles of V] float32 with label smoothing.
+    ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Without rows, sums stay as they
+    are.
     """
+    final = "scale" in arguments
 
     def body(r: dict[str, Any]) -> None:
         out, start = r["out"], _scalar(r, "start")
-        if adds and "sum" not in r:
-            r["sum"] = out
-        rows, final = r["rows"][0], "scale" in r
+        rows = r["rows"][0]
         row_tiles: Any = pl.cdiv(columns, TILE_ROWS)
         tile_width = gradient_columns(row_tiles, r["x"].shape[1])
         if adds and not final:
@@ -707,7 +731,7 @@ def weight(
         def part_of(matrix: Any, tile: _Tile) -> Any:
             return matrix.at[pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
 
-        begin, add = _with_sums(r, part_of)
+        begin, add = _with_sums(r, part_of, ("out", "low"))
 
         def epilogue(tile: _Tile, value: Any) -> None:
             shape = (WARPGROUP_ROWS, STAGED_FLOAT32)
@@ -722,7 +746,8 @@ def weight(
                     part = part - share
                 return part * r["scale"][0] if final else part
 
-            _store(tile, piece, STAGED_FLOAT32, r["staging"], out, part_of(out, tile))
+            to = {name: part_of(r[name], tile) for name in staged}
+            _store(tile, piece, STAGED_FLOAT32, {name: r[f"staging_{name}"] for name in staged}, to, out.shape[1])
 
         _product(
             _Operand(r["e"], depth_first=True),
@@ -737,10 +762,11 @@ def weight(
             width=tile_width,
         )
 
-    out: Any = outputs.get("out", arguments.get("out"))
+    halves = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int16}
+    staged = {"out": halves["out"]} if final else halves
     return _launch(
         body, arguments, outputs, name="weight", grid=programs(), threads=MULTIPLYING + 1,
-        scratch=_gradient_scratch(out.dtype, adds),
+        scratch=_gradient_scratch(staged, halves if adds else {}),
     )  # fmt: skip
 
 

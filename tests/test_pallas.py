@@ -243,7 +243,7 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(kernels.plgpu, "wait_smem_to_gmem", lambda n, **more: None if n else wait(n, **more))
     e, x = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
     numbers = {"rows": jnp.full(1, 8, jnp.int32), "start": jnp.zeros(1, jnp.int32)}
-    out = {"out": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+    out = {"out": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), "low": jax.ShapeDtypeStruct((64, 256), jnp.int16)}
     jax.block_until_ready(kernels.weight(numbers | {"e": e, "x": x}, out, columns=64, adds=False))
     assert "RACE DETECTED" in capsys.readouterr().out
 
