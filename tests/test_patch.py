@@ -555,10 +555,22 @@ def test_the_benchmark_runs() -> None:
     from bench import hf
 
     losses = []
-    for variant in ("transformers", "logitless"):
+    for variant in ("transformers", "logitless", "logitless, 2 GiB"):
         (row,) = hf.measure(variant, hf.TINY)
         assert row["tokens_per_s"] > 0, row
         losses.append(row["first_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
     assert [hf.largest(lambda batch: batch <= 11, limit) for limit in (5, 10, 11, 12, 100)] == [5, 10, 11, 11, 11]
     assert hf.largest(lambda batch: False, 8) == 0
+
+
+def test_the_benchmarks_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the patch; a batch for which no plan is within it does not fit, any other failure is one."""
+    from bench import hf
+
+    monkeypatch.setattr(hf, "BUDGET", 200_000)
+    trainee = hf.Trainee(hf.TINY, "logitless, 2 GiB")
+    assert [trainee.fits(batch) for batch in (1, 64, 2)] == [True, False, True]
+    monkeypatch.setattr(trainee, "step", lambda batch: int("none"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        trainee.fits(1)
