@@ -231,7 +231,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     ):
         panel.bar_label(panel.barh(names, values, color=colours), fmt="%.1f", padding=3)
         panel.set(xlabel=label)
-        panel.margins(x=0.15)
+        panel.margins(x=0.2)
     time.invert_yaxis()
     sizes, where = result["rows"][0], result["machine"]["gpu"] or result["machine"]["cpu"]
     shape = " × ".join(str(sizes[key]) for key in ("batch", "length", "hidden", "vocab"))

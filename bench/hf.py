@@ -43,6 +43,9 @@ class Settings:
     dtype: str = "bfloat16"
 
 
+# Of a patch that is to hold little. The least scratch grows with the tokens: this is enough for 15 of the sequences.
+BUDGET = 2 << 30
+
 TINY = Settings(32, 64, 1, 4, 2, 256, 16, (2,), rounds=1, device="cpu", dtype="float32")
 
 
@@ -52,26 +55,28 @@ def _liger(model: Any, **kernels: bool) -> None:
     apply_liger_kernel_to_llama(model=model, cross_entropy=False, **kernels)
 
 
-def _ours(model: Any) -> None:
+def _ours(model: Any, memory_budget: int | None = None) -> None:
     from logitless.torch_impl import patch
 
-    patch(model)
+    patch(model, memory_budget=memory_budget)
 
 
-def _both(model: Any) -> None:
+def _both(model: Any, memory_budget: int | None = None) -> None:
     _liger(model, fused_linear_cross_entropy=False)
-    _ours(model)
+    _ours(model, memory_budget)
 
 
-# What is done to the model; the losses alone are compared by the first three.
+# What is done to the model: the first four differ in the loss alone, the others have Liger-Kernel's other kernels too.
 VARIANTS: dict[str, Callable[[Any], None]] = {
     "transformers": lambda model: None,
     "Liger-Kernel, loss only": lambda model: _liger(
         model, fused_linear_cross_entropy=True, rope=False, rms_norm=False, swiglu=False
     ),
     "logitless": _ours,
+    "logitless, 2 GiB": lambda model: _ours(model, BUDGET),
     "Liger-Kernel": lambda model: _liger(model, fused_linear_cross_entropy=True),
     "logitless, and Liger-Kernel's other kernels": _both,
+    "logitless, 2 GiB, and Liger-Kernel's other kernels": lambda model: _both(model, BUDGET),
 }
 
 
@@ -115,9 +120,14 @@ class Trainee:
             self.torch.cuda.empty_cache()
 
     def fits(self, batch: int) -> bool:
+        """Whether a step runs: in the device's memory, and with a plan within the patch's budget."""
         try:
             self.step(batch)
         except self.torch.OutOfMemoryError:
+            fits = False
+        except ValueError as failure:
+            if not str(failure).startswith("memory_budget:"):
+                raise
             fits = False
         else:
             fits = True

@@ -221,6 +221,91 @@ def sharded_table(torch_rows: list[dict[str, Any]], jax_rows: list[dict[str, Any
     return "\n".join(lines) + "\n"
 
 
+HF_COLOURS = {"logitless": "#00798c", "Liger-Kernel": "#5b8c5a", "transformers": "#8d6b94"}
+
+
+def largest_batches(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Variant → the largest batch that fits, where it was searched for."""
+    return {row["variant"]: row["largest_batch"] for row in rows if "largest_batch" in row}
+
+
+def hf_table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of a model's training step, every variant and batch; a failure in the place of the time."""
+    lines = [
+        "| variant | batch | step [ms] | tokens/s | peak [GiB] | largest batch |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    largest = largest_batches(rows)
+    for row in rows:
+        if "largest_batch" in row:
+            continue
+        if "error" in row:
+            measured = f"{row['error'].split('. ')[0].replace('|', '/')} | – | –"
+        else:
+            peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
+            measured = f"{row['step_ms']:.1f} | {row['tokens_per_s']:.0f} | {peak}"
+        most = largest.get(row["variant"], "–")
+        lines.append(f"| {row['variant']} | {row.get('batch', '–')} | {measured} | {most} |")
+    return "\n".join(lines) + "\n"
+
+
+def hf(results: dict[str, Any]) -> None:
+    """Tokens per second and peak memory of every variant, a bar for every batch, with the largest batch that fits."""
+    rows, largest = [row for row in results["rows"] if "step_ms" in row], largest_batches(results["rows"])
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    batches = sorted({row["batch"] for row in rows})
+    height = 0.8 / len(batches)
+    figure, panels = plt.subplots(1, 2, figsize=(12, 0.6 * len(names) + 1.6), layout="constrained", sharey=True)
+    for panel, key, unit in ((panels[0], "tokens_per_s", 1), (panels[1], "peak_bytes", 2**30)):
+        for row in rows:
+            order = batches.index(row["batch"])
+            place = names.index(row["variant"]) + (order - (len(batches) - 1) / 2) * height
+            colour = next(colour for name, colour in HF_COLOURS.items() if name in row["variant"])
+            value = (row[key] or 0) / unit
+            bars = panel.barh(place, value, 0.95 * height, color=colour, alpha=0.5 + 0.5 * (order + 1) / len(batches))
+            panel.bar_label(bars, [f"{value:,.0f}, batch {row['batch']}"], padding=3, fontsize=8)
+        panel.margins(x=0.32)
+    panels[0].set(xlabel="tokens per second", yticks=range(len(names)))
+    panels[0].set_yticklabels([f"{name}\nlargest batch {largest[name]}" if name in largest else name for name in names])
+    panels[0].invert_yaxis()
+    panels[1].set(xlabel="peak memory [GiB]")
+    row, where = rows[0], results["machine"]["gpu"] or results["machine"]["cpu"]
+    shape = f"{row['layers']} layers of {row['hidden']}, vocabulary {row['vocab']}, sequences of {row['sequence']}"
+    figure.suptitle(f"A Llama of {shape}, {row['dtype']}, {where}")
+    figure.savefig(FIGURES / "hf.png", dpi=130)
+    plt.close(figure)
+
+
+def gist_table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of the ways to write a head's loss; a failure in the place of the time."""
+    lines = [
+        "| batch × length × hidden × vocab | implementation | time [ms] | scratch [MiB] | loss |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        sizes = " × ".join(str(row[key]) for key in ("batch", "length", "hidden", "vocab"))
+        if "error" in row:
+            measured = "out of memory | – | –"
+        else:
+            measured = f"{row['time_ms']:.2f} | {row['scratch_bytes'] / 2**20:.0f} | {row['loss']:.6f}"
+        lines.append(f"| {sizes} | {row['variant']} | {measured} |")
+    return "\n".join(lines) + "\n"
+
+
+def models_and_heads() -> None:
+    """The tables and plots of bench/hf.py and bench/gist.py, where they were measured."""
+    if (path := RESULTS / "hf.json").exists():
+        on_model = json.loads(path.read_text())
+        hf(on_model)
+        (FIGURES / "hf.md").write_text(hf_table(on_model["rows"]))
+    if (path := RESULTS / "gist.json").exists():
+        from bench import gist  # needs torch
+
+        of_a_head = json.loads(path.read_text())
+        gist.plot(of_a_head, FIGURES / "gist.png")
+        (FIGURES / "gist.md").write_text(gist_table(of_a_head["rows"]))
+
+
 def on_several(file: str) -> list[dict[str, Any]]:
     """The rows of a results file, none where there is no such file."""
     path = RESULTS / file
@@ -248,6 +333,7 @@ def main() -> None:
         (FIGURES / "bridges.md").write_text(bridges_table(rows))
     if rows := on_several("sharded.json"):
         (FIGURES / "sharded.md").write_text(sharded_table(rows, on_several("sharded_jax.json")))
+    models_and_heads()
     results = json.loads((RESULTS / "portable.json").read_text())
     portable(results)
     (FIGURES / "portable.md").write_text(portable_table(results))

@@ -422,17 +422,25 @@ def check_plan_sizes(given: ChunkPlan, tokens: int, hidden: int, vocab: int, dty
         )
 
 
-def _check_sizes(tokens: int, hidden: int, vocab: int, memory_budget: int | None, chunk: int | None) -> None:
-    lowest = {"tokens": (tokens, 0), "hidden": (hidden, 1), "vocab": (vocab, 1)}
+def check_memory_budget(memory_budget: object) -> None:
+    """Raise TypeError or ValueError unless ``memory_budget`` is None or an integer of at least 1."""
     if memory_budget is not None:
-        lowest["memory_budget"] = (memory_budget, 1)
+        _check_integer("memory_budget", memory_budget, 1)
+
+
+def _check_sizes(tokens: int, hidden: int, vocab: int, memory_budget: int | None, chunk: int | None) -> None:
+    for name, value, low in (("tokens", tokens, 0), ("hidden", hidden, 1), ("vocab", vocab, 1)):
+        _check_integer(name, value, low)
+    check_memory_budget(memory_budget)
     if chunk is not None:
-        lowest["chunk"] = (chunk, 1)
-    for name, (value, low) in lowest.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is an integer")
-        if value < low:
-            raise ValueError(f"{name}: got {value}, allowed is at least {low}")
+        _check_integer("chunk", chunk, 1)
+
+
+def _check_integer(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is an integer")
+    if value < low:
+        raise ValueError(f"{name}: got {value}, allowed is at least {low}")
 
 
 def _slices(length: int, size: int) -> tuple[tuple[int, int], ...]:

@@ -63,6 +63,51 @@ def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
     assert written == kept | {"jax_machine": {"commit": "new"}, "jax_rows": [{"b": 2}, {"b": 3}]}
 
 
+def test_a_models_table_and_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A variant that failed at a batch, one that is not installed, one without a peak, the largest batch of one."""
+    pytest.importorskip("matplotlib", reason="the report draws with it")
+    from bench import report
+
+    common = {"layers": 2, "hidden": 32, "vocab": 64, "sequence": 16, "dtype": "float32"}
+    rows = [
+        {"variant": "transformers", "batch": 1, "step_ms": 8.04, "tokens_per_s": 1990.6, "peak_bytes": 3 << 29},
+        {"variant": "transformers", "batch": 4, "error": "OutOfMemoryError: out of memory. Tried | to allocate"},
+        {"variant": "transformers", "largest_batch": 3},
+        {"variant": "Liger-Kernel", "error": "not installed: liger_kernel"},
+        {"variant": "logitless", "batch": 4, "step_ms": 2.0, "tokens_per_s": 32000.0, "peak_bytes": None},
+    ]
+    assert report.hf_table(rows).splitlines()[2:] == [
+        "| transformers | 1 | 8.0 | 1991 | 1.5 | 3 |",
+        "| transformers | 4 | OutOfMemoryError: out of memory | – | – | 3 |",
+        "| Liger-Kernel | – | not installed: liger_kernel | – | – | – |",
+        "| logitless | 4 | 2.0 | 32000 | – | – |",
+    ]
+    drawn = []
+    monkeypatch.setattr(report.plt, "close", drawn.append)
+    monkeypatch.setattr(report, "FIGURES", tmp_path)
+    report.hf({"machine": {"gpu": None, "cpu": "a CPU"}, "rows": [common | row for row in rows]})
+    speed, memory = drawn[0].axes
+    assert [label.get_text() for label in speed.get_yticklabels()] == ["transformers\nlargest batch 3", "logitless"]
+    assert [bar.get_width() for bar in speed.patches] == [1990.6, 32000.0]
+    assert [bar.get_width() for bar in memory.patches] == [1.5, 0.0]
+    assert (tmp_path / "hf.png").stat().st_size > 1000
+
+
+def test_a_heads_table() -> None:
+    pytest.importorskip("matplotlib", reason="the report draws with it")
+    from bench.report import gist_table
+
+    sizes = {"batch": 2, "length": 33, "hidden": 8, "vocab": 101}
+    rows = [
+        sizes | {"variant": "full logits", "error": "CUDA out of memory"},
+        sizes | {"variant": "logitless", "time_ms": 1.234, "scratch_bytes": 5 << 19, "loss": 4.5},
+    ]
+    assert gist_table(rows).splitlines()[2:] == [
+        "| 2 × 33 × 8 × 101 | full logits | out of memory | – | – |",
+        "| 2 × 33 × 8 × 101 | logitless | 1.23 | 2 | 4.500000 |",
+    ]
+
+
 def test_the_shapes_by_name() -> None:
     assert set(gpu_check.SHAPES) == set(SHAPES)
 

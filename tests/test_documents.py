@@ -163,6 +163,20 @@ def test_the_readme_quotes_the_gpu_results() -> None:
     assert set(quoted) <= set(table.splitlines())
 
 
+def test_the_tables_of_models_and_heads_are_those_of_the_results() -> None:
+    """And every row of the README's on a head is one of them."""
+    pytest.importorskip("matplotlib", reason="the report draws with it")
+    from bench import report
+
+    made = {}
+    for name, table in (("hf", report.hf_table), ("gist", report.gist_table)):
+        made[name] = table(json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())["rows"])
+        assert (ROOT / "docs" / "figures" / f"{name}.md").read_text() == made[name], "run python -m bench.report"
+    quoted = re.findall(r"^\| \d+ × \d+ × \d+ × \d+ \|.*$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(quoted) >= 2
+    assert set(quoted) <= set(made["gist"].splitlines())
+
+
 def test_the_readme_quotes_the_results_file() -> None:
     """Every row of the README's table is one of bench/results/portable.json."""
     rows = json.loads((ROOT / "bench" / "results" / "portable.json").read_text())["rows"]

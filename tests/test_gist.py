@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +14,23 @@ import pytest
 torch = pytest.importorskip("torch", reason="the benchmark is of PyTorch")
 pytest.importorskip("matplotlib", reason="it draws a plot")
 
-import typer  # noqa: E402
-from typer.main import get_command  # noqa: E402
-
 from bench import gist  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
 
+ROOT = Path(__file__).resolve().parent.parent
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_every_variant_is_the_same_mean(bias: bool) -> None:
-    """Over the tokens that count, where neither they nor all tokens are a multiple of the chunk."""
-    sizes = gist.Sizes(3, 37, 16, 203, "float32", bias=bias, ignored=0.3)
+
+@pytest.mark.parametrize(
+    ("batch", "length", "ignored", "bias"),
+    [(3, 37, 0.3, True), (3, 37, 0.3, False), (4, 16, 0.3, True), (1, 13, 0.5, True), (1, 1, 0.0, True)],
+    ids=["ragged", "no bias", "whole chunks", "less than a chunk", "one token"],
+)
+def test_every_variant_is_the_same_mean(batch: int, length: int, ignored: float, bias: bool) -> None:
+    """Over the tokens that count, for any number of them and of all."""
+    sizes = gist.Sizes(batch, length, 16, 203, "float32", bias=bias, ignored=ignored)
     *leaves, y = gist.arrays(sizes, "cpu")
-    assert 0 < (y == gist.IGNORED).sum() < len(y) == 111
+    assert (y != gist.IGNORED).any()
+    assert (y == gist.IGNORED).any() == (ignored > 0)
 
     def outcome(loss: Any) -> list[Any]:
         made = loss(*leaves, y)
@@ -41,10 +48,8 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
     path = tmp_path / "made.json"
     sizes = {"batch": 2, "length": 33, "hidden": 8, "vocab": 101, "chunk": 16, "ignored": 0.2, "rounds": 2}
     given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    app = typer.Typer()
-    app.command()(gist.main)
     given += ["--no-compile", "--device", "cpu", "--output", str(path)]
-    get_command(app).main(given, standalone_mode=False)
+    subprocess.run([sys.executable, "-m", "bench.gist", *given], cwd=ROOT, check=True, timeout=300)
     made = json.loads(path.read_text())
     assert made["machine"]["cores"] >= 1
     assert len({row["variant"] for row in made["rows"]}) == len(made["rows"]) >= 5
@@ -53,3 +58,15 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
         assert row["scratch_bytes"] > 0
         assert row["loss"] == pytest.approx(made["rows"][0]["loss"], rel=1e-5)
     assert path.with_suffix(".png").stat().st_size > 1000
+
+
+def test_the_results_are_those_of_the_command_alone() -> None:
+    """Where it writes them, at its own sizes."""
+    defaults = {name: argument.default for name, argument in inspect.signature(gist.main).parameters.items()}
+    assert defaults["output"] == ROOT / "bench" / "results" / "gist.json"
+    result = json.loads(defaults["output"].read_text())
+    for row in result["rows"]:
+        names = ("batch", "length", "hidden", "vocab", "bias", "ignored")
+        assert {name: row[name] for name in names} == {name: defaults[name] for name in names}, row["variant"]
+        assert row["dtype"] == "bfloat16"
+    assert (result["rounds"], result["chunk"]) == (defaults["rounds"], defaults["chunk"])

@@ -170,6 +170,13 @@ def test_no_logits_are_made_within_the_budget() -> None:
     assert peak_scratch_bytes(step) < 3 * weight_bytes + 6 * 2**20 < logits_bytes
 
 
+def test_a_budget_that_no_plan_fits_names_the_smallest() -> None:
+    model, (ids, labels) = patch(make(), memory_budget=1000), ids_and_labels()
+    with pytest.raises(ValueError, match=rf"memory_budget: got 1000 bytes, allowed for tokens=18, .* vocab={V}"):
+        model(ids, labels=labels)
+    assert "forward" not in model.lm_head.__dict__
+
+
 def test_gradient_checkpointing() -> None:
     model = make(num_hidden_layers=2)
     theirs = loss_and_gradients(model)
@@ -392,6 +399,10 @@ def test_wrong_arguments() -> None:
         patch(model, return_logits=1)
     with pytest.raises(ValueError, match="label_smoothing: got 2"):
         patch(model, label_smoothing=2)
+    with pytest.raises(ValueError, match="memory_budget: got 0, allowed is at least 1"):
+        patch(model, memory_budget=0)
+    with pytest.raises(TypeError, match=r"memory_budget: got float 1\.5, allowed is an integer"):
+        patch(model, memory_budget=1.5)
     with pytest.raises(ValueError, match="backend: got 'pallas'"):
         patch(model, backend="pallas")
     with pytest.raises(NotImplementedError, match="takes no labels"):
@@ -544,10 +555,22 @@ def test_the_benchmark_runs() -> None:
     from bench import hf
 
     losses = []
-    for variant in ("transformers", "logitless"):
+    for variant in ("transformers", "logitless", "logitless, 2 GiB"):
         (row,) = hf.measure(variant, hf.TINY)
         assert row["tokens_per_s"] > 0, row
         losses.append(row["first_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-6)
     assert [hf.largest(lambda batch: batch <= 11, limit) for limit in (5, 10, 11, 12, 100)] == [5, 10, 11, 11, 11]
     assert hf.largest(lambda batch: False, 8) == 0
+
+
+def test_the_benchmarks_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the patch; a batch for which no plan is within it does not fit, any other failure is one."""
+    from bench import hf
+
+    monkeypatch.setattr(hf, "BUDGET", 200_000)
+    trainee = hf.Trainee(hf.TINY, "logitless, 2 GiB")
+    assert [trainee.fits(batch) for batch in (1, 64, 2)] == [True, False, True]
+    monkeypatch.setattr(trainee, "step", lambda batch: int("none"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        trainee.fits(1)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless import spec
+from logitless.planning import check_memory_budget
 from logitless.torch_impl.api import BACKENDS, linear_cross_entropy
 from logitless.torch_impl.lm_head import (
     Recorder,
@@ -76,7 +77,8 @@ def patch(
         model: a causal language model of transformers, or one inside a wrapper (PEFT), changed in place.
         return_logits: whether a forward with labels also makes logits (one product more, and their memory). None: in
             eval mode only, for metrics. Where they are not made the output has none: ``output.logits`` is None.
-        label_smoothing, z_loss, memory_budget, backend: as for :func:`linear_cross_entropy`, in eval mode too.
+        label_smoothing, z_loss, memory_budget, backend: as for :func:`linear_cross_entropy`, in eval mode too. The
+            smallest budget grows with the tokens of a batch, so one that nothing fits is refused in the forward.
 
     Returns the model. Raises TypeError or ValueError for an argument; NotImplementedError, with the reason, for a model
     whose head is not a plain linear map, has hooks of its own, or whose loss is another, here or in its first forward
@@ -87,6 +89,7 @@ def patch(
     if return_logits is not None and not isinstance(return_logits, bool):
         raise TypeError(f"return_logits: got {return_logits!r}, allowed are True, False and None")
     spec.LossOptions(label_smoothing=label_smoothing, z_loss=z_loss)
+    check_memory_budget(memory_budget)
     spec.check_backend(backend, BACKENDS)
     owner, head = find_head(model)
     _check(owner, head)
