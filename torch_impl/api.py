@@ -231,7 +231,9 @@ def filtered_share(
     if filter_eps is None:
         raise TypeError("filter_eps: got None, allowed is a Python number: without one nothing is left out")
     if _placed(weight) or _placed(hidden):
-        raise NotImplementedError("filtered_share: got a DTensor, allowed are one device's tensors: to_local() gives them")
+        raise NotImplementedError(
+            "filtered_share: got a DTensor, allowed are one device's tensors: to_local() gives them"
+        )
     arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
     option_values = (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps)
     plan_values = None if plan is None else dataclasses.astuple(plan)
