@@ -22,7 +22,10 @@ Runner = Callable[[Case], Outputs]
 
 def options_of(case: Case) -> dict[str, Any]:
     """The keyword arguments of the case, arrays left out."""
-    return dataclasses.asdict(case.problem.options) | {"normalizer": case.problem.normalizer}
+    fields = dataclasses.asdict(case.problem.options) | {"normalizer": case.problem.normalizer}
+    if fields["filter_eps"] is None:  # a function of one's own need not know it
+        del fields["filter_eps"]
+    return fields
 
 
 def _arrays(case: Case) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from logitless.problems import BY_NAME, Case, Problem
 from logitless.tolerances import OUTPUTS, allowance, error
 
 ARGUMENTS = ("hidden", "weight", "bias")
+WHOLE = reference.FilterCut()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,16 @@ class TorchEager:
         grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
         return Outcome(self.numpy(loss), grads, None if stats is None else type(stats)(*map(self.numpy, stats)))
 
+    def filtered_share(
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", **options: Any
+    ) -> float:
+        from logitless import torch_impl
+
+        for name in ("token_weight", "class_weight"):
+            options[name] = self.array(options.get(name))
+        x, w, b = (self.array(values, dtype) for values in (hidden, weight, bias))
+        return float(torch_impl.filtered_share(x, w, self.array(target), b, backend=self.backend, **options))
+
     def run_log_probs(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
         log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
@@ -116,6 +127,13 @@ class TorchEager:
         total.backward()
         grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
         return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads)
+
+
+class TorchTriton(TorchEager):
+    """torch_impl with backend="triton" on the CPU: interpreted."""
+
+    name = "torch_triton"
+    backend = "triton"
 
 
 class TorchEagerCuda(TorchEager):
@@ -374,31 +392,43 @@ def run_case(impl: Any, case: Case, **more: Any) -> Outcome:
 
 
 @functools.lru_cache(maxsize=256)
-def truth(problem: Problem) -> reference.LossResult:
-    """The float64 reference on the problem's arrays."""
+def truth(problem: Problem, cut: reference.FilterCut = WHOLE) -> reference.LossResult:
+    """The float64 reference on the problem's arrays; ``cut``: how a filter counts its tiles."""
     case = problem.case()
     return reference.linear_cross_entropy(
-        case.hidden, case.weight, case.target, case.bias, upstream=case.upstream, **options_of(case)
+        case.hidden, case.weight, case.target, case.bias, upstream=case.upstream, filter_cut=cut, **options_of(case)
     )
 
 
 @functools.lru_cache(maxsize=256)
 def ideal_errors(problem: Problem) -> dict[str, float]:
-    """Error of the ideal full-logits path of the problem's dtype, per output."""
+    """Error of the ideal full-logits path of the problem's dtype, per output; that path filters nothing."""
+    problem = problem.with_options(filter_eps=None)
     made, true = ideal_gradients(problem.case()), truth_outputs(problem)
     return {name: error(made[name], true[name]) for name in OUTPUTS}
 
 
-def truth_outputs(problem: Problem) -> dict[str, Any]:
-    true = truth(problem)
+def truth_outputs(problem: Problem, cut: reference.FilterCut = WHOLE) -> dict[str, Any]:
+    true = truth(problem, cut)
     return {
         "loss": true.loss, "dhidden": true.hidden_grad, "dweight": true.weight_grad, "dbias": true.bias_grad,
     }  # fmt: skip
 
 
-def assert_within(problem: Problem, outcome: Outcome) -> None:
+def filter_bounds(case: Case, eps: float) -> tuple[Any, Any]:
+    """The most that ``filter_eps`` may change in each element of dX and dW, and a few roundings of float64."""
+    t = 1.0 if case.token_weight is None else case.token_weight.reshape(-1).astype(np.float64)
+    valid = case.target.reshape(-1) != case.problem.options.ignore_index
+    g = np.where(valid, np.abs(case.upstream_rows() * t * case.problem.options.logit_scale), 0.0)
+    x, w = (np.abs(a).astype(np.float64) for a in (case.hidden.reshape(-1, case.problem.hidden), case.weight))
+    eps = eps * (1.0 + 1e-12)
+    slack = 1e-13 * g.sum()
+    return (eps * g[:, None] * w.sum(0) + slack).reshape(case.hidden.shape), eps * (g @ x) + slack
+
+
+def assert_within(problem: Problem, outcome: Outcome, cut: reference.FilterCut = WHOLE) -> None:
     """The rule of logitless.tolerances for every output that the outcome has."""
-    true, ideal = truth_outputs(problem), ideal_errors(problem)
+    true, ideal = truth_outputs(problem, cut), ideal_errors(problem)
     made = {"loss": outcome.loss} | {f"d{name}": grad for name, grad in outcome.grads.items() if grad is not None}
     for name, value in made.items():
         wrong, allowed = error(value, true[name]), allowance(ideal[name], problem.dtype)
