@@ -30,6 +30,7 @@ READS = {
     "ROWS": ("factor_ptr", "target_value_ptr"),
     "SMOOTH": ("smooth_ptr", "weighted_rows_ptr", "smooth_x_ptr"),
     "SPLIT": ("parts_ptr",),
+    "FILTER": ("lists_ptr",),
 }
 
 
@@ -58,7 +59,7 @@ def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]
 
 def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
     t = HOPPER_TILES[HIDDEN if final else HIDDEN_SUM]
-    options = {"ADD": False, "FINAL": final, "ROWS": False, "SMOOTH": False, "SPLIT": False, **chosen}
+    options = {"ADD": False, "FINAL": final, "ROWS": False, "SMOOTH": False, "SPLIT": False, "FILTER": 0, **chosen}
     return {
         "kernel": hopper.hidden_kernel,
         "tiles": t,
@@ -76,11 +77,11 @@ def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
 def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, Any]:
     into = chosen.get("INTO", False) and not chosen.pop("NARROW", False)  # a float32 buffer
     t = HOPPER_TILES[WEIGHT if final and not into else WEIGHT_SUM]
-    options = {"ADD": False, "FINAL": final, "INTO": False, "SMOOTH": False, "HAS_CLASS": False, **chosen}
+    options = {"ADD": False, "FINAL": final, "INTO": False, "SMOOTH": False, "HAS_CLASS": False, "FILTER": 0}
     return {
         "kernel": hopper.weight_kernel,
         "tiles": t,
-        "constants": options | {"PIECES": pieces, "PARTS": t.bn // t.block_columns},
+        "constants": options | chosen | {"PIECES": pieces, "PARTS": t.bn // t.block_columns},
         "none": () if final else ("scale_ptr",),
         "blocks": {
             "e_desc": block(dtype, t.bk, t.block_rows),
@@ -112,6 +113,10 @@ CONFIGURATIONS = {
     "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
     "weight sum": lambda: weight("bf16", False, 2),
     "weight sum, add": lambda: weight("bf16", False, 2, ADD=True),
+    "hidden, filtered": lambda: hidden("bf16", True, ROWS=True, FILTER=4),
+    "hidden sum, filtered, add": lambda: hidden("bf16", False, ADD=True, FILTER=4),
+    "weight, filtered": lambda: weight("bf16", True, 1, FILTER=2),
+    "weight sum, filtered, add": lambda: weight("bf16", False, 2, ADD=True, FILTER=2),
 }
 
 
@@ -119,11 +124,11 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     kernel, t, names = what["kernel"], what["tiles"], what["kernel"].arg_names
     constants = {k: v for k, v in t.options.items() if k in names} | what["constants"] | {"GROUP": 8, "PROGRAMS": 132}
     constants["REGISTERS"] = GROUP_REGISTERS
-    unread = [pointer for option, pointers in READS.items() if constants.get(option) is False for pointer in pointers]
+    unread = [pointer for option, pointers in READS.items() if not constants.get(option, True) for pointer in pointers]
     fixed = {"anchor_ptr", "row_target_ptr"}
     constants |= {name: None for name in (*unread, *what["none"]) if name in names and name not in fixed}
     own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr")}
-    whole = dict.fromkeys(("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr"), "*i32")
+    whole = dict.fromkeys(("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "lists_ptr"), "*i32")
     narrow = constants.get("FINAL") and t is not HOPPER_TILES[WEIGHT_SUM]
     out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
     if constants.get("INTO"):

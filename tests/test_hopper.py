@@ -29,6 +29,7 @@ PLAIN = (
 )
 PLAIN += ("weight sum", "weight sum, add")
 PLAIN += ("weight into, add",)
+PLAIN += ("hidden, filtered", "hidden sum, filtered, add", "weight, filtered", "weight sum, filtered, add")
 OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all", "weight into narrow")
 
 

@@ -1,6 +1,6 @@
 """Linear cross-entropy for PyTorch; the same names as :mod:`logitless.jax_impl`."""
 
-from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
+from logitless.torch_impl.api import filtered_share, linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.capture import CapturedHead, capture_lm_head
 from logitless.torch_impl.deferred import DeferredWeightGrad
 from logitless.torch_impl.gather import padded_index_gather
@@ -20,6 +20,7 @@ __all__ = [
     "cross_entropy",
     "distillation_loss",
     "dpo_loss",
+    "filtered_share",
     "global_normalizer",
     "linear_cross_entropy",
     "linear_log_probs",

@@ -15,7 +15,7 @@ from logitless import spec
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
-from logitless.torch_impl import fused, tracing, transforms
+from logitless.torch_impl import fused, steps, tracing, transforms
 from logitless.torch_impl.autograd import LinearCrossEntropyFunction, LinearLogProbsFunction
 from logitless.torch_impl.eager import Arrays
 from logitless.torch_impl.steps import Call, LatePlan
@@ -73,7 +73,12 @@ def linear_cross_entropy(
         softcap: greater than 0, or None.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or a tensor without
             axes, constant.
-        filter_eps: None: exact gradients, the only choice of this backend.
+        filter_eps: None: exact gradients. A number ε > 0 leaves out of both gradient products the tiles (128 tokens ×
+            256 vocabulary entries) of the logits' gradient G in which every element has |G_ij| < ε |g_i|, with g_i =
+            upstream · t_i · logit_scale / normalizer: an approximation, |δdX_id| ≤ ε |g_i| Σ_j |w_jd| and |δdW_jd| ≤
+            ε Σ_i |g_i| |x_id|. Exact stay the loss, db, the targets' elements and label smoothing's constant part.
+            :func:`filtered_share` tells how much it saves: on heads of real models little at thresholds that hurt as
+            little as bfloat16 does. Source: gradient filtering of arXiv:2411.09009.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
         backend: "triton" (kernels: bfloat16, float16, float32 on a CUDA GPU of compute capability 9.0 or newer, or CPU
@@ -103,15 +108,15 @@ def linear_cross_entropy(
     dtypes or options, is an error on every rank.
     """
     spec.check_backend(backend, BACKENDS)
-    spec.check_filter_eps(filter_eps, backend or "eager")
     check_plan_argument(plan, memory_budget)
     beyond = process_group is not None or sequence_parallel or accumulate_into is not None or defer_weight_grad
     if beyond or _placed(weight) or _placed(hidden):
         from logitless.torch_impl import sharding  # it reads this module
 
         request = sharding.Request(
-            LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap), return_stats, False,
-            plan, memory_budget, backend, process_group, sequence_parallel, accumulate_into, defer_weight_grad,
+            LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps),
+            return_stats, False, plan, memory_budget, backend, process_group, sequence_parallel, accumulate_into,
+            defer_weight_grad,
         )  # fmt: skip
         arrays = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
         arrays |= {"token_weight": token_weight, "class_weight": class_weight}
@@ -126,7 +131,7 @@ def linear_cross_entropy(
         token_weight,
         class_weight,
         normalizer,
-        (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap),
+        (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps),
         None if plan is None else dataclasses.astuple(plan),
         memory_budget,
         return_stats,
@@ -157,21 +162,83 @@ def _linear_cross_entropy(
 ) -> tuple[Tensor, ...]:
     """The loss and, if asked for, the statistics."""
     transforms.check("linear_cross_entropy")
-    options = LossOptions(*map(tracing.number, option_values))
-    arrays = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-    constants = {"token_weight": token_weight, "class_weight": class_weight}
-    dtype = _check_tensors(arrays, constants)
-    _check_normalizer(normalizer, options.reduction, hidden.device)
-    _check_targets(target, weight.shape[0], options.ignore_index)
-    one_pass = options.reduction != "none" and options.separable
-    name = _backend(backend, hidden, dtype)
-    chosen = _plan(target, weight, dtype, plan_values, memory_budget, one_pass, name)
-    call = _call(options, chosen, dtype, return_stats, name, hidden)
+    arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
+    call = _loss_call(arrays, normalizer, option_values, plan_values, memory_budget, return_stats, backend)
     if transforms.active():
-        return transforms.loss(Arrays(hidden, weight, bias, target, token_weight, class_weight), normalizer, call)
+        return transforms.loss(arrays, normalizer, call)
     apply: Any = LinearCrossEntropyFunction.apply
-    made = apply(hidden, weight, bias, target, token_weight, class_weight, normalizer, call)
+    made = apply(*arrays, normalizer, call)
     return tuple(value for value in made if value is not None)
+
+
+def _loss_call(
+    arrays: Arrays,
+    normalizer: Tensor | float | None,
+    option_values: tuple[Any, ...],
+    plan_values: tuple[Any, ...] | None,
+    memory_budget: int | None,
+    return_stats: bool,
+    backend: str | None,
+) -> Call:
+    """Everything about a loss that is not an array, all of it checked."""
+    options = LossOptions(*map(tracing.number, option_values))
+    given = arrays._asdict()
+    constants = {name: given.pop(name) for name in ("token_weight", "class_weight")}
+    dtype = _check_tensors({name: given[name] for name in ("hidden", "weight", "target", "bias")}, constants)
+    _check_normalizer(normalizer, options.reduction, arrays.hidden.device)
+    _check_targets(arrays.target, arrays.weight.shape[0], options.ignore_index)
+    one_pass = options.reduction != "none" and options.separable
+    name = _backend(backend, arrays.hidden, dtype)
+    chosen = _plan(arrays.target, arrays.weight, dtype, plan_values, memory_budget, one_pass, name)
+    return _call(options, chosen, dtype, return_stats, name, arrays.hidden)
+
+
+@torch.compiler.disable(reason="filtered_share runs outside of a graph")  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def filtered_share(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    filter_eps: float,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    normalizer: Tensor | float | None = None,
+    plan: ChunkPlan | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The share of its gradient's tiles that :func:`linear_cross_entropy` leaves out with these arguments, and with the
+    upstream gradient 1.
+
+        share = tiles left out / tiles of tokens × vocabulary, of all chunks and blocks of the plan
+
+    It costs the forward of a loss whose gradients are made with it, or a forward and the logits again; no gradient is
+    made, and on a GPU nothing synchronises with the host.
+
+    Arguments as for :func:`linear_cross_entropy`. Returns float32 without axes, on hidden's device, without gradient.
+    """
+    transforms.check("filtered_share", takes_one=False)
+    spec.check_backend(backend, BACKENDS)
+    check_plan_argument(plan, memory_budget)
+    if filter_eps is None:
+        raise TypeError("filter_eps: got None, allowed is a Python number: without one nothing is left out")
+    if _placed(weight) or _placed(hidden):
+        raise NotImplementedError(
+            "filtered_share: got a DTensor, allowed are one device's tensors: to_local() gives them"
+        )
+    arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
+    option_values = (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps)
+    plan_values = None if plan is None else dataclasses.astuple(plan)
+    call = _loss_call(arrays, normalizer, option_values, plan_values, memory_budget, False, backend)
+    return steps.filtered_share(arrays, normalizer, call)
 
 
 def linear_log_probs(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from logitless.planning import SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
-from logitless.spec import LossOptions
+from logitless.spec import FILTER_COLUMNS, FILTER_ROWS, LossOptions
 from logitless.torch_impl import eager, parallel
 from logitless.torch_impl.eager import Arrays, Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
 from logitless.torch_impl.parallel import Shard
@@ -592,6 +592,43 @@ class _KnownVectors:
     sigma: Tensor | None
 
 
+class _Filter:
+    """Which tiles of a block of the matrix ``filter_eps`` leaves to the products, as lists on the device."""
+
+    def __init__(self, c: _Call, eps: float, g: Tensor, counted: bool) -> None:
+        """g: [N] by token, relative to the unit; ``counted``: whether :attr:`share` is wanted."""
+        self.call, self.eps, self.g, self.counted = c, eps, g, counted
+        self.row_tiles = triton.cdiv(c.chunk, FILTER_ROWS)
+        most = triton.cdiv(c.plan.fused_columns, FILTER_COLUMNS)
+        self.kept = c.empty(self.row_tiles * most, torch.int8)
+        self.row_lists = c.empty(self.row_tiles * (1 + most), torch.int32)
+        self.column_lists = c.empty(most * (1 + self.row_tiles), torch.int32)
+        self.multiplied = torch.zeros((), dtype=torch.int64, device=c.device)
+        self.tiles = torch.zeros((), dtype=torch.int64, device=c.device)
+
+    def judge(self, first: int, e: Tensor, entries: slice, factors: _Factors | None) -> None:
+        """The lists of a chunk's block e over ``entries``; factors: what its rows lack."""
+        c, columns = self.call, entries.stop - entries.start
+        column_tiles = triton.cdiv(columns, FILTER_COLUMNS)
+        launch(kernels.tiles_kernel, self.row_tiles * column_tiles)(
+            e, factors.factor[first:] if factors else None, self.g, c.row_target[first:], c.order, c.count, self.kept,
+            first, c.chunk, entries.start, columns, e.stride(0), self.eps,
+            KNOWN_ROWS=factors is None, BR=FILTER_ROWS, BC=FILTER_COLUMNS, SLICE=32,
+        )  # fmt: skip
+        launch(kernels.lists_kernel, self.row_tiles + column_tiles)(
+            self.kept, self.row_lists, self.column_lists, self.row_tiles, column_tiles, BLOCK=512
+        )
+        if self.counted:
+            rows = (c.count[0] - first).clamp(0, c.chunk)
+            self.tiles += (rows + (FILTER_ROWS - 1)) // FILTER_ROWS * column_tiles
+            self.multiplied += self.kept[: self.row_tiles * column_tiles].sum()
+
+    @property
+    def share(self) -> Tensor:
+        """Of the tiles of rows that exist, how many were left out: float32, without axes."""
+        return (self.tiles - self.multiplied).float() / self.tiles.clamp(min=1)
+
+
 class _Products:
     """dX, dW and db of a call, chunk by chunk and slice by slice."""
 
@@ -607,6 +644,9 @@ class _Products:
         self.bias = torch.zeros(c.vocab, device=c.device) if needs.bias else None
         self.smooth_rows = None if smoothing is None else g * -smoothing.factor
         self.smooth_x = torch.zeros(c.size, device=c.device) if smoothing is not None else None
+        self.filter: _Filter | None = None
+        if c.options.filter_eps is not None and needs.judged:
+            self.filter = _Filter(c, float(c.options.filter_eps), g, needs.filtered_share)
 
     def _new(self, rows: int, dtype: torch.dtype | None) -> Tensor | None:
         return None if dtype is None else self.call.empty(rows, self.call.size, dtype)
@@ -631,6 +671,8 @@ class _Products:
         if self.bias is not None:
             factor = None if factors is None else factors.factor[first:]
             self._column_sums(e, factor, first, self.bias[entries], by_token=False)
+        if self.filter is not None:
+            self.filter.judge(first, e, entries, factors)
         if self.needs.hidden and c.shard.split and c.tokens:  # on its way to the others while dW is made
             self._hidden(first, e, entries, factors, None)
             if entries.stop == c.vocab:
@@ -659,7 +701,7 @@ class _Products:
         c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN if scale is not None else HIDDEN_SUM)
         if scale is None and self.hidden_sum is None:
             self.hidden_sum = c.empty(c.tokens, c.size)
-        split = c.specialized and c.plan.splits_hidden
+        split = c.specialized and c.plan.splits_hidden and self.filter is None
         if split and self.parts is None:
             self.parts = c.empty(c.programs, t.bm, t.bn)
         options: dict[str, Any] = t.options
@@ -681,7 +723,8 @@ class _Products:
         kinds |= {"SMOOTH": s is not None, "GROUP": t.group, "PROGRAMS": c.programs}
         launch(c.products.hidden_kernel, c.programs)(
             c.describe(e, t.block_rows, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries], *results,
-            **kinds, **options,
+            self.filter.row_lists if self.filter else None,
+            FILTER=FILTER_COLUMNS // t.bk if self.filter else 0, **kinds, **options,
         )  # fmt: skip
         if split:
             rows = 32
@@ -711,6 +754,7 @@ class _Products:
             c.describe(out[entries], t.block_rows, t.block_columns) if tma else None, out, c.count, scale,
             c.class_weight, self.smooth_x_scaled if scale is not None and smooth else None,
             first, c.chunk, entries.start, entries.stop - entries.start, c.size,
+            self.filter.column_lists if self.filter else None, FILTER=FILTER_ROWS // t.bk if self.filter else 0,
             ADD=first > 0 or into, FINAL=scale is not None, INTO=into, SMOOTH=smooth,
             HAS_CLASS=c.class_weight is not None, GROUP=t.group, PROGRAMS=c.programs, **options,
         )  # fmt: skip
@@ -775,7 +819,8 @@ class _Products:
                 k = c.class_weight
                 bias = bias - (share if k is None else share * k)
             bias = bias * scale
-        return Gradients(self.hidden, self.weight if self.needs.into is None else None, bias)
+        share = None if self.filter is None or not self.needs.filtered_share else self.filter.share
+        return Gradients(self.hidden, self.weight if self.needs.into is None else None, bias, share)
 
 
 # The end of what is held are products: for torch.compile an operation of its own.

@@ -39,6 +39,8 @@ KNOWN = gl.constexpr(kernels.KNOWN.value)
 # Beyond it an anchor in units of log 2 is not corrected for its rounding: it is no logit.
 CORRECTED_ANCHOR = gl.constexpr(1e20)
 MOST_PARTS = gl.constexpr(kernels.MOST_PARTS.value)
+FILTER_ROWS = gl.constexpr(kernels.FILTER_ROWS.value)
+FILTER_COLUMNS = gl.constexpr(kernels.FILTER_COLUMNS.value)
 BIGGEST_INDEX = gl.constexpr(2147483647)
 
 
@@ -108,19 +110,52 @@ def turns_of(tiles, steps, PROGRAMS: gl.constexpr):
 
 
 @gluon.jit
+def list_of(lists_ptr, row, chunk, other, COUNTS_DEPTH: gl.constexpr):
+    """The list of kernels.lists_kernel for the result's tile that starts at ``row``: what of its depth is kept."""
+    if COUNTS_DEPTH:
+        return lists_ptr + row // FILTER_COLUMNS * (1 + (chunk + FILTER_ROWS - 1) // FILTER_ROWS)
+    else:
+        return lists_ptr + row // FILTER_ROWS * (1 + (other + FILTER_COLUMNS - 1) // FILTER_COLUMNS)
+
+
+@gluon.jit
+def listed_steps(list_ptr, steps, PER: gl.constexpr):
+    """kernels.listed_steps."""
+    length = gl.load(list_ptr)
+    last = gl.load(list_ptr + length)
+    tiles = (steps + PER - 1) // PER
+    short = gl.where((length > 0) & (last == tiles - 1), tiles * PER - steps, 0)
+    return length * PER - short
+
+
+@gluon.jit
 def load_tiles(
-    a_desc, b_desc, a_smem, b_smem, ready, free, count_ptr, first, chunk, other, width, COUNTS_DEPTH: gl.constexpr,
-    A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    a_desc, b_desc, a_smem, b_smem, ready, free, lists_ptr, count_ptr, first, chunk, other, width,
+    COUNTS_DEPTH: gl.constexpr, FILTER: gl.constexpr, A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: a's two halves and b of every step. DEPTH_FIRST: the depth is the matrix's first axis."""
+    """The loading warp: a's two halves and b of every step. DEPTH_FIRST: the depth is the matrix's first axis.
+
+    FILTER: how many steps are in a tile of the filter, whose lists say which of them are made; 0: all are.
+    """
     i = 0
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, other, width, COUNTS_DEPTH, BM, BN, BK)
     tiles = row_tiles * column_tiles
     for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
         tile, begin, depth, _ = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        if FILTER:
+            entry = list_of(lists_ptr, m * BM, chunk, other, COUNTS_DEPTH)
+            depth = listed_steps(entry, steps, FILTER)
+            listed = 0
         for k in range(begin, begin + depth):
+            step = k
+            if FILTER:
+                if k % FILTER == 0:
+                    entry += 1
+                    listed = gl.load(entry) * FILTER
+                step = listed + k % FILTER
             slot = i % STAGES
             mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
             bar = ready.index(slot)
@@ -128,30 +163,30 @@ def load_tiles(
             for half in gl.static_range(2):
                 row = m * BM + half * (BM // 2)
                 if A_DEPTH_FIRST:
-                    tma_load(a_desc, [k * BK, row], bar, a_smem.index(2 * slot + half))
+                    tma_load(a_desc, [step * BK, row], bar, a_smem.index(2 * slot + half))
                 else:
-                    tma_load(a_desc, [row, k * BK], bar, a_smem.index(2 * slot + half))
+                    tma_load(a_desc, [row, step * BK], bar, a_smem.index(2 * slot + half))
             if B_DEPTH_FIRST:
-                tma_load(b_desc, [k * BK, n * BN], bar, b_smem.index(slot))
+                tma_load(b_desc, [step * BK, n * BN], bar, b_smem.index(slot))
             else:
-                tma_load(b_desc, [n * BN, k * BK], bar, b_smem.index(slot))
+                tma_load(b_desc, [n * BN, step * BK], bar, b_smem.index(slot))
             i += 1
 
 
 @gluon.jit
 def multiply(
-    a_smem, b_smem, ready, free, turn, number, steps, depth,
+    a_smem, b_smem, ready, free, turn, turns, number, steps, depth,
     HALF: gl.constexpr, A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """One group's half of the program's unit ``number``, [BM/2, BN] in float32: ``depth`` steps of a tile's ``steps``.
+    """One group's half of one of the program's units, [BM/2, BN] in float32: ``depth`` steps, after number · steps.
 
     Units of fewer steps than stages are not paced: the first group could be two turns ahead, and a turn's two phases
-    could no longer be told apart.
+    could no longer be told apart. ``turns``: paced units before this one.
     """
     paced = depth >= STAGES
     if HALF == 1:
-        mbarrier.wait(turn, number & 1, pred=paced)
+        mbarrier.wait(turn, turns & 1, pred=paced)
     total = gl.zeros((BM // 2, BN), gl.float32, layout)
     for k in range(depth):
         i = number * steps + k
@@ -353,6 +388,7 @@ def logits_tiles(
             free,
             turn,
             tile // PROGRAMS,
+            tile // PROGRAMS,
             steps,
             steps,
             HALF,
@@ -466,8 +502,8 @@ def logits_kernel(
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
-                x_desc, w_desc, x_smem, w_smem, ready, free, count_ptr, first, chunk, size, columns, False,
-                False, False, BM, BN, BK, GROUP, PROGRAMS, STAGES, False,
+                x_desc, w_desc, x_smem, w_smem, ready, free, None, count_ptr, first, chunk, size, columns, False,
+                False, False, False, BM, BN, BK, GROUP, PROGRAMS, STAGES, False,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -491,9 +527,9 @@ def scale_rows(value, row, column, mask, exists, factor_ptr, target_value_ptr, r
 @gluon.jit
 def hidden_tiles(
     sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
+    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, lists_ptr, parts_ptr,
     count_ptr, first, chunk, columns, size, w_stride, HALF: gl.constexpr,
-    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, FILTER: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -501,13 +537,26 @@ def hidden_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, False, BM, BN, BK)
     tiles = row_tiles * column_tiles
+    if FILTER:
+        turns = 0
+        done = 0
     for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
         tile, _, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
-        whole = multiply(
-            e_smem, w_smem, ready, free, turn, unit // PROGRAMS, steps, depth, HALF, False, True, BM, BN, STAGES, SKEW,
-            layout,
-        )  # fmt: skip
+        if FILTER:
+            depth = listed_steps(list_of(lists_ptr, m * BM, chunk, columns, False), steps, FILTER)
+            whole = multiply(
+                e_smem, w_smem, ready, free, turn, turns, done, 1, depth, HALF, False, True, BM, BN, STAGES, SKEW,
+                layout,
+            )  # fmt: skip
+            turns += (depth >= STAGES).to(gl.int32)
+            done += depth
+        else:
+            number = unit // PROGRAMS
+            whole = multiply(
+                e_smem, w_smem, ready, free, turn, number, number, steps, depth, HALF, False, True, BM, BN, STAGES,
+                SKEW, layout,
+            )  # fmt: skip
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
             inner_row = HALF * (BM // 2) + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
@@ -547,8 +596,8 @@ def hidden_tiles(
 def hidden_kernel(
     e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
-    first, chunk, columns, size, w_stride, all_w_ptr, parts_ptr, sum_desc,
-    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
+    first, chunk, columns, size, w_stride, all_w_ptr, lists_ptr, parts_ptr, sum_desc,
+    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, FILTER: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
     SPLIT: gl.constexpr, PARTS: gl.constexpr,
@@ -568,19 +617,19 @@ def hidden_kernel(
         [
             (hidden_tiles, (
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
-                count_ptr, first, chunk, columns, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
+                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, lists_ptr, parts_ptr,
+                count_ptr, first, chunk, columns, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH, FILTER,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
             )),
             (hidden_tiles, (
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
-                count_ptr, first, chunk, columns, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
+                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, lists_ptr, parts_ptr,
+                count_ptr, first, chunk, columns, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH, FILTER,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
             )),
             (load_tiles, (
-                e_desc, w_desc, e_smem, w_smem, ready, free, count_ptr, first, chunk, columns, size, False,
-                False, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT,
+                e_desc, w_desc, e_smem, w_smem, ready, free, lists_ptr, count_ptr, first, chunk, columns, size, False,
+                FILTER, False, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -590,8 +639,9 @@ def hidden_kernel(
 @gluon.jit
 def weight_tiles(
     out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    count_ptr, first, chunk, start, columns, size, HALF: gl.constexpr,
+    lists_ptr, count_ptr, first, chunk, start, columns, size, HALF: gl.constexpr,
     ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr,
+    FILTER: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
@@ -600,26 +650,25 @@ def weight_tiles(
     # A float32 buffer is added to by the memory, too; a narrow one is read, so that its sum is rounded once.
     IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
+    if FILTER:
+        turns = 0
+        done = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
-        whole = multiply(
-            e_smem,
-            x_smem,
-            ready,
-            free,
-            turn,
-            tile // PROGRAMS,
-            steps,
-            steps,
-            HALF,
-            True,
-            True,
-            BM,
-            BN,
-            STAGES,
-            SKEW,
-            layout,
-        )
+        if FILTER:
+            depth = listed_steps(list_of(lists_ptr, m * BM, chunk, columns, True), steps, FILTER)
+            whole = multiply(
+                e_smem, x_smem, ready, free, turn, turns, done, 1, depth, HALF, True, True, BM, BN, STAGES, SKEW,
+                layout,
+            )  # fmt: skip
+            turns += (depth >= STAGES).to(gl.int32)
+            done += depth
+        else:
+            number = tile // PROGRAMS
+            whole = multiply(
+                e_smem, x_smem, ready, free, turn, number, number, steps, steps, HALF, True, True, BM, BN, STAGES, SKEW,
+                layout,
+            )  # fmt: skip
         top = m * BM + HALF * (BM // 2)
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
@@ -647,8 +696,9 @@ def weight_tiles(
 @gluon.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, sum_ptr, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    first, chunk, start, columns, size,
+    first, chunk, start, columns, size, lists_ptr,
     ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr,
+    FILTER: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
     PARTS: gl.constexpr,
@@ -663,17 +713,17 @@ def weight_kernel(
         [
             (weight_tiles, (
                 out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr,
-                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 0, ADD, FINAL, INTO, SMOOTH,
-                HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                smooth_x_ptr, lists_ptr, count_ptr, first, chunk, start, columns, size, 0, ADD, FINAL, INTO, SMOOTH,
+                HAS_CLASS, FILTER, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (weight_tiles, (
                 out_desc, e_smem, x_smem, staging, ready, free, turn, sum_ptr, scale_ptr, class_weight_ptr,
-                smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 1, ADD, FINAL, INTO, SMOOTH,
-                HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                smooth_x_ptr, lists_ptr, count_ptr, first, chunk, start, columns, size, 1, ADD, FINAL, INTO, SMOOTH,
+                HAS_CLASS, FILTER, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
-                e_desc, x_desc, e_smem, x_smem, ready, free, count_ptr, first, chunk, columns, size, True,
-                True, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False,
+                e_desc, x_desc, e_smem, x_smem, ready, free, lists_ptr, count_ptr, first, chunk, columns, size, True,
+                FILTER, True, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False,
             )),
         ],
         [4, 1], [REGISTERS, 24],

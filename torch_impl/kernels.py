@@ -41,6 +41,10 @@ MOST_PARTS = tl.constexpr(8)
 # A row's target that another rank of a sharded call has; −1 is an id outside the vocabulary.
 ELSEWHERE = tl.constexpr(-2)
 
+# The tiles of e that filter_eps leaves out of the products.
+FILTER_ROWS = tl.constexpr(spec.FILTER_ROWS)
+FILTER_COLUMNS = tl.constexpr(spec.FILTER_COLUMNS)
+
 # What the epilogue of the first product makes.
 SUMS = tl.constexpr(0)  # sums per row only
 ANCHORED = tl.constexpr(1)  # sums, and exponentials relative to the anchor, 0 at the target
@@ -589,6 +593,85 @@ def rescue_kernel(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What filter_eps leaves of a chunk's matrix
+
+
+@triton.jit(do_not_specialize=["first", "chunk", "start"])
+def tiles_kernel(
+    e_ptr, factor_ptr, g_ptr, row_target_ptr, order_ptr, count_ptr, kept_ptr, first, chunk, start, columns, stride, eps,
+    KNOWN_ROWS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """One program, one tile [BR rows, BC entries] of e, SLICE rows at a time: kept[m, n] = whether it is multiplied.
+
+    It is where an element reaches its row's threshold: not |e · factor| < eps |g|, or with KNOWN_ROWS, where e has its
+    factor, not |e| < eps |g|; so a NaN is kept. With KNOWN_ROWS, whose e has the targets' elements, also where it holds
+    one. A row whose g is 0 keeps nothing.
+    """
+    m = tl.program_id(0) // tl.cdiv(columns, BC)
+    n = tl.program_id(0) % tl.cdiv(columns, BC)
+    rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
+    column = n * BC + tl.arange(0, BC)
+    reached = tl.zeros((SLICE,), tl.int32)
+    for begin in tl.static_range(0, BR, SLICE):
+        row = m * BR + begin + tl.arange(0, SLICE)
+        exists = row < rows
+        token = tl.load(order_ptr + first + row, mask=exists, other=0)
+        g = tl.load(g_ptr + token, mask=exists, other=0.0)
+        place = row.to(tl.int64)[:, None] * stride + column[None, :]
+        e = tl.load(e_ptr + place, mask=exists[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
+        if not KNOWN_ROWS:
+            e = e * tl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
+        high = ~(tl.abs(e) < (eps * tl.abs(g))[:, None]) & (column < columns)[None, :]
+        high = tl.max(high.to(tl.int32), 1)
+        if KNOWN_ROWS:
+            local = tl.load(row_target_ptr + row, mask=exists, other=-1) - start - n * BC
+            high = tl.maximum(high, ((local >= 0) & (local < BC)).to(tl.int32))
+        reached = tl.maximum(reached, tl.where(g != 0, high, 0))
+    tl.store(kept_ptr + tl.program_id(0), tl.max(reached, 0).to(tl.int8))
+
+
+@triton.jit
+def lists_kernel(
+    kept_ptr, row_lists_ptr, column_lists_ptr, row_tiles, column_tiles, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program, one list: of row tile m the kept column tiles, or of column tile n the kept row tiles, ascending;
+    its length stands before it. Row tiles' lists are [row_tiles, 1 + column_tiles], the others the other way round.
+    """
+    own = tl.program_id(0)
+    by_row = own < row_tiles
+    own = tl.where(by_row, own, own - row_tiles)
+    others = tl.where(by_row, column_tiles, row_tiles)
+    first = tl.where(by_row, own * column_tiles, own)
+    step = tl.where(by_row, 1, column_tiles)
+    list_ptr = column_lists_ptr + own * (1 + row_tiles)
+    if by_row:
+        list_ptr = row_lists_ptr + own * (1 + column_tiles)
+    length = 0
+    for begin in range(0, others, BLOCK):
+        other = begin + tl.arange(0, BLOCK)
+        kept = (tl.load(kept_ptr + first + other * step, mask=other < others, other=0) != 0).to(tl.int32)
+        tl.store(list_ptr + length + tl.cumsum(kept, 0), other, mask=kept != 0)
+        length += tl.sum(kept, 0)
+    tl.store(list_ptr, length)
+
+
+@triton.jit
+def listed_steps(list_ptr, steps, PER: tl.constexpr):
+    """How many of ``steps`` along a product's depth are in a list of tiles, of PER steps each but for the last tile."""
+    length = tl.load(list_ptr)
+    last = tl.load(list_ptr + length)
+    tiles = tl.cdiv(steps, PER)
+    short = tl.where((length > 0) & (last == tiles - 1), tiles * PER - steps, 0)
+    return length * PER - short
+
+
+@triton.jit
+def listed_step(list_ptr, k, PER: tl.constexpr):
+    """The k-th of them."""
+    return tl.load(list_ptr + 1 + k // PER) * PER + k % PER
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The two products of the gradients
 
 
@@ -640,12 +723,15 @@ def put_hidden(
 def hidden_kernel(
     e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
-    first, chunk, columns, size, w_stride, all_w_ptr,
-    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+    first, chunk, columns, size, w_stride, all_w_ptr, lists_ptr,
+    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr, FILTER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """dX of a chunk from S vocabulary entries; one program owns every PROGRAMS-th tile [BM rows, BN of D]."""
+    """dX of a chunk from S vocabulary entries; one program owns every PROGRAMS-th tile [BM rows, BN of D].
+
+    With FILTER (steps in a tile of the filter) from the entries in the tile's list of :func:`lists_kernel` only.
+    """
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     row_tiles = tl.cdiv(rows, BM)
     column_tiles = tl.cdiv(size, BN)
@@ -654,9 +740,16 @@ def hidden_kernel(
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         value = tl.zeros((BM, BN), tl.float32)
         part = tl.zeros((BM, BN), tl.float32)
-        for k in range(steps):
-            a = e_desc.load([m * BM, k * BK])
-            b = load_tile(w_desc, w_ptr, k * BK, n * BN, columns, size, w_stride, BK, BN, TMA)
+        depth = steps
+        if FILTER:
+            list_ptr = lists_ptr + m * BM // FILTER_ROWS * (1 + tl.cdiv(columns, FILTER_COLUMNS))
+            depth = listed_steps(list_ptr, steps, FILTER)
+        for k in range(depth):
+            step = k
+            if FILTER:
+                step = listed_step(list_ptr, k, FILTER)
+            a = e_desc.load([m * BM, step * BK])
+            b = load_tile(w_desc, w_ptr, step * BK, n * BN, columns, size, w_stride, BK, BN, TMA)
             part = dot(a, b, part, PRECISION)
             value, part = add_part(value, part, k, DEEP)
         value += part
@@ -722,8 +815,9 @@ def finish_hidden_kernel(
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, sum_ptr, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    first, chunk, start, columns, size,
+    first, chunk, start, columns, size, lists_ptr,
     ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, SMOOTH: tl.constexpr, HAS_CLASS: tl.constexpr,
+    FILTER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
@@ -732,6 +826,7 @@ def weight_kernel(
     not FINAL: sum = eᵀ x (+ sum with ADD), float32
     FINAL:     out = scale · (eᵀ x + sum with ADD − k_j Σ_i smooth_i x_i)
     INTO too:  out = sum + scale · (eᵀ x − k_j Σ_i smooth_i x_i), in sum's own dtype; sum is out
+    FILTER:    (steps in a tile of the filter) eᵀ x of the rows in the tile's list of :func:`lists_kernel` only
     """
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     row_tiles = tl.cdiv(columns, BM)
@@ -741,9 +836,16 @@ def weight_kernel(
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         value = tl.zeros((BM, BN), tl.float32)
         part = tl.zeros((BM, BN), tl.float32)
-        for k in range(steps):
-            a = e_desc.load([k * BK, m * BM]).T
-            part = dot(a, x_desc.load([k * BK, n * BN]), part, PRECISION)
+        depth = steps
+        if FILTER:
+            list_ptr = lists_ptr + m * BM // FILTER_COLUMNS * (1 + tl.cdiv(chunk, FILTER_ROWS))
+            depth = listed_steps(list_ptr, steps, FILTER)
+        for k in range(depth):
+            step = k
+            if FILTER:
+                step = listed_step(list_ptr, k, FILTER)
+            a = e_desc.load([step * BK, m * BM]).T
+            part = dot(a, x_desc.load([step * BK, n * BN]), part, PRECISION)
             value, part = add_part(value, part, k, DEEP)
         value += part
         entry = m * BM + tl.arange(0, BM)
