@@ -198,6 +198,25 @@ def bridges_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def filter_table(results: dict[str, Any]) -> str:
+    """A Markdown table of a step without and with filter_eps, and a line of what was left out and what that changed."""
+    lines = [
+        "| tokens × hidden × vocab | gradients | step [ms] | dX [ms] | dW [ms] | tiles judged and listed [ms] |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        sizes = " × ".join(str(row[key]) for key in ("tokens", "hidden", "vocab"))
+        times = " | ".join(f"{row[f'{name}_ms']:.2f}" for name in ("time", "dX", "dW", "judge"))
+        lines.append(f"| {sizes} | {row['variant']} | {times} |")
+    left = f"{100 * results['share']:.0f} % of the tiles are left out at filter_eps = {results['filter_eps']:.2g}"
+    changes = " and ".join(
+        f"{100 * results[f'd{name}_over_bound']:.0f} % of its bound in d{'X' if name == 'hidden' else 'W'}"
+        for name in ("hidden", "weight")
+    )
+    lines += ["", f"{left}; an element changes by at most {changes}."]
+    return "\n".join(lines) + "\n"
+
+
 def sharded_table(torch_rows: list[dict[str, Any]], jax_rows: list[dict[str, Any]]) -> str:
     """A Markdown table of several devices beside one, both frameworks; a device's scratch."""
     lines = [
@@ -246,6 +265,8 @@ def main() -> None:
         (FIGURES / "gpu_jax.md").write_text(gpu_table(on_gpu["jax_rows"]))
     if rows := on_several("bridges.json"):
         (FIGURES / "bridges.md").write_text(bridges_table(rows))
+    if (RESULTS / "filter.json").exists():
+        (FIGURES / "filter.md").write_text(filter_table(json.loads((RESULTS / "filter.json").read_text())))
     if rows := on_several("sharded.json"):
         (FIGURES / "sharded.md").write_text(sharded_table(rows, on_several("sharded_jax.json")))
     results = json.loads((RESULTS / "portable.json").read_text())

@@ -152,7 +152,9 @@ def _apply_recipe(recipe: Recipe, x: Any, w: Any, b: Any, y: Any) -> tuple[Any, 
         x[:, 0], w[:, 0] = 0.0, np.where(even, 0.0, 1.0)  # dX has a direction that comes from the low runs alone
         x[:, -1], w[:, -1] = 5.0, np.where(even & (np.arange(vocab) % 64 == 0), 1.0, 0.0)
         y[:] = np.flatnonzero(even)[y % even.sum()]
-        y[-1:] = min(FILTER_COLUMNS, vocab - 1)  # the only target of a low run
+        y[-1:] = min(FILTER_COLUMNS, vocab - 1)  # the only target of a low run, and with a bias far from likely
+        if b is not None:
+            b[y[-1:]] = -100.0
     elif recipe in ("confident", "confident_wrong"):
         # Targets cycle over few classes; token i's class direction is an axis of its own, so that the class's logit is
         # the product of two numbers, and all other logits are 0.

@@ -91,6 +91,16 @@ class TorchEager:
         grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
         return Outcome(self.numpy(loss), grads, None if stats is None else type(stats)(*map(self.numpy, stats)))
 
+    def filtered_share(
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", **options: Any
+    ) -> float:
+        from logitless import torch_impl
+
+        for name in ("token_weight", "class_weight"):
+            options[name] = self.array(options.get(name))
+        x, w, b = (self.array(values, dtype) for values in (hidden, weight, bias))
+        return float(torch_impl.filtered_share(x, w, self.array(target), b, backend=self.backend, **options))
+
     def run_log_probs(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
         log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
@@ -117,6 +127,13 @@ class TorchEager:
         total.backward()
         grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
         return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads)
+
+
+class TorchTriton(TorchEager):
+    """torch_impl with backend="triton" on the CPU: interpreted."""
+
+    name = "torch_triton"
+    backend = "triton"
 
 
 class TorchEagerCuda(TorchEager):

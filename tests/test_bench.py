@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from implementations import interpreted
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import gpu_check, timing
+from bench import gpu_check, report, timing
 from bench.shapes import SHAPES, Shape
 from bench.variants import Variant, measured_rows
 
@@ -61,6 +62,21 @@ def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "gpu_check.json").read_text())
     # What the part did not come to is left out, not taken from the earlier file.
     assert written == kept | {"jax_machine": {"commit": "new"}, "jax_rows": [{"b": 2}, {"b": 3}]}
+
+
+@interpreted
+def test_a_filtered_step_beside_the_exact_one() -> None:
+    """On interpreted kernels: the second of three runs of the vocabulary is low; the products are found and timed."""
+    from bench import filter as bench_filter
+
+    made = bench_filter.measure(130, 8, 700, rounds=1, repeats=1, device="cpu", dtype="float32")
+    assert made["share"] == pytest.approx(1 / 3)
+    assert {row["variant"] for row in made["rows"]} == {"exact", "filtered"}
+    assert all(row["products_ms"] > 0 for row in made["rows"])
+    assert [row["judge_ms"] > 0 for row in made["rows"]] == [False, True]
+    for name in ("dhidden", "dweight"):
+        assert 0 < made[f"{name}_over_bound"] <= 1
+    assert "33 % of the tiles" in report.filter_table(made)
 
 
 def test_the_shapes_by_name() -> None:

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from implementations import TorchEager, assert_within, problem_named, run_case, truth  # noqa: E402
+from implementations import TorchTriton, assert_within, problem_named, run_case, truth  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
@@ -24,11 +24,6 @@ from logitless.torch_impl import linear_cross_entropy  # noqa: E402
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
 )
-
-
-class TorchTriton(TorchEager):
-    name = "torch_triton"
-    backend = "triton"
 
 
 TRITON = TorchTriton()

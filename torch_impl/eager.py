@@ -675,8 +675,8 @@ class _Accumulators:
             self.bias -= share if self.inputs.class_weight is None else share * self.inputs.class_weight
         if self.inputs.shard.split and self.hidden is not None:
             self.hidden = self._shared_hidden(self.hidden)
-        share = None if self.filter is None else self.filter.share
-        return Gradients(self.hidden, self.weight if self.needs.into is None else None, self.bias, share)
+        filtered = None if self.filter is None else self.filter.share
+        return Gradients(self.hidden, self.weight if self.needs.into is None else None, self.bias, filtered)
 
     def _shared_hidden(self, hidden: Tensor) -> Tensor:
         """dX summed over the ranks, with smoothing's share of it; under sequence parallelism this rank's tokens."""

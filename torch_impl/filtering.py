@@ -54,4 +54,5 @@ def _any_in_tiles(reached: Tensor) -> Tensor:
     """[C, B] to whether any of a tile's elements is set, [C / FILTER_ROWS, B / FILTER_COLUMNS], rounded up."""
     rows, columns = (-size % tile for size, tile in zip(reached.shape, (FILTER_ROWS, FILTER_COLUMNS), strict=True))
     whole = torch.nn.functional.pad(reached, (0, columns, 0, rows))
-    return whole.unflatten(1, (-1, FILTER_COLUMNS)).any(2).unflatten(0, (-1, FILTER_ROWS)).any(1)
+    rows, columns = (size // tile for size, tile in zip(whole.shape, (FILTER_ROWS, FILTER_COLUMNS), strict=True))
+    return whole.view(rows, FILTER_ROWS, columns, FILTER_COLUMNS).any(3).any(1)

@@ -819,8 +819,8 @@ class _Products:
                 k = c.class_weight
                 bias = bias - (share if k is None else share * k)
             bias = bias * scale
-        share = None if self.filter is None or not self.needs.filtered_share else self.filter.share
-        return Gradients(self.hidden, self.weight if self.needs.into is None else None, bias, share)
+        filtered = None if self.filter is None or not self.needs.filtered_share else self.filter.share
+        return Gradients(self.hidden, self.weight if self.needs.into is None else None, bias, filtered)
 
 
 # The end of what is held are products: for torch.compile an operation of its own.

@@ -1,0 +1,265 @@
+"""filter_eps: which tiles are left out of the gradients, that nothing else is, and that the error has its bound.
+
+What is exactly left out is judged on problems where no element is near the threshold; the bound on drawn ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import (
+    ALL,
+    TorchEager,
+    TorchTriton,
+    assert_within,
+    filter_bounds,
+    ideal_errors,
+    interpreted,
+    options_of,
+    plan_for,
+    problem_named,
+    run_case,
+    truth,
+    truth_outputs,
+)
+from test_memory import measured_scratch
+
+from logitless import ChunkPlan
+from logitless.problems import Problem
+from logitless.reference import FilterCut
+from logitless.spec import LossOptions
+from logitless.tolerances import allowance, error
+
+# Of ALL, those that filter; the kernels of PyTorch interpreted beside them.
+NAMES = ("torch_eager", "torch_eager_cuda", "torch_triton_cuda")
+IMPLEMENTATIONS = [parameter for parameter in ALL if parameter.values[0].name in NAMES]
+IMPLEMENTATIONS += [pytest.param(TorchTriton(), id="torch_triton", marks=interpreted)]
+every_filtering_one = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+
+EPS = 2.0**-8
+# Three tiles of rows, five of the vocabulary, of which the second and the fourth are low.
+LOW_RUNS = Problem("low_runs", (3, 100), 24, 1200, options=LossOptions(filter_eps=EPS), bias=True, recipe="low_runs")
+# Interpreted kernels are slow: two tiles of rows, three of the vocabulary.
+SMALL = dataclasses.replace(LOW_RUNS, name="low_runs_small", shape=(140,), hidden=9, vocab=700)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one_chunk": {"order": "tokens"},
+    "chunks": {"order": "tokens", "chunk": 96},
+    "two_pass": {"order": "tokens", "chunk": 96, "one_pass": False},
+    "slices": {"order": "vocab", "chunk": 640},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignored": {"ignored": 0.4, "upstream": -3.0},
+    "smooth": {"label_smoothing": 0.1, "z_loss": 1e-3, "logit_scale": 0.9, "class_weight": "positive"},
+    "cap": {"softcap": 30.0, "token_weight": "mask"},
+    "not_separable": {"softcap": 30.0, "label_smoothing": 0.1, "reduction": "sum"},
+    "none": {"reduction": "none", "ignored": 0.3},
+}
+
+
+def made_of(problem: Problem, options: dict[str, Any]) -> Problem:
+    """The problem with changes to itself and to its loss options."""
+    own = {name: value for name, value in options.items() if hasattr(problem, name)}
+    return dataclasses.replace(problem, **own).with_options(**{k: v for k, v in options.items() if k not in own})
+
+
+def chosen_plan(impl: Any, problem: Problem, kind: str) -> ChunkPlan:
+    wanted = dict(KINDS[kind])
+    if kind == "one_chunk":
+        wanted["chunk"] = problem.tokens
+    if problem.options.reduction == "none":
+        wanted["one_pass"] = False
+    return plan_for(problem, fused=impl.backend in ("triton", "pallas"), padded=impl.backend == "pallas", **wanted)
+
+
+def cut_of(impl: Any, problem: Problem, chosen: ChunkPlan) -> FilterCut:
+    """How this implementation counts tiles under this plan."""
+    kernels = impl.backend in ("triton", "pallas")
+    one_pass = chosen.one_pass and problem.options.separable and problem.options.reduction != "none"
+    return FilterCut(
+        chunk=chosen.token_chunk,
+        block=None if chosen.order == "tokens" else chosen.vocab_chunk,
+        drops_ignored=kernels,
+        keeps_targets=not one_pass or (kernels and problem.dtype == "float16"),
+    )
+
+
+def share_of(impl: Any, problem: Problem, **more: Any) -> float:
+    case = problem.case()
+    return impl.filtered_share(
+        case.hidden, case.weight, case.target, case.bias, dtype=problem.dtype, **(options_of(case) | more)
+    )
+
+
+def runs() -> list[Any]:
+    """Every implementation with every kind of plan and all options, dtypes in turn; interpreted kernels with few."""
+    made = []
+    for parameter in IMPLEMENTATIONS:
+        impl = parameter.values[0]
+        slow = impl.backend == "triton" and not impl.on_gpu
+        dtypes = ("float32", "float16") if slow else ("bfloat16", "float32", "float16", "float64")
+        for number, (kind, options) in enumerate((k, o) for k in KINDS for o in OPTIONS):
+            if not slow or number % 5 == 0:
+                dtype = dtypes[(number // 5 if slow else number) % len(dtypes)]
+                ident = f"{impl.name}-{kind}-{options}-{dtype}"
+                made.append(pytest.param(impl, kind, options, dtype, id=ident, marks=parameter.marks))
+    return made
+
+
+@pytest.mark.parametrize(("impl", "kind", "options", "dtype"), runs())
+def test_low_tiles_are_left_out_and_nothing_else(impl: Any, kind: str, options: str, dtype: str) -> None:
+    base = SMALL if impl.backend == "triton" and not impl.on_gpu else LOW_RUNS
+    problem = made_of(base, OPTIONS[options]).with_dtype(dtype)
+    chosen = chosen_plan(impl, problem, kind)
+    cut = cut_of(impl, problem, chosen)
+    assert_within(problem, run_case(impl, problem.case(), plan=chosen), cut)
+    assert 0.05 < truth(problem, cut).filtered_share < 0.6
+    assert share_of(impl, problem, plan=chosen) == np.float32(truth(problem, cut).filtered_share)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("base", [LOW_RUNS, SMALL], ids=lambda problem: problem.name)
+def test_what_is_left_out_is_far_beyond_the_tolerance(base: Problem, dtype: str) -> None:
+    """Else the test above could not fail."""
+    problem = base.with_dtype(dtype)
+    exact, ideal = truth_outputs(problem.with_options(filter_eps=None)), ideal_errors(problem)
+    for name in ("dhidden", "dweight"):
+        assert error(exact[name], truth_outputs(problem)[name]) > 4 * allowance(ideal[name], dtype), name
+
+
+@every_filtering_one
+@pytest.mark.parametrize(("kind", "dtype"), [("one_chunk", "float32"), ("slices", "float16")])
+def test_nothing_low_is_the_exact_gradient_bit_by_bit(impl: Any, kind: str, dtype: str) -> None:
+    problem = SMALL.with_options(filter_eps=None, label_smoothing=0.1).with_dtype(dtype)
+    chosen, case = chosen_plan(impl, problem, kind), problem.case()
+    exact = run_case(impl, case, plan=chosen)
+    made = run_case(impl, case, plan=chosen, filter_eps=1e-30)
+    assert np.array_equal(made.loss, exact.loss)
+    for name, grad in exact.grads.items():
+        assert np.array_equal(made.grads[name], grad), name
+
+
+@every_filtering_one
+@pytest.mark.parametrize("kind", ["one_chunk", "slices"])
+def test_everything_low_leaves_targets_and_smoothing(impl: Any, kind: str) -> None:
+    problem = SMALL.with_options(filter_eps=1e6, label_smoothing=0.1)
+    chosen = chosen_plan(impl, problem, kind)
+    cut = cut_of(impl, problem, chosen)
+    assert_within(problem, run_case(impl, problem.case(), plan=chosen), cut)
+    assert share_of(impl, problem, plan=chosen) == np.float32(truth(problem, cut).filtered_share)
+    assert (kind == "slices") == (truth(problem, cut).filtered_share < 1.0)
+
+
+drawn = st.builds(
+    Problem,
+    name=st.just("drawn"),
+    shape=st.tuples(st.integers(1, 300)),
+    hidden=st.integers(1, 6),
+    vocab=st.integers(1, 700),
+    dtype=st.sampled_from(["float64", "float32", "bfloat16", "float16"]),
+    options=st.builds(
+        LossOptions,
+        reduction=st.sampled_from(["mean", "sum", "none"]),
+        label_smoothing=st.sampled_from([0.0, 0.1]),
+        z_loss=st.sampled_from([0.0, 1e-2]),
+        logit_scale=st.sampled_from([1.0, 3.0]),
+        softcap=st.sampled_from([None, 3.0]),
+        filter_eps=st.sampled_from([1e-3, 0.01, 0.1, 1.0]),
+    ),
+    bias=st.booleans(),
+    ignored=st.sampled_from([0.0, 0.5]),
+    token_weight=st.sampled_from(["none", "mask", "random"]),
+    class_weight=st.sampled_from(["none", "positive", "signed"]),
+    upstream=st.sampled_from([1.0, -2.0]),
+    seed=st.integers(0, 10**6),
+)
+# What one rounding, and in float32 the order of a sum, may add to the threshold of every element.
+ROUNDING = {"float64": 1e-13, "float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def assert_bounded(impl: Any, problem: Problem, kind: str) -> None:
+    """|δdX_id| ≤ ε |g_i| Σ_j |w_jd| and |δdW_jd| ≤ ε Σ_i |g_i| |x_id|; the loss and db are exact."""
+    case, chosen = problem.case(), chosen_plan(impl, problem, kind)
+    exact = run_case(impl, case, plan=chosen, filter_eps=None)
+    made = run_case(impl, case, plan=chosen)
+    eps, rounding = problem.options.filter_eps, ROUNDING[problem.dtype]
+    for name, bound in zip(("hidden", "weight"), filter_bounds(case, eps + rounding), strict=True):
+        change, rounded = np.abs(made.grads[name] - exact.grads[name]), rounding * np.abs(exact.grads[name])
+        assert np.all(change <= bound + rounded), name
+    assert np.array_equal(made.loss, exact.loss, equal_nan=True)
+    if case.bias is not None:
+        assert np.array_equal(made.grads["bias"], exact.grads["bias"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(drawn, st.sampled_from(list(KINDS)))
+def test_the_error_has_its_bound(problem: Problem, kind: str) -> None:
+    pytest.importorskip("torch", reason="the implementation at hand is PyTorch's")
+    assert_bounded(TorchEager(), problem, kind)
+
+
+@every_filtering_one
+@pytest.mark.parametrize(("name", "kind"), [("odd_all", "one_chunk"), ("odd_none_most", "two_pass")])
+def test_the_error_has_its_bound_with_every_option(impl: Any, name: str, kind: str) -> None:
+    problem = problem_named(name).with_options(filter_eps=0.1, softcap=None)
+    assert_bounded(impl, dataclasses.replace(problem, vocab=300), kind)
+
+
+@every_filtering_one
+def test_rows_without_weight_keep_no_tile(impl: Any) -> None:
+    """Of 140 tokens the first 128 have weight 0: kernels and plain operations agree that their tiles are left out."""
+    problem = dataclasses.replace(SMALL, name="weightless").with_options(filter_eps=1e-30)
+    case = problem.case()
+    given = {"token_weight": np.where(np.arange(140) < 128, 0.0, 1.0).astype(np.float32)}
+    options = options_of(case) | given | {"plan": chosen_plan(impl, problem, "one_chunk")}
+    share = impl.filtered_share(case.hidden, case.weight, case.target, case.bias, dtype="float32", **options)
+    assert share == 0.5
+
+
+@interpreted
+def test_rows_that_do_not_exist_are_not_read() -> None:
+    """56 of 140 tokens are valid, so the second half of the first tile's rows was never written."""
+    import torch
+
+    problem = dataclasses.replace(SMALL, name="few_rows", hidden=4)
+    case = problem.case()
+    case.target[56:] = problem.options.ignore_index
+    torch.use_deterministic_algorithms(True)  # what is not written is NaN
+    try:
+        made = run_case(TorchTriton(), case, plan=chosen_plan(TorchTriton(), problem, "one_chunk"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(np.isfinite(grad).all() for grad in made.grads.values())
+
+
+@every_filtering_one
+@pytest.mark.parametrize("value", [0, 0.0, -1e-3, float("nan"), float("inf"), True, "1e-3"])
+def test_bad_values_are_named(impl: Any, value: Any) -> None:
+    case = SMALL.case()
+    with pytest.raises((TypeError, ValueError), match=r"filter_eps: got .*, allowed is a"):
+        run_case(impl, case, filter_eps=value)
+    with pytest.raises((TypeError, ValueError), match=r"filter_eps: got .*, allowed is a"):
+        share_of(impl, SMALL, filter_eps=value)
+
+
+@every_filtering_one
+def test_a_share_needs_a_threshold(impl: Any) -> None:
+    with pytest.raises(TypeError, match="filter_eps: got None, allowed is a Python number"):
+        share_of(impl, SMALL, filter_eps=None)
+
+
+@every_filtering_one
+@pytest.mark.parametrize("kind", ["one_chunk", "chunks", "two_pass", "slices"])
+def test_scratch_stays_within_the_promise(impl: Any, kind: str) -> None:
+    small = impl.backend == "triton" and not impl.on_gpu
+    tokens, hidden, vocab = (140, 16, 700) if small else (512, 128, 8192)
+    problem = dataclasses.replace(SMALL, shape=(tokens,), hidden=hidden, vocab=vocab)
+    chosen = chosen_plan(impl, problem, kind)
+    used = measured_scratch(impl, chosen, "float32", False, {"filter_eps": 1e-3, "label_smoothing": 0.1})
+    assert used <= chosen.scratch_bytes, f"{used / 2**20:.2f} MiB of {chosen.scratch_bytes / 2**20:.2f} promised"
