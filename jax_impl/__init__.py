@@ -1,6 +1,6 @@
 """Linear cross-entropy for JAX; the same names as :mod:`logitless.torch_impl`."""
 
-from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
+from logitless.jax_impl.api import filtered_share, linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.gather import padded_index_gather
 from logitless.jax_impl.logits_loss import cross_entropy
 from logitless.jax_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
@@ -13,6 +13,7 @@ __all__ = [
     "cross_entropy",
     "distillation_loss",
     "dpo_loss",
+    "filtered_share",
     "global_normalizer",
     "linear_cross_entropy",
     "linear_log_probs",

@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 
 from logitless import spec
-from logitless.jax_impl import fused, parallel
-from logitless.jax_impl.parallel import AxisName, Shard
+from logitless.jax_impl import fused, parallel, vjp
+from logitless.jax_impl.parallel import WHOLE, AxisName, Shard
 from logitless.jax_impl.vjp import Arrays, Call, log_probs_and_entropy, loss_and_stats
 from logitless.jax_impl.xla import accumulation_dtype
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
@@ -76,7 +76,12 @@ def linear_cross_entropy(
         softcap: greater than 0, or None.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or an array without
             axes, constant.
-        filter_eps: None: exact gradients, the only choice of this backend.
+        filter_eps: None: exact gradients. A number ε > 0 leaves out of both gradient products the tiles (128 tokens ×
+            256 vocabulary entries) of the logits' gradient G in which every element has |G_ij| < ε |g_i|, with g_i =
+            upstream · t_i · logit_scale / normalizer: an approximation, |δdX_id| ≤ ε |g_i| Σ_j |w_jd| and |δdW_jd| ≤
+            ε Σ_i |g_i| |x_id|. Exact stay the loss, db, the targets' elements and label smoothing's constant part.
+            :func:`filtered_share` tells how much it saves: on heads of real models little at thresholds that hurt as
+            little as bfloat16 does. Source: gradient filtering of arXiv:2411.09009.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
         backend: "pallas" (kernels for bfloat16 and float16 on Hopper GPUs, or on a CPU under
@@ -111,6 +116,48 @@ def linear_cross_entropy(
     )  # fmt: skip
     loss, stats = loss_and_stats(call, _arrays(arrays))
     return (loss, stats) if return_stats else loss
+
+
+def filtered_share(
+    hidden: Array,
+    weight: Array,
+    target: Array,
+    bias: Array | None = None,
+    *,
+    filter_eps: float,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    token_weight: Array | None = None,
+    class_weight: Array | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    normalizer: Array | float | None = None,
+    plan: ChunkPlan | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Array:
+    """The share of its gradient's tiles that :func:`linear_cross_entropy` leaves out with these arguments, and with the
+    upstream gradient 1.
+
+        share = tiles left out / tiles of tokens × vocabulary, of all chunks and blocks of the plan
+
+    It costs the forward of a loss whose gradients are made with it, or a forward and the logits again; no gradient is
+    made, and nothing waits for the device.
+
+    Arguments as for :func:`linear_cross_entropy`. Returns float32 without axes, without gradient.
+    """
+    if filter_eps is None:
+        raise TypeError("filter_eps: got None, allowed is a Python number: without one nothing is left out")
+    arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
+    call = loss_call(
+        arrays, WHOLE, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+        logit_scale=logit_scale, softcap=softcap, filter_eps=filter_eps, plan=plan, memory_budget=memory_budget,
+        backend=backend,
+    )  # fmt: skip
+    share: Array = vjp.filtered_share(call, jax.lax.stop_gradient(_arrays(arrays)))
+    return share
 
 
 def linear_log_probs(
@@ -167,9 +214,8 @@ def loss_call(
 ) -> Call:
     """The call that :func:`linear_cross_entropy` makes on one device, its arguments checked."""
     spec.check_backend(backend, BACKENDS)
-    spec.check_filter_eps(filter_eps, backend or "xla")
     check_plan_argument(plan, memory_budget)
-    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps)
     _check_arrays(arrays, shard)
     _check_normalizer(arrays.normalizer, reduction)
     _check_targets(arrays.target, shard.vocab or arrays.weight.shape[0], ignore_index)

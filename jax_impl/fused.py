@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.jax_impl import xla
+from logitless.jax_impl.filtering import any_in_tiles
 from logitless.jax_impl.xla import Gradients, Inputs, KnownRows, Needs, TokenSums
 from logitless.planning import PADDED_HIDDEN, PADDED_VOCAB, ChunkPlan, round_up
-from logitless.spec import LOWEST_ANCHOR, RESCUE_NATS, LossOptions
+from logitless.spec import FILTER_COLUMNS, FILTER_ROWS, LOWEST_ANCHOR, RESCUE_NATS, LossOptions
 
 try:
     from logitless.jax_impl import kernels
@@ -157,13 +158,17 @@ class _Call:
         o = self.options
         return kernels.Logits(mode, columns or self.vocab, o.logit_scale, o.softcap, group=self.group, **more)
 
+    def hits(self, target: Array, start: Any, columns: int, height: int) -> Array:
+        """How many targets lie in ``height`` rows of a column tile: [rows / height, column tiles] int32."""
+        tiles = -(-columns // kernels.TILE_COLUMNS)
+        tile = (target - start) // kernels.TILE_COLUMNS
+        part = jnp.arange(self.rows, dtype=jnp.int32) // height
+        hits = jnp.zeros((self.rows // height, tiles), jnp.int32)
+        return hits.at[part, jnp.where(target >= start, tile, tiles)].add(1, mode="drop")
+
     def first_product(self, rows: _Rows, start: Any = 0, columns: int | None = None) -> dict[str, Any]:
         """What every first product reads."""
-        tiles = -(-(columns or self.vocab) // kernels.TILE_COLUMNS)
-        tile = (rows.target - start) // kernels.TILE_COLUMNS
-        part = jnp.arange(self.rows, dtype=jnp.int32) // kernels.WARPGROUP_ROWS
-        hits = jnp.zeros((self.rows // kernels.WARPGROUP_ROWS, tiles), jnp.int32)
-        hits = hits.at[part, jnp.where(rows.target >= start, tile, tiles)].add(1, mode="drop")
+        hits = self.hits(rows.target, start, columns or self.vocab, kernels.WARPGROUP_ROWS)
         made = {"tiles": rows.tiles, "start": jnp.asarray(start, jnp.int32).reshape(1), "x": rows.x, "w": self.weight}
         made |= {"target": rows.target, "hits": hits}
         if self.limit is not None:
@@ -404,6 +409,16 @@ class _State(NamedTuple):
     weight: Array | None = None  # [V, D], or the upper halves of its float32 sum
     low: Array | None = None  # [V, D] int16: the lower halves
     bias: Array | None = None  # [V] float32
+    tiles: Array | None = None  # [2] int32: how many filter_eps left out, and of how many
+
+
+def _lists(kept: Array, run: int, steps: Any) -> Array:
+    """[lists, 1 + …] int32 for a product's tiles: how many steps of its depth a row of ``kept`` takes, then which tiles
+    of e those are, ascending. A tile is ``run`` of the ``steps`` there are, the last one what remains."""
+    number = jnp.arange(kept.shape[1], dtype=jnp.int32)
+    length = jnp.clip(steps - number * run, 0, run)
+    count = jnp.where(kept, length, 0).sum(axis=1, keepdims=True, dtype=jnp.int32)
+    return jnp.concatenate([count, jnp.sort(jnp.where(kept, number, kept.shape[1]), stable=False)], axis=1)
 
 
 class _Products:
@@ -425,10 +440,35 @@ class _Products:
         smooth = jnp.where(rows.exists, self.smooth[rows.token], 0.0)
         return {"smooth": smooth, "weighted_rows": self.call.along_size(self.smoothing.weighted_rows)}
 
+    def filtered(
+        self, state: _State, rows: _Rows, e: Array, start: Any, columns: int, factors: _Factors | None
+    ) -> tuple[_State, Array | None]:
+        """Which tiles of a block e filter_eps leaves in dX and dW, [row tiles, tiles of S] bool; None: all of them.
+
+        e is one reduction's operand; a NaN is not below a threshold. The target's element, where it is added apart
+        (``factors``), is 0 in e; else its tile is kept.
+        """
+        c = self.call
+        if c.options.filter_eps is None:
+            return state, None
+        g = jnp.where(rows.exists, self.g[rows.token], 0.0)
+        here = slice(e.shape[0])
+        size = jnp.abs(e.astype(jnp.float32))
+        if factors is not None:
+            size = size * jnp.abs(factors.factor[here, None])
+        below = size < (c.options.filter_eps * jnp.abs(g))[here, None]
+        kept = any_in_tiles(~below & (g != 0)[here, None])
+        if factors is None:
+            kept = kept | (c.hits(jnp.where(g != 0, rows.target, -1), start, columns, FILTER_ROWS) > 0)
+        number = -(-rows.number[0] // FILTER_ROWS) * kept.shape[1]
+        count = jnp.stack([number - kept.sum(dtype=jnp.int32), number])
+        return state._replace(tiles=count if state.tiles is None else state.tiles + count), kept
+
     def hidden(
-        self, state: _State, rows: _Rows, e: Array, start: Any, factors: _Factors | None, scale: Array | None
-    ) -> _State:
-        """dX from a block e; scale: what the rows still lack when no other block follows."""
+        self, state: _State, rows: _Rows, e: Array, start: Any, factors: _Factors | None, scale: Array | None,
+        kept: Array | None,
+    ) -> _State:  # fmt: skip
+        """dX from a block e; scale: what the rows still lack when no other block follows; kept: of :meth:`filtered`."""
         c = self.call
         if not self.needs.hidden:
             return state
@@ -436,8 +476,11 @@ class _Products:
             scale = None  # other devices' shares follow
         arguments = {"tiles": rows.tiles, "first": rows.first, "start": _index(start), "e": e, "w": c.weight}
         whole = c.columns >= c.vocab
+        if kept is not None:
+            run = FILTER_COLUMNS // kernels.STEP
+            arguments["lists"] = _lists(kept, run, e.shape[1] // kernels.STEP)
         if factors is not None:
-            width = kernels.gradient_columns(rows.tiles.shape[0] - 1, c.padded_size)
+            width = kernels.gradient_columns(rows.tiles.shape[0] - 1, c.padded_size, kept is None)
             more = round_up(c.padded_size, width) - c.padded_size
             target_rows = jnp.pad(c.weight[jnp.maximum(rows.target, 0)], ((0, 0), (0, more)))
             arguments |= {"factor": factors.factor, "element": factors.element, "target_rows": target_rows}
@@ -450,14 +493,17 @@ class _Products:
         return state._replace(hidden=made["out"])
 
     def weight(
-        self, state: _State, rows: _Rows, e: Array, x: Array, start: Any, columns: int, scale: Array | None
+        self, state: _State, rows: _Rows, e: Array, x: Array, start: Any, columns: int, scale: Array | None,
+        kept: Array | None,
     ) -> _State:  # fmt: skip
         """dW of a block, added to the sum if there is one; scale: what the entries still lack when no other chunk
-        follows."""
+        follows; kept: of :meth:`filtered`."""
         c = self.call
         if not self.needs.weight:
             return state
         arguments = {"rows": rows.number, "start": _index(start), "e": e, "x": x}
+        if kept is not None:
+            arguments["lists"] = _lists(kept.T, FILTER_ROWS // kernels.STEP, -(-rows.number // kernels.STEP))
         outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(c.weight.shape, c.dtype)}
         adds = state.low is not None
         if scale is None:
@@ -619,8 +665,9 @@ def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple
     def chunk(carry: Any, first: Any) -> Any:
         vectors, state = carry
         made = _forward(c, first, p.g, statistics)
-        state = p.weight(state, made.rows, made.e, made.x, 0, c.vocab, None)
-        state = p.hidden(state, made.rows, made.e, 0, made.factors, None)
+        state, kept = p.filtered(state, made.rows, made.e, 0, c.vocab, made.factors)
+        state = p.weight(state, made.rows, made.e, made.x, 0, c.vocab, None, kept)
+        state = p.hidden(state, made.rows, made.e, 0, made.factors, None, kept)
         state = p.bias(state, made.rows, made.e, 0, c.vocab, made.factors.factor)
         return collect(vectors, made), state
 
@@ -653,17 +700,19 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
     scale = (unit * upstream).astype(jnp.float32)
     rows = c.rows_at(jnp.int32((c.chunks - 1) * c.chunk))
     single = c.chunks == 1
-    state = p.weight(held.state, rows, held.e, held.x, 0, c.vocab, scale)
+    state, kept = p.filtered(held.state, rows, held.e, 0, c.vocab, held.factors)
+    state = p.weight(state, rows, held.e, held.x, 0, c.vocab, scale, kept)
     if state.weight is not None:
         # dX's operand is gathered when dW's is not needed any more.
         weight, target = lax.optimization_barrier((state.weight, rows.target))
         weight = _add_targets(c, weight, held.values, scale.reshape(1))
         state, rows = state._replace(weight=weight), rows._replace(target=target)
-    state = p.hidden(state, rows, held.e, 0, held.factors, scale if single else None)
+    state = p.hidden(state, rows, held.e, 0, held.factors, scale if single else None, kept)
     return Gradients(
         p.finished_hidden(state.hidden, scale),
         p.finished_weight(state.weight),
         p.finished_bias(held.state.bias, scale),
+        state.tiles,
     )
 
 
@@ -716,6 +765,7 @@ def _known_gradients(c: _Call, known: KnownRows, g: Array, needs: Needs) -> Grad
         p.finished_hidden(state.hidden, unit),
         p.finished_weight(state.weight),
         p.finished_bias(state.bias, unit),
+        state.tiles,
     )
 
 
@@ -750,8 +800,9 @@ def _known_chunks(c: _Call, p: _Products, known: KnownRows) -> _State:
     def chunk(state: _State, first: Any, final: bool = False) -> _State:
         rows = c.rows_at(first)
         e = _known_matrix(c, p, known, rows, 0, c.vocab)
-        state = p.weight(state, rows, e, rows.x, 0, c.vocab, p.unit if final else None)
-        state = p.hidden(state, rows, e, 0, None, p.unit)
+        state, kept = p.filtered(state, rows, e, 0, c.vocab, None)
+        state = p.weight(state, rows, e, rows.x, 0, c.vocab, p.unit if final else None, kept)
+        state = p.hidden(state, rows, e, 0, None, p.unit, kept)
         return p.bias(state, rows, e, 0, c.vocab, None)
 
     state = _State()
@@ -767,8 +818,9 @@ def _known_slices(c: _Call, p: _Products, known: KnownRows) -> _State:
 
     def part(state: _State, start: Any, columns: int) -> _State:
         e = _known_matrix(c, p, known, rows, start, columns)
-        state = p.weight(state, rows, e, rows.x, start, columns, p.unit)
-        state = p.hidden(state, rows, e, start, None, None)
+        state, kept = p.filtered(state, rows, e, start, columns, None)
+        state = p.weight(state, rows, e, rows.x, start, columns, p.unit, kept)
+        state = p.hidden(state, rows, e, start, None, None, kept)
         return p.bias(state, rows, e, start, columns, None)
 
     full, rest = divmod(c.vocab, c.columns)

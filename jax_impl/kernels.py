@@ -75,25 +75,25 @@ def can_interpret() -> bool:
     return bool(jax.__version_info__ >= (0, 11))
 
 
-def pair() -> int:
+def pair(paired: bool = True) -> int:
     """Programs of a pair. The interpreter knows no clusters."""
-    return 1 if interpreted() else PAIR
+    return 1 if interpreted() or not paired else PAIR
 
 
-def programs() -> int:
+def programs(paired: bool = True) -> int:
     """Pairs of persistent programs: one program per multiprocessor."""
     if interpreted():
         return 2
     device = jax.devices()[0]
-    return (int(device.core_count) if device.platform == "gpu" else MULTIPROCESSORS) // pair()
+    return (int(device.core_count) if device.platform == "gpu" else MULTIPROCESSORS) // pair(paired)
 
 
 def _launch(
     body: Callable[[dict[str, Any]], None], arguments: dict[str, Any], outputs: dict[str, Any], *, name: str,
-    grid: int, threads: int | None, scratch: dict[str, Any] | None = None,
+    grid: int, threads: int | None, scratch: dict[str, Any] | None = None, paired: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Run ``body`` on references by name. An argument that is a jax.Ref is written in place: read it by ``written``.
-    With ``threads`` (warpgroups), the grid is of pairs of programs.
+    With ``threads`` (warpgroups), the grid is of pairs of programs if they are ``paired``.
 
     The barriers keep XLA from fusing a slice of an argument, or the place in a larger array that an output goes to,
     with the kernel (dynamic_slice_fusion), as it does under jax.vmap and lax.scan. Such a fusion loses what a kernel
@@ -110,8 +110,8 @@ def _launch(
     threaded: dict[str, Any] = {}
     if threads is not None:
         threaded = {"num_threads": threads, "thread_name": "warpgroup"}
-        if pair() > 1:
-            threaded |= {"cluster": (pair(),), "cluster_names": ("pair",)}
+        if pair(paired) > 1:
+            threaded |= {"cluster": (pair(paired),), "cluster_names": ("pair",)}
     # Not plgpu.kernel: its rule for jax.vmap refuses references in jax 0.10.
     call: Any = pl.kernel(
         kernel,
@@ -190,6 +190,31 @@ class _Operand:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Depth:
+    """How tiles go through a product's depth: all through all of it, or each through what its list names."""
+
+    steps: Any
+    """Of the whole depth."""
+    lists: Any = None
+    """[lists, 1 + …] int32: how many steps, then the runs of steps, ascending."""
+    run: int = 1
+    """Steps of a run: all but the depth's last one have as many."""
+    share: int = 1
+    """Row tiles, one after the other, that have a list in common."""
+
+    def of(self, tile: _Tile) -> Any:
+        """How many steps a tile takes."""
+        return self.steps if self.lists is None else self.lists[lax.div(tile.m, self.share), 0]
+
+    def place(self, tile: _Tile, k: Any) -> Any:
+        """Where along the depth a tile's step k lies."""
+        if self.lists is None:
+            return k
+        run = self.lists[lax.div(tile.m, self.share), 1 + lax.div(k, self.run)]
+        return run * self.run + lax.rem(k, self.run)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Tile:
     """Where one warpgroup's half of a tile lies: its first row and column, and the tile's number along both."""
 
@@ -218,12 +243,12 @@ SHAPE = (WARPGROUP_ROWS, TILE_COLUMNS)
 
 
 def _product(
-    a: _Operand, b: _Operand, tiles: tuple[Any, Any], steps: Any, *, group: int, row_tile: Callable[[Any], Any],
+    a: _Operand, b: _Operand, tiles: tuple[Any, Any], depth: _Depth, *, group: int, row_tile: Callable[[Any], Any],
     begin: Callable[[_Tile], None] | None, epilogue: Callable[[_Tile, Any], None], stages: int = STAGES,
     width: int = TILE_COLUMNS,
 ) -> None:  # fmt: skip
-    """Σ_k a_ik b_kj over ``steps`` blocks of depth, for tiles[0] × tiles[1] tiles, ``width`` columns wide, that the
-    programs share.
+    """Σ_k a_ik b_kj over the blocks of ``depth``, for tiles[0] × tiles[1] tiles, ``width`` columns wide, that the
+    programs share. Programs whose tiles have lists are not paired: a pair takes its steps together.
 
     ``row_tile`` says which row tile the i-th is. The tile numbers go through the columns in groups of ``group`` row
     tiles, for the L2 cache. begin(tile) runs before a tile's first multiplication, epilogue(tile, value) after the
@@ -235,9 +260,10 @@ def _product(
     """
     shapes = a.shape(TILE_ROWS), b.shape(width)
     dtype = a.reference.dtype
-    paced = jnp.asarray(steps) >= stages  # else the first warpgroup could be two tiles ahead
-    paired = pair() > 1
-    pairs = pl.cdiv(tiles[0], pair()), tiles[1]
+    paced = jnp.asarray(depth.steps) >= stages  # else the first warpgroup could be two tiles ahead
+    together = pair(paired=depth.lists is None)
+    paired = together > 1
+    pairs = pl.cdiv(tiles[0], together), tiles[1]
     barrier: Any = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if paired else plgpu.Barrier
 
     @functools.partial(
@@ -253,29 +279,41 @@ def _product(
         warpgroup = lax.axis_index("warpgroup")
         rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
-        def each_tile(work: Callable[[_Tile, Any], None]) -> None:
-            """work(tile, its first step's number) for the program's tiles."""
+        def each_tile(work: Callable[[_Tile, Any, Any, Any], None]) -> None:
+            """work(tile, its first step's number, how many it has, whether it is paced) for the program's tiles."""
 
-            @plgpu.nd_loop((pairs[0] * pairs[1],), collective_axes="program")
-            def _(info: Any) -> None:
-                i, n = plgpu.planar_snake(info.index[0], pairs, 0, group // pair())
+            def tile_of(info: Any) -> _Tile:
+                i, n = plgpu.planar_snake(info.index[0], pairs, 0, group // together)
                 i = i * PAIR + lax.axis_index("pair") if paired else i
                 exists = i < tiles[0]  # or the pair's other program has the last row tile
                 m = row_tile(jnp.minimum(i, tiles[0] - 1))
-                work(_Tile(m, n, warpgroup, width, exists), info.local_index * steps)
+                return _Tile(m, n, warpgroup, width, exists)
 
-        def load(tile: _Tile, number: Any) -> None:
+            loop: Any = functools.partial(plgpu.nd_loop, (pairs[0] * pairs[1],), collective_axes="program")
+            if depth.lists is None:
+                loop()(lambda info: work(tile_of(info), info.local_index * depth.steps, depth.steps, paced))
+                return
+
+            def in_turn(info: Any, carry: Any) -> Any:
+                tile = tile_of(info)
+                steps = depth.of(tile)
+                work(tile, carry, steps, steps >= stages)
+                return carry + steps
+
+            loop(init_carry=jnp.int32(0))(in_turn)
+
+        def load(tile: _Tile, number: Any, steps: Any, paced: Any) -> None:
             def step(k: Any, _: None) -> None:
-                slot = lax.rem(number + k, stages)
+                slot, place = lax.rem(number + k, stages), depth.place(tile, k)
                 plgpu.barrier_wait(free.at[slot])
-                own, shared = a.block(TILE_ROWS, tile.m, k), b.block(width, tile.n, k)
+                own, shared = a.block(TILE_ROWS, tile.m, place), b.block(width, tile.n, place)
                 plgpu.copy_gmem_to_smem(own, a_slots.at[slot], ready.at[slot])
                 receivers = "pair" if paired else None
                 plgpu.copy_gmem_to_smem(shared, b_slots.at[slot], ready.at[slot], collective_axes=receivers)
 
             lax.fori_loop(0, steps, step, None)
 
-        def multiply(tile: _Tile, number: Any) -> None:
+        def multiply(tile: _Tile, number: Any, steps: Any, paced: Any) -> None:
             @functools.partial(pl.run_scoped, total=_PLGPU.ACC((WARPGROUP_ROWS, width), jnp.float32))
             def accumulate(total: Any) -> None:
                 pl.when(paced & (warpgroup == 1))(lambda: plgpu.barrier_wait(turn))
@@ -462,7 +500,7 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
             _Operand(r["x"], depth_first=False),
             _Operand(r["w"], depth_first=False, start=start),
             (r["tiles"][0], config.column_tiles),
-            pl.cdiv(r["x"].shape[1], STEP),
+            _Depth(pl.cdiv(r["x"].shape[1], STEP)),
             group=config.group,
             row_tile=lambda i: r["tiles"][i + 1],
             begin=None,
@@ -557,12 +595,12 @@ def _known(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, 
 # The two products of the gradients
 
 
-def gradient_columns(row_tiles: int, size: int) -> int:
+def gradient_columns(row_tiles: int, size: int, paired: bool = True) -> int:
     """How wide a gradient's tiles are over ``size`` columns: the width with which the programs' turns are shortest."""
 
     def turns(width: int) -> int:
-        tiles = -(-row_tiles // pair()) * -(-size // width)
-        return -(-tiles // programs()) * width
+        tiles = -(-row_tiles // pair(paired)) * -(-size // width)
+        return -(-tiles // programs(paired)) * width
 
     return min(GRADIENT_COLUMNS, key=turns)
 
@@ -638,14 +676,18 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
     Arguments:
         tiles [1 + …] int32 as for :func:`logits`; first, start [1] int32.
         e [C, S], w [V, D]; factor, element [rows] float32 and target_rows [rows, tiles of D]: w_y, in one pass.
+        lists: [row tiles, 1 + ⌈S / 256⌉] int32, where tiles of e are left out: how many steps of the depth a row tile
+        takes, then the tiles of e that they are in. Programs are not paired then.
         scale [1] float32; smooth [rows], weighted_rows [tiles of D] float32 with label smoothing.
     ``outputs`` (or a reference): out [≥ first + C, D]. With ``adds`` a reference.
     """
 
+    paired = "lists" not in arguments
+
     def body(r: dict[str, Any]) -> None:
         out, first = r["out"], _scalar(r, "first")
         size = r["w"].shape[1]
-        tile_width = gradient_columns(r["tiles"].shape[0] - 1, size)
+        tile_width = gradient_columns(r["tiles"].shape[0] - 1, size, paired)
 
         def part_of(matrix: Any, tile: _Tile) -> Any:
             return matrix.at[pl.ds(first + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
@@ -678,7 +720,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
             _Operand(r["e"], depth_first=False),
             _Operand(r["w"], depth_first=True, start=_scalar(r, "start")),
             (r["tiles"][0], pl.cdiv(size, tile_width)),
-            r["e"].shape[1] // STEP,
+            _Depth(r["e"].shape[1] // STEP, r.get("lists"), spec.FILTER_COLUMNS // STEP),
             group=group,
             row_tile=lambda i: r["tiles"][i + 1],
             begin=begin,
@@ -689,8 +731,8 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
 
     out: Any = outputs.get("out", arguments.get("out"))
     return _launch(
-        body, arguments, outputs, name="hidden", grid=programs(), threads=MULTIPLYING + 1,
-        scratch=_gradient_scratch({"out": out.dtype}, {"out": out.dtype} if adds else {}),
+        body, arguments, outputs, name="hidden", grid=programs(paired), threads=MULTIPLYING + 1,
+        scratch=_gradient_scratch({"out": out.dtype}, {"out": out.dtype} if adds else {}), paired=paired,
     )  # fmt: skip
 
 
@@ -713,18 +755,21 @@ def weight(
 
     Arguments:
         rows, start: [1] int32: how many rows of e and x there are; the first vocabulary entry.
-        e [C, S], x [C, D]; low [V, D] int16 where ``adds``; scale [1] float32; smooth_x [tiles of D] and class_weight
-        [tiles of V] float32 with label smoothing.
+        e [C, S], x [C, D]; lists [⌈S / 256⌉, 1 + row tiles] int32 as for :func:`hidden`, of 256 entries each.
+        low [V, D] int16 where ``adds``; scale [1] float32; smooth_x [tiles of D] and class_weight [tiles of V] float32
+        with label smoothing.
     ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Without rows, sums stay as they
     are.
     """
     final = "scale" in arguments
+    paired = "lists" not in arguments
 
     def body(r: dict[str, Any]) -> None:
         out, start = r["out"], _scalar(r, "start")
         rows = r["rows"][0]
+        run, share = spec.FILTER_ROWS // STEP, spec.FILTER_COLUMNS // TILE_ROWS
         row_tiles: Any = pl.cdiv(columns, TILE_ROWS)
-        tile_width = gradient_columns(row_tiles, r["x"].shape[1])
+        tile_width = gradient_columns(row_tiles, r["x"].shape[1], paired)
         if adds and not final:
             row_tiles = jnp.where(rows > 0, row_tiles, 0)
 
@@ -753,7 +798,7 @@ def weight(
             _Operand(r["e"], depth_first=True),
             _Operand(r["x"], depth_first=True),
             (row_tiles, pl.cdiv(r["x"].shape[1], tile_width)),
-            lax.div(rows + (STEP - 1), STEP),
+            _Depth(lax.div(rows + (STEP - 1), STEP), r.get("lists"), run, share),
             group=group,
             row_tile=lambda i: i,
             begin=begin,
@@ -765,8 +810,8 @@ def weight(
     halves = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int16}
     staged = {"out": halves["out"]} if final else halves
     return _launch(
-        body, arguments, outputs, name="weight", grid=programs(), threads=MULTIPLYING + 1,
-        scratch=_gradient_scratch(staged, halves if adds else {}),
+        body, arguments, outputs, name="weight", grid=programs(paired), threads=MULTIPLYING + 1,
+        scratch=_gradient_scratch(staged, halves if adds else {}), paired=paired,
     )  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def _cotangents(gradients: xla.Gradients, likes: tuple[Any, ...], shard: Shard) 
             return None
         return parallel.matched(gradient.astype(like.dtype).reshape(like.shape), like.varying)
 
-    hidden, weight, bias = (cast(gradient, like) for gradient, like in zip(gradients, likes, strict=True))
+    hidden, weight, bias = (cast(gradient, like) for gradient, like in zip(gradients[:3], likes, strict=True))
     return (Arrays(hidden, weight, bias, None, None, None, None),)
 
 
@@ -215,9 +215,11 @@ def _loss(call: Call, arrays: Arrays) -> tuple[Array, TokenStats | None]:
     return _loss_from_sums(call, arrays)[0]
 
 
-def loss_forward(call: Call, arrays: Arrays, needs: xla.Needs) -> tuple[tuple[Array, TokenStats | None], Any]:
-    """(loss, statistics), and what :func:`loss_gradients` needs."""
-    if not (call.one_pass and any(needs)):
+def loss_forward(
+    call: Call, arrays: Arrays, needs: xla.Needs, tiles: bool = False
+) -> tuple[tuple[Array, TokenStats | None], Any]:
+    """(loss, statistics), and what :func:`loss_gradients` needs; ``tiles``: to count what filter_eps leaves out."""
+    if not (call.one_pass and (any(needs) or tiles)):
         return _loss_from_sums(call, arrays)
     inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
@@ -269,6 +271,16 @@ def loss_gradients(call: Call, kept: Any, needs: xla.Needs, upstream: Array) -> 
 
 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
+
+
+def _filtered_share(call: Call, arrays: Arrays) -> Array:
+    """The share of the tiles that the loss's gradient for upstream 1 leaves out: that gradient without its products."""
+    nothing = xla.Needs(False, False, False)
+    (loss, _), kept = loss_forward(call, arrays, nothing, tiles=True)
+    made = loss_gradients(call, kept, nothing, jnp.ones_like(loss)).tiles
+    assert made is not None
+    share: Array = made[0] / jnp.maximum(made[1], 1)
+    return share.astype(jnp.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -328,3 +340,4 @@ _log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
 # Compiled once for a Call and shapes, also when the caller does not use jax.jit.
 loss_and_stats = jax.jit(_loss, static_argnums=0)
 log_probs_and_entropy = jax.jit(_log_probs, static_argnums=0)
+filtered_share = jax.jit(_filtered_share, static_argnums=0)

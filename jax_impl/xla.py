@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.jax_impl import parallel
+from logitless.jax_impl.filtering import TileFilter
 from logitless.jax_impl.parallel import WHOLE, Shard
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
@@ -93,6 +94,8 @@ class Gradients(NamedTuple):
     hidden: Array | None
     weight: Array | None
     bias: Array | None
+    tiles: Array | None = None
+    """[2] int32: how many tiles filter_eps left out, and of how many; None without it."""
 
 
 class TokenSums(NamedTuple):
@@ -609,9 +612,14 @@ class _Accumulators:
         smoothing: _Smoothing | None,
         g: Array,
         hidden_dtype: Any,
+        options: LossOptions,
+        *,
+        anchored: bool,
     ) -> None:
+        """``anchored``: whether a row's target is apart from what its exponentials are made of: it keeps no tile."""
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
         self.dtype, self.hidden_dtype = inputs.accumulation_dtype, hidden_dtype
+        self.options, self.anchored = options, anchored
         self.low = inputs.hidden.dtype != self.dtype
         # Several chunks add to dW in the accumulation dtype; a single one finishes each block in the weight's.
         self.direct = plan.weight_accumulator or not self.low
@@ -630,12 +638,21 @@ class _Accumulators:
             hidden=jnp.zeros(self.inputs.hidden.shape, self.hidden_dtype) if self.needs.hidden else None,
             weight=jnp.zeros((vocab, size), weight_dtype) if self.needs.weight else None,
             bias=jnp.zeros(vocab, self.dtype) if self.needs.bias else None,
+            tiles=None if self.options.filter_eps is None else jnp.zeros(2, jnp.int32),
         )
         return zeros, jnp.zeros(size, self.dtype)
 
+    def filter(self, first: Any, target: Array) -> TileFilter | None:
+        """What judges the chunk of the tokens from ``first``."""
+        if self.options.filter_eps is None:
+            return None
+        g = _take(self.g, first, target.shape[0])
+        return TileFilter.of(self.options.filter_eps, g, self.unit, target, keeps_targets=not self.anchored)
+
     def add_chunk(
-        self, state: tuple[Gradients, Array], first: Any, x: Array, factor: Array, matrix: Callable[[Any, int], Array]
-    ) -> tuple[Gradients, Array]:
+        self, state: tuple[Gradients, Array], first: Any, x: Array, factor: Array, target: Array,
+        matrix: Callable[[Any, int], Array],
+    ) -> tuple[Gradients, Array]:  # fmt: skip
         """The products of the tokens from ``first``. matrix(start, size): their block of E, which lacks ``factor``."""
         gradients, smooth_x = state
         tokens = x.shape[0]
@@ -646,13 +663,17 @@ class _Accumulators:
         # matrix is rounded anyway, so it is rounded once, factor included, and x is read as it came.
         element_factor = factor if self.unit is None else factor / self.unit
         scaled_x = x if self.low else x * factor[:, None]
+        low_tiles = self.filter(first, target)
 
         def block(carry: Any, start: Any, size: int) -> Any:
-            hidden_part, weight, bias = carry
+            hidden_part, weight, bias, tiles = carry
             e = matrix(start, size)
             if bias is not None:
                 bias = _put(bias, _take(bias, start, size) + e.T @ factor, start)
             operand = (e * element_factor[:, None]).astype(x.dtype) if self.low else e
+            if low_tiles is not None:
+                operand, count = low_tiles.leave_out(operand, None if self.low else factor, start)
+                tiles = tiles + count
             if hidden_part is not None:
                 rows = _take(self.inputs.weight, start, size)
                 hidden_part = hidden_part + _product(operand, rows, self.dtype)
@@ -663,16 +684,16 @@ class _Accumulators:
                 else:
                     part = self._finish_weight(part, smooth_x, start, size).astype(weight.dtype)
                 weight = _put(weight, part, start)
-            return hidden_part, weight, bias
+            return hidden_part, weight, bias, tiles
 
         hidden_part = jnp.zeros(x.shape, self.dtype) if self.needs.hidden else None
-        carry = (hidden_part, gradients.weight, gradients.bias)
+        carry = (hidden_part, gradients.weight, gradients.bias, gradients.tiles)
         carry = _for_slices(self.plan.vocab, self.plan.vocab_chunk, block, carry)
-        hidden_part, weight, bias = carry
+        hidden_part, weight, bias, tiles = carry
         hidden = gradients.hidden
         if hidden is not None and hidden_part is not None:
             hidden = _put(hidden, self._finish_hidden(hidden_part, factor, g).astype(hidden.dtype), first)
-        return Gradients(hidden, weight, bias), smooth_x
+        return Gradients(hidden, weight, bias, tiles), smooth_x
 
     def _finish_hidden(self, part: Array, factor: Array, g: Array) -> Array:
         """Row factors on dX, and smoothing's share of it."""
@@ -702,7 +723,7 @@ class _Accumulators:
         if bias is not None and self.smoothing is not None:
             share = self.smoothing.factor * self.g.sum()
             bias = bias - (share if self.inputs.class_weight is None else share * self.inputs.class_weight)
-        return Gradients(gradients.hidden, weight, bias)
+        return gradients._replace(weight=weight, bias=bias)
 
 
 def one_pass(dtype: Any) -> bool:
@@ -712,8 +733,8 @@ def one_pass(dtype: Any) -> bool:
 
 def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
     """What :func:`loss_gradients` left, times the upstream scalar."""
-    made = (None if gradient is None else gradient.astype(upstream.dtype) * upstream for gradient in held)
-    return Gradients(*made)
+    hidden, weight, bias = (None if part is None else part.astype(upstream.dtype) * upstream for part in held[:3])
+    return Gradients(hidden, weight, bias, held.tiles)
 
 
 def loss_gradients(
@@ -727,7 +748,7 @@ def loss_gradients(
     dtype, shard = inputs.accumulation_dtype, inputs.shard
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
-    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype)
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, options, anchored=True)
 
     def chunk(carry: Any, first: Any, tokens: int) -> Any:
         all_sums, state, e = carry
@@ -764,7 +785,7 @@ def loss_gradients(
             return jnp.where(_is_target(target, start, size), element[:, None], _take_block(e, tokens, start, size))
 
         factor = _take(g, first, tokens) * alpha / (running.s + running.e_target())
-        state = accumulators.add_chunk(state, first, x, factor, matrix)
+        state = accumulators.add_chunk(state, first, x, factor, target, matrix)
         return _put_sums(all_sums, part, first), state, e
 
     empty = _empty_sums(inputs, options.label_smoothing > 0, statistics)
@@ -805,12 +826,12 @@ def known_gradients(
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan: one block [C, B] at a time.
 
-    g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part reads it.
+    g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part and filter_eps read it.
     """
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # Devices' shares of dX are rounded after they are summed.
     hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
-    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype)
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, options, anchored=False)
 
     def chunk(state: Any, first: Any, tokens: int) -> Any:
         x = _rows_of(inputs, first, tokens)
@@ -821,6 +842,6 @@ def known_gradients(
             k = None if inputs.class_weight is None else _take(inputs.class_weight, start, size)
             return _known_block(z, known, first, target, start, k, options, inputs.shard.limit())
 
-        return accumulators.add_chunk(state, first, x, _take(known.factor, first, tokens), matrix)
+        return accumulators.add_chunk(state, first, x, _take(known.factor, first, tokens), target, matrix)
 
     return accumulators.finish(_for_slices(plan.tokens, plan.token_chunk, chunk, accumulators.start()))

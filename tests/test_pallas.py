@@ -19,7 +19,11 @@ import jax.numpy as jnp  # noqa: E402
 from implementations import JaxPallas, JaxPallasCuda, assert_within, problem_named, run_case, truth  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
-from logitless.jax_impl import kernels, linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.jax_impl import filtered_share, kernels, linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.jax_impl.fused import _lists  # noqa: E402
+from logitless.problems import Problem  # noqa: E402
+from logitless.reference import FilterCut  # noqa: E402
+from logitless.spec import LossOptions  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
 
 PALLAS = JaxPallas()
@@ -63,6 +67,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "odd": {"sizes": (188, 31, 123)},
     "one": {"sizes": (1, 7, 1)},
     "head": {"sizes": (4096, 4096, 128256)},
+    "filter": {"filter_eps": 1e-3, "bias": True},
+    "filter_chunks_smooth": {
+        "filter_eps": 1e-3,
+        "plan": {"order": "tokens", "chunk": 72},
+        "class_weight": True,
+        **SMOOTH,
+    },
+    "filter_vocab_all": {"filter_eps": 1e-3, "plan": {"order": "vocab", "chunk": 256}, **ALL},
+    "filter_two_pass": {"filter_eps": 1e-3, "plan": TWO_PASS, "reduction": "none", "dtype": "float16"},
+    "filter_odd": {"filter_eps": 1e-3, "sizes": (188, 31, 123)},
 }
 
 
@@ -93,6 +107,19 @@ def test_lowers_for_cuda(name: str, compiled: None) -> None:
     assert "dot_general" not in text  # no product is left to XLA
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_filtered_share_lowers_for_cuda_without_a_gradient(reduction: Any, compiled: None) -> None:
+    shape = jax.ShapeDtypeStruct
+    x, w, y = shape((200, 192), jnp.bfloat16), shape((1000, 192), jnp.bfloat16), shape((200,), jnp.int32)
+
+    def share(x: Any, w: Any, y: Any) -> Any:
+        return filtered_share(x, w, y, filter_eps=1e-3, reduction=reduction, backend="pallas")
+
+    text = lowered(share, x, w, y)
+    assert ("logits_known" in text) == (reduction == "none")
+    assert not any(f"{name}_mosaic_gpu" in text for name in ("hidden", "weight", "column_sums"))
+
+
 def test_log_probs_lower_for_cuda(compiled: None) -> None:
     shape = jax.ShapeDtypeStruct
     x, w, y = shape((200, 192), jnp.bfloat16), shape((1000, 192), jnp.bfloat16), shape((200,), jnp.int32)
@@ -110,7 +137,7 @@ def test_log_probs_lower_for_cuda(compiled: None) -> None:
 def test_gradients_are_as_wide_as_their_turns_are_short(
     row_tiles: int, size: int, width: int, compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "programs", lambda: 66)  # pairs on an H100 or H200
+    monkeypatch.setattr(kernels, "programs", lambda paired: 66)  # pairs on an H100 or H200
     assert kernels.gradient_columns(row_tiles, size) == width
 
 
@@ -233,6 +260,68 @@ def test_log_probs_and_entropy(interpreter: None) -> None:
     true = reference.linear_log_probs(x, w, y, **upstream)
     assert error(made.log_prob, true.log_prob) <= TINY["bfloat16"]
     assert error(made.entropy, true.entropy) <= TINY["bfloat16"]
+
+
+def index(value: int) -> Any:
+    return jnp.full(1, value, jnp.int32)
+
+
+def assert_lists_leave_out(kept: Any, rows: int, size: int, step: int) -> None:
+    """The products of the tiles that are ``kept``, [row tiles, tiles of 256 entries], against those of a matrix with
+    zeros in the others: the same bits, with a depth that ends within a tile."""
+    tokens, vocab = 128 * kept.shape[0] - 120, 256 * kept.shape[1] - 128
+    keys = jax.random.split(jax.random.key(0), 3)
+    e = jax.random.normal(keys[0], (tokens, vocab), jnp.bfloat16).at[rows:].set(0.0)
+    x, w = (jax.random.normal(key, (n, size), jnp.bfloat16) for key, n in zip(keys[1:], (tokens, vocab), strict=True))
+    masked = jnp.where(jnp.repeat(jnp.repeat(kept, 128, 0), 256, 1)[:tokens, :vocab], e, jnp.zeros((), e.dtype))
+    tiles = jnp.arange(-1, kept.shape[0], dtype=jnp.int32).at[0].set(kept.shape[0])
+
+    def hidden(e: Any, more: Any) -> Any:
+        out = {"out": jax.ShapeDtypeStruct((tokens, size), jnp.float32)}
+        arguments = {"tiles": tiles, "first": index(0), "start": index(0), "e": e, "w": w}
+        return kernels.hidden(arguments | more, out, adds=False)["out"]
+
+    def weight(e: Any, more: Any) -> Any:
+        out = jax.new_ref(jnp.ones((vocab, size)))
+        arguments = {"rows": index(rows), "start": index(0), "e": e, "x": x, "out": out}
+        kernels.weight(arguments | more, {}, columns=vocab, adds=True)
+        return kernels.written(out)
+
+    lists = _lists(kept, 256 // step, vocab // step), _lists(kept.T, 128 // step, -(-index(rows) // step))
+    for product, own in zip((hidden, weight), lists, strict=True):
+        whole, filtered = jax.jit(product)(masked, {}), jax.jit(product)(e, {"lists": own})
+        assert np.array_equal(np.asarray(whole), np.asarray(filtered)), product.__name__
+
+
+@needs_interpreter
+def test_products_take_the_steps_of_their_lists(interpreter: None) -> None:
+    """Tiles with all, some and no steps, one after the other in two programs."""
+    kept = jnp.asarray([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
+    assert_lists_leave_out(kept, rows=257, size=320, step=kernels.STEP)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 1.0])
+def test_products_take_the_steps_of_their_lists_on_a_gpu(share: float, hopper: None) -> None:
+    """Many tiles a program: of fewer steps than slots, of more, and of none, in any order."""
+    kept = jax.random.uniform(jax.random.key(1), (40, 130)) < share
+    assert_lists_leave_out(kept, rows=4900, size=1096, step=kernels.STEP)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("order", ["tokens", "vocab"])
+def test_low_tiles_are_left_out(order: Any, interpreter: None) -> None:
+    """By the forward's exponentials, and where lse is known; the middle one of three tiles is low."""
+    sizes: dict[str, Any] = {"tokens": 20, "hidden": 16, "vocab": 600}
+    problem = Problem(
+        "low_runs_tiny", (20,), 16, 600, "bfloat16", LossOptions(filter_eps=2.0**-8), bias=True, ignored=0.2,
+        recipe="low_runs", seed=3,  # the low tile's only target is ignored
+    )  # fmt: skip
+    chosen = plan(**sizes, dtype="bfloat16", fused=True, padded=True, order=order, chunk=512)
+    cut = FilterCut(block=512, drops_ignored=True, keeps_targets=order == "vocab")
+    exact = truth(problem.with_options(filter_eps=None))
+    assert error(exact.hidden_grad, truth(problem, cut).hidden_grad) > 0.05
+    assert_within(problem, run_case(PALLAS, problem.case(), plan=chosen), cut)
 
 
 @needs_interpreter

@@ -31,6 +31,7 @@ from logitless.jax_impl import (  # noqa: E402
 )
 from logitless.jax_impl.memory import temp_bytes  # noqa: E402
 from logitless.problems import Problem  # noqa: E402
+from logitless.reference import FilterCut  # noqa: E402
 from logitless.spec import LossOptions  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
 
@@ -111,6 +112,25 @@ def plan_of(problem: Problem, order: Any, chunk: int) -> Any:
     """One device's plan."""
     sizes = {"tokens": problem.tokens, "hidden": problem.hidden, "vocab": -(-problem.vocab // DEVICES)}
     return plan(**sizes, dtype=problem.dtype, order=order, chunk=chunk, device="cpu")
+
+
+@pytest.mark.case(26)
+@pytest.mark.parametrize(("how", "reduction"), [("shard_map", "mean"), ("sequence", "sum"), ("wrapper", "none")])
+def test_each_device_leaves_out_its_own_low_tiles(how: str, reduction: Any) -> None:
+    problem = Problem(
+        "low_runs_cut",
+        (140,),
+        9,
+        1990,
+        options=LossOptions(reduction, filter_eps=2.0**-8),
+        bias=True,
+        recipe="low_runs",
+    )
+    tokens, devices = (70, 2) if how == "wrapper" else (140, 4)
+    cut = FilterCut(chunk=tokens, block=-(-problem.vocab // devices), keeps_targets=reduction == "none")
+    exact = truth(problem.with_options(filter_eps=None))
+    assert error(exact.hidden_grad, truth(problem, cut).hidden_grad) > 0.05
+    assert_within(problem, run_case(Sharded(how), problem.case()), cut)
 
 
 @pytest.mark.case(26)
