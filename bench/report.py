@@ -217,6 +217,16 @@ def filter_table(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def logits_table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of the loss on given logits beside a bare copy of as many bytes."""
+    lines = ["| step | time [ms] | × a bare copy | GB/s | scratch [MiB] |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        if "time_ms" in row:
+            values = f"{row['time_ms']:.2f} | {row['over_floor']:.2f} | {row['gb_per_s']:.0f}"
+            lines.append(f"| {row['variant']} | {values} | {row['scratch_bytes'] / 2**20:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
 def sharded_table(torch_rows: list[dict[str, Any]], jax_rows: list[dict[str, Any]]) -> str:
     """A Markdown table of several devices beside one, both frameworks; a device's scratch."""
     lines = [
@@ -352,6 +362,8 @@ def main() -> None:
         (FIGURES / "bridges.md").write_text(bridges_table(rows))
     if (RESULTS / "filter.json").exists():
         (FIGURES / "filter.md").write_text(filter_table(json.loads((RESULTS / "filter.json").read_text())))
+    if rows := on_several("logits.json"):
+        (FIGURES / "logits.md").write_text(logits_table(rows))
     if rows := on_several("sharded.json"):
         (FIGURES / "sharded.md").write_text(sharded_table(rows, on_several("sharded_jax.json")))
     models_and_heads()

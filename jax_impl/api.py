@@ -6,6 +6,7 @@ Mirror of torch_impl/api.py; the names, arguments, defaults and meanings are the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -266,16 +267,24 @@ def _backend(name: str | None, arrays: Arrays, cut: bool = True) -> str:
 
     ``cut``: whether what runs are parts of the arrays, on one device each.
     """
-    hidden = arrays.hidden
-    device, dtype = _device(hidden), str(hidden.dtype)
-    reason = fused.unavailable(device, dtype)
+    reason = None
     if parallel.tracked():
         reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; sharded_linear_cross_entropy does"
     elif not cut and any(map(_spread, arrays)):
         reason = "its kernels run on one device; sharded_linear_cross_entropy runs them on every device's part"
-    elif name == "pallas" and isinstance(hidden, jax.core.Tracer):
+    return _chosen_backend(name, arrays.hidden, reason, fused.unavailable)
+
+
+def _chosen_backend(
+    name: str | None, array: Any, reason: str | None, unavailable: Callable[[Any, str], str | None]
+) -> str:
+    """:func:`_backend` for kernels that run on ``array`` unless there is a ``reason`` why not or ``unavailable`` says
+    one."""
+    device, dtype = _device(array), str(array.dtype)
+    if reason is None:
         # What is traced may be compiled for another device than JAX's default one.
-        reason = fused.unavailable(None, dtype)
+        traced = name == "pallas" and isinstance(array, jax.core.Tracer)
+        reason = unavailable(None if traced else device, dtype)
     if name == "pallas" and reason is not None:
         raise spec.unavailable_error(name, reason, usable="xla")
     if name is None:

@@ -42,18 +42,26 @@ GROUP_BYTES = 8 * 2**20
 
 def unavailable(device: Any, dtype: str) -> str | None:
     """Why these kernels cannot run on ``device`` (None: not known while tracing), or None."""
+    reason = unusable(device, dtype, DTYPES)
+    if reason is not None or device is None or device.platform != "gpu":
+        return reason
+    if not str(getattr(device, "compute_capability", "")).startswith("9."):
+        return "its kernels need an NVIDIA GPU of compute capability 9 (Hopper)"
+    return None
+
+
+def unusable(device: Any, dtype: str, dtypes: tuple[str, ...]) -> str | None:
+    """Why no Pallas kernel for ``dtypes`` can run on ``device``, whatever GPU that is, or None."""
     if kernels is None:
         return "absl-py is not installed, which JAX's Pallas modules for GPUs import"
-    if dtype not in DTYPES:
-        return f"its kernels take bfloat16 and float16, not {dtype}"
+    if dtype not in dtypes:
+        return f"its kernels take {', '.join(dtypes[:-1])} and {dtypes[-1]}, not {dtype}"
     if device is None:
         return None
     if device.platform == "cpu" and kernels.interpreted():
         return None if kernels.can_interpret() else f"jax {jax.__version__} cannot interpret its kernels, 0.11 can"
     if device.platform != "gpu":
         return f"its kernels need a CUDA device, not {device.platform}"
-    if not str(getattr(device, "compute_capability", "")).startswith("9."):
-        return "its kernels need an NVIDIA GPU of compute capability 9 (Hopper)"
     return None
 
 

@@ -160,3 +160,48 @@ def test_a_step_that_does_not_compile_says_so_when_it_runs() -> None:
     gpu_jax.compile_all([step])
     with pytest.raises(NotImplementedError, match="not here"):
         step()
+
+
+def test_the_bench_of_given_logits_measures_what_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="the bench is of both frameworks")
+    pytest.importorskip("jax", reason="the bench is of both frameworks")
+    from bench import logits
+
+    monkeypatch.setattr(timing, "WARM_S", 1e-3)
+    monkeypatch.setattr(timing, "TIMED_S", 1e-3)
+    rows = logits.measure(4, 300, 1, with_peers=False)
+    made = {row["variant"]: row for row in rows}
+    assert len(made) == len(rows) == 11
+    portable = {"floor", "torch.nn.functional", "jnp, log_softmax"}
+    portable |= {f"{ours}{place}" for ours in ("torch, eager", "jax, xla") for place in ("", ", in place")}
+    for name, row in made.items():
+        assert "time_ms" in row or name not in portable, row
+        if "time_ms" in row:
+            assert row["gb_per_s"] * row["time_ms"] * 1e6 == pytest.approx(3 * 4 * 300 * 2)
+
+
+def test_steps_in_place_leave_the_gradient_where_the_logits_were() -> None:
+    torch = pytest.importorskip("torch", reason="the bench is of both frameworks")
+    jax = pytest.importorskip("jax", reason="the bench is of both frameworks")
+    from bench import logits
+    from logitless import jax_impl, torch_impl
+
+    arrays, seen = logits.TorchArrays(4, 300), []
+
+    def loss(z: Any, y: Any) -> Any:
+        seen.append(z.detach())
+        return torch_impl.cross_entropy(z, y, inplace_backward=True)
+
+    (true,) = arrays.step(torch_impl.cross_entropy)()
+    step = arrays.overwriting_step(loss)
+    step()
+    assert torch.equal(seen[0], true)
+    step()
+    assert seen[0].data_ptr() == seen[1].data_ptr()
+    z, y = jax.numpy.asarray(arrays.logits.float().cpu().numpy()), jax.numpy.asarray(arrays.target.cpu().numpy())
+    (true,) = jax.jit(jax.grad(jax_impl.cross_entropy, argnums=(0,)))(z, y)
+    donated = logits.DonatedStep(jax_impl.cross_entropy, z, y)
+    given = donated.logits
+    donated()
+    assert given.is_deleted()
+    assert np.array_equal(donated.logits, true)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from compiled_kernels import compiled_by
-from implementations import JaxXla, TorchEager, in_every_torch_place, interpreted, options_of, problem_named
+from compiled_text import copies
+from implementations import (
+    JaxPallasCuda,
+    JaxXla,
+    TorchEager,
+    in_every_torch_place,
+    interpreted,
+    options_of,
+    problem_named,
+)
 
 from logitless import reference
 from logitless.rounding import round_to
@@ -71,6 +83,8 @@ class TorchLogitsInPlaceCuda(TorchLogitsCuda):
 class JaxLogits(JaxXla):
     """jax_impl.cross_entropy."""
 
+    in_place = False
+
     def loss(self, logits: Any, target: Any, *, dtype: str = "float32", upstream: Any = 1.0, **options: Any) -> Any:
         import jax
         import jax.numpy as jnp
@@ -81,12 +95,51 @@ class JaxLogits(JaxXla):
             for name in ("token_weight", "class_weight"):
                 options[name] = self.array(options.get(name))
             given, ids = self.array(logits, dtype), self.array(target)
+            kept = np.array(given)
             loss, backward, stats = jax.vjp(
-                lambda z: cross_entropy(z, ids, return_stats=True, **options), given, has_aux=True
+                lambda z: cross_entropy(
+                    z, ids, backend=self.backend, inplace_backward=self.in_place, return_stats=True, **options
+                ),
+                given,
+                has_aux=True,
             )
             (made,) = backward(jnp.broadcast_to(jnp.asarray(upstream, loss.dtype), loss.shape))
             assert made.dtype == given.dtype
+            assert np.asarray(given).tobytes() == kept.tobytes()  # JAX's arrays are values, in place or not
             return self.numpy(loss), self.numpy(made), type(stats)(*map(self.numpy, stats))
+
+
+class JaxLogitsPallas(JaxLogits):
+    """The kernels, interpreted."""
+
+    name = "jax_pallas"
+    backend = "pallas"
+    in_place = True
+
+    @contextlib.contextmanager
+    def precision(self, dtype: str) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch, super().precision(dtype):
+            patch.setenv("LOGITLESS_PALLAS_INTERPRET", "1")
+            yield
+
+
+class JaxLogitsCuda(JaxLogits):
+    """The kernels on the GPU."""
+
+    name = "jax_pallas_cuda"
+    backend = "pallas"
+    on_gpu = True
+
+    @contextlib.contextmanager
+    def precision(self, dtype: str) -> Iterator[None]:
+        JaxPallasCuda.skip_unless_hopper()
+        with super().precision(dtype):
+            yield
+
+
+class JaxLogitsInPlaceCuda(JaxLogitsCuda):
+    name = "jax_pallas_in_place_cuda"
+    in_place = True
 
 
 def _installed(name: str) -> bool:
@@ -95,6 +148,22 @@ def _installed(name: str) -> bool:
 
 needs_torch = pytest.mark.skipif(not _installed("torch"), reason="torch is not installed")
 needs_jax = pytest.mark.skipif(not _installed("jax"), reason="jax is not installed")
+
+
+def _interprets_pallas() -> bool:
+    if not (_installed("jax") and _installed("absl")):
+        return False
+    import jax
+
+    from logitless.jax_impl import kernels
+
+    return kernels.can_interpret() and jax.default_backend() == "cpu"
+
+
+needs_interpreter = pytest.mark.skipif(
+    not _interprets_pallas(), reason="interpreting Pallas kernels takes jax 0.11, absl-py and a CPU as JAX's device"
+)
+needs_absl = pytest.mark.skipif(not _installed("absl"), reason="absl-py is not installed")
 IMPLEMENTATIONS = (
     pytest.param(TorchLogits(), id="torch_eager", marks=needs_torch),
     pytest.param(TorchLogitsInPlace(), id="torch_eager_in_place", marks=needs_torch),
@@ -102,6 +171,9 @@ IMPLEMENTATIONS = (
     pytest.param(JaxLogits(), id="jax_xla", marks=needs_jax),
     pytest.param(TorchLogitsCuda(), id="torch_triton_cuda", marks=[needs_torch, pytest.mark.gpu]),
     pytest.param(TorchLogitsInPlaceCuda(), id="torch_triton_in_place_cuda", marks=[needs_torch, pytest.mark.gpu]),
+    pytest.param(JaxLogitsPallas(), id="jax_pallas_in_place", marks=needs_interpreter),
+    pytest.param(JaxLogitsCuda(), id="jax_pallas_cuda", marks=[needs_jax, pytest.mark.gpu]),
+    pytest.param(JaxLogitsInPlaceCuda(), id="jax_pallas_in_place_cuda", marks=[needs_jax, pytest.mark.gpu]),
 )
 every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
@@ -123,7 +195,10 @@ def given_of(name: str, dtype: str, most: int = 16) -> tuple[Any, Any, dict[str,
 
 
 def dtypes_of(impl: Any) -> tuple[str, ...]:
-    """Interpreted kernels cut bfloat16 off where they should round; none has float64; XLA takes a second to compile."""
+    """Triton's interpreter cuts bfloat16 off where it should round; no kernel has float64; XLA takes a second to
+    compile."""
+    if impl.backend == "pallas":
+        return ("float32", "bfloat16", "float16") if impl.on_gpu else ("float32", "bfloat16")
     if impl.backend == "triton":
         return ("float32", "bfloat16", "float16") if impl.on_gpu else ("float32", "float16")
     return ("float32", "bfloat16", "float64", *(("float16",) if impl.backend == "eager" else ()))
@@ -214,7 +289,6 @@ def test_signatures_agree() -> None:
     from logitless import jax_impl, torch_impl
 
     one, other = (dict(inspect.signature(p.cross_entropy).parameters) for p in (torch_impl, jax_impl))
-    one.pop("inplace_backward")  # JAX: a donated buffer
     assert list(one) == list(other)
     assert [p.default for p in one.values()] == [p.default for p in other.values()]
 
@@ -364,11 +438,128 @@ def test_the_gradient_may_take_a_donated_buffer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(logits_loss, "CPU_BLOCK", 2**16)
     logits = jax.ShapeDtypeStruct((64, 8195), jnp.bfloat16)
     target = jax.ShapeDtypeStruct((64,), jnp.int32)
-    step = jax.jit(jax.value_and_grad(cross_entropy), donate_argnums=0)
+    step = jax.jit(jax.value_and_grad(functools.partial(cross_entropy, backend="xla")), donate_argnums=0)
     analysis: Any = step.lower(logits, target).compile().memory_analysis()
     size = 2 * 64 * 8195
     assert analysis.alias_size_in_bytes >= size
     assert analysis.temp_size_in_bytes <= 1.5 * 4 * 2**16 < size
+
+
+def _lowered(function: Any, *arguments: Any, donate: bool = False) -> str:
+    """For CUDA, wherever this runs."""
+    import jax
+
+    jitted = jax.jit(function, donate_argnums=0 if donate else ())
+    text: str = jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return text
+
+
+EVERYTHING: dict[str, Any] = {
+    "label_smoothing": 0.1, "softcap": 30.0, "logit_scale": 1.5, "z_loss": 1e-4, "reduction": "none",
+    "return_stats": True,
+}  # fmt: skip
+
+
+@needs_jax
+@needs_absl
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "options"),
+    [
+        ("bfloat16", 128256, {}),
+        ("bfloat16", 1001, EVERYTHING),
+        ("float16", 1000, EVERYTHING),
+        ("float32", 50257, {}),
+        ("float32", 1000, EVERYTHING),
+        ("float32", 5, EVERYTHING),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, dict) else "everything" if value else "plain",
+)
+def test_the_kernels_lower_for_cuda(dtype: str, vocab: int, options: dict[str, Any]) -> None:
+    """Under both lines of jax; the gradient is written over the logits where that was asked for, and nothing is in a
+    forward alone."""
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import cross_entropy
+
+    shape = jax.ShapeDtypeStruct
+    z, y = shape((64, vocab), dtype), shape((64,), jnp.int32)
+    k = shape((vocab,), jnp.float32) if options else None
+
+    def loss(z: Any, y: Any, k: Any, in_place: bool) -> Any:
+        made = cross_entropy(z, y, class_weight=k, backend="pallas", inplace_backward=in_place, **options)
+        return (made[0] if options else made).sum()
+
+    for in_place in (False, True):
+        step = functools.partial(loss, in_place=in_place)
+        forward, both = _lowered(step, z, y, k), _lowered(jax.value_and_grad(step), z, y, k, donate=in_place)
+        assert (forward.count("@mosaic_gpu"), both.count("@mosaic_gpu")) == (1, 2)
+        assert (forward + both).count("output_operand_alias<") == in_place
+        assert f"tensor<64x{vocab}xf32>" not in (forward + both if dtype != "float32" else "")
+
+
+@needs_jax
+@needs_absl
+@pytest.mark.case(32)
+def test_vmap_of_grad_lowers_or_says_why_not() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import cross_entropy
+
+    step = jax.grad(lambda z, y: cross_entropy(z, y, backend="pallas", inplace_backward=True))
+    arrays = jax.ShapeDtypeStruct((3, 8, 300), jnp.bfloat16), jax.ShapeDtypeStruct((3, 8), jnp.int32)
+    if jax.__version_info__ >= (0, 11):
+        assert _lowered(jax.vmap(step), *arrays).count("@mosaic_gpu") == 2
+        return
+    with pytest.raises(NotImplementedError, match=r"under jax.vmap needs jax 0\.11 or newer.*backend='xla'"):
+        _lowered(jax.vmap(step), *arrays)
+
+
+@needs_jax
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [128256, 50257])
+def test_kernels_are_the_default_and_take_the_logits_place(vocab: int) -> None:
+    """In place, of donated logits, nothing of their size is made and nothing is copied; without, one array."""
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import cross_entropy
+
+    JaxPallasCuda.skip_unless_hopper()
+    logits, target = jax.ShapeDtypeStruct((512, vocab), jnp.bfloat16), jax.ShapeDtypeStruct((512,), jnp.int32)
+    size = 2 * 512 * vocab
+    for in_place in (True, False):
+        step = jax.value_and_grad(functools.partial(cross_entropy, inplace_backward=in_place))
+        lowered = jax.jit(step, donate_argnums=0 if in_place else ()).lower(logits, target)
+        assert lowered.as_text().count("@mosaic_gpu") == 2
+        compiled = lowered.compile()
+        analysis: Any = compiled.memory_analysis()
+        assert analysis.temp_size_in_bytes <= 2**20 < size
+        assert analysis.alias_size_in_bytes == (size if in_place else 0)
+        assert not copies(compiled.as_text(), size)
+
+
+@needs_jax
+@needs_absl
+def test_pieces_cover_a_row_once() -> None:
+    """Behind the blocks of a row every column counts once, and pieces that share columns are asked for together: each
+    begins where its threads may load, and none reaches back to a block."""
+    import jax.numpy as jnp
+
+    from logitless.jax_impl.logits_kernels import PIECES, Row
+
+    for dtype, pieces in ((jnp.dtype("bfloat16"), PIECES), (jnp.dtype("float32"), PIECES), (jnp.dtype("float32"), 1)):
+        for vocab in [*range(1, 700), *range(3900, 4200, 7), 8192, 8193, 50257, 50304, 128256]:
+            row = Row(vocab, dtype)
+            rest, behind = row.rest(pieces), row.blocks(pieces) * pieces * row.lanes
+            seen = np.zeros(row.width, int)
+            for piece in rest:
+                assert piece.start % row.vector == 0
+                assert behind <= piece.start <= row.width - row.lanes
+                seen[piece.start + piece.shared : piece.start + row.lanes] += 1
+            assert (seen[behind:] == 1).all()
+            assert len(rest) <= pieces + 1
 
 
 @needs_jax
@@ -381,8 +572,9 @@ def test_traced_ids_make_nan_and_misuse_is_refused() -> None:
     logits, y = jnp.zeros((3, 5)), jnp.array([0, 7, 2])
     losses = jax.jit(lambda z, y: cross_entropy(z, y, reduction="none"))(logits, y)
     assert np.isnan(np.asarray(losses)).tolist() == [False, True, False]
-    with pytest.raises(NotImplementedError, match=r"'pallas' cannot run here: .* backend='xla' can"):
-        cross_entropy(logits, y, backend="pallas")
+    wide = r"'pallas' cannot run here: .* bfloat16, float16 and float32, not float64.*backend='xla' can"
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=wide):
+        cross_entropy(jnp.zeros((3, 5), jnp.float64), np.zeros(3, np.int32), backend="pallas")
     with pytest.raises(ValueError, match="class_weight: got an array that is differentiated"):
         jax.grad(lambda c: cross_entropy(logits, jnp.array([0, 1, 2]), class_weight=c))(jnp.ones(5))
     with pytest.raises(NotImplementedError, match="differentiated once"):

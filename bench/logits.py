@@ -1,0 +1,239 @@
+"""The loss on given logits: ``python bench/logits.py --output DIR`` writes DIR/logits.json.
+
+A step is the loss and its gradient, N × V logits in bfloat16. It cannot do with less than two reads of the logits and a
+write of their gradient, so the floor is a bare copy that moves as many bytes: one copy of all and one of half of them.
+``gb_per_s`` counts those bytes for every variant, whatever it moves itself. Variants take turns, round after round.
+
+In place, PyTorch's gradient is written over the logits and JAX's logits are donated; the next step's logits are then
+the last one's gradient, which takes no less work. Peers that are not installed are left out. Runs from a checkout
+without installing anything, as gpu_check.py does; without a GPU for small sizes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PASSES = 3  # two reads and a write
+LogitLoss = Callable[[Any, Any], Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PyTorch
+
+
+class TorchArrays:
+    """Logits and ids; what a step gives is dropped at the next."""
+
+    def __init__(self, tokens: int, vocab: int) -> None:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        generator = torch.Generator(device).manual_seed(0)
+        self.logits = (3 * torch.randn(tokens, vocab, device=device, generator=generator)).bfloat16()
+        self.target = torch.randint(0, vocab, (tokens,), device=device, generator=generator)
+        self.wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def floor(self) -> Callable[[], None]:
+        out, half = self.logits.clone(), len(self.logits) // 2
+
+        def step() -> None:
+            out.copy_(self.logits)
+            out[:half].copy_(self.logits[:half])
+
+        return step
+
+    def step(self, loss: LogitLoss) -> Callable[[], Any]:
+        import torch
+
+        leaf = self.logits.detach().requires_grad_()
+        return lambda: torch.autograd.grad(loss(leaf, self.target), leaf)
+
+    def overwriting_step(self, loss: LogitLoss) -> Callable[[], Any]:
+        """For a loss that writes over its logits: they are its own, and the result of an operation, which costs
+        nothing."""
+        import torch
+
+        class Given(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, seed: Any, values: Any) -> Any:
+                return torch.empty(0, dtype=values.dtype, device=values.device).set_(values)
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Any) -> Any:
+                return torch.zeros(()), None
+
+        seed, own = torch.zeros((), requires_grad=True), self.logits.clone()
+        given: Any = Given.apply
+        return lambda: torch.autograd.grad(loss(given(seed, own), self.target), seed)
+
+    def variant(self, step: Callable[[], Any], gradient_bytes: int) -> Any:
+        from bench.timing import burst_ms
+        from bench.variants import Variant
+        from logitless.torch_impl.memory import peak_scratch_bytes
+
+        def scratch_bytes() -> int:
+            step(), step()
+            return peak_scratch_bytes(step) - gradient_bytes
+
+        return Variant(scratch_bytes, lambda: burst_ms(step, self.wait))
+
+
+def torch_peers() -> Iterator[tuple[str, LogitLoss, bool]]:
+    """Other implementations that are installed here, and whether each writes over its logits."""
+    import torch
+
+    yield "torch.compile", torch.compile(torch.nn.functional.cross_entropy), False
+    try:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+    except ImportError as failure:
+        print("left out: Liger-Kernel:", failure)
+    else:
+        yield "Liger-Kernel, in place", lambda z, y: liger_cross_entropy(z, y), True
+
+
+def torch_variants(tokens: int, vocab: int, with_peers: bool) -> dict[str, Any]:
+    import torch
+
+    from logitless.torch_impl import cross_entropy
+
+    arrays = TorchArrays(tokens, vocab)
+    size = arrays.logits.nbytes
+    made = {"floor": arrays.variant(arrays.floor(), 0)}
+    for backend in ("triton", "eager"):
+        ours = functools.partial(cross_entropy, backend=backend)
+        made[f"torch, {backend}"] = arrays.variant(arrays.step(ours), size)
+        in_place = functools.partial(ours, inplace_backward=True)
+        made[f"torch, {backend}, in place"] = arrays.variant(arrays.overwriting_step(in_place), 0)
+    made["torch.nn.functional"] = arrays.variant(arrays.step(torch.nn.functional.cross_entropy), size)
+    for name, loss, writes in torch_peers() if with_peers else ():
+        step = arrays.overwriting_step(loss) if writes else arrays.step(loss)
+        made[name] = arrays.variant(step, 0 if writes else size)
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JAX
+
+
+class DonatedStep:
+    """A step whose gradient lies where the logits were, and which are the next step's logits."""
+
+    def __init__(self, loss: LogitLoss, logits: Any, target: Any) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        self.target, self.value, self.logits = target, None, jnp.copy(logits)
+        self.compiled = jax.jit(jax.value_and_grad(loss), donate_argnums=0).lower(logits, target).compile()
+
+    def __call__(self) -> None:
+        self.value, self.logits = self.compiled(self.logits, self.target)
+
+    def wait(self) -> None:
+        import jax
+
+        jax.block_until_ready(self.logits)
+
+    def scratch_bytes(self) -> int:
+        self(), self()
+        self.wait()
+        return int(self.compiled.memory_analysis().temp_size_in_bytes)
+
+
+def _log_softmax(z: Any, y: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    log_p = jax.nn.log_softmax(z.astype(jnp.float32), axis=1)
+    return -jnp.take_along_axis(log_p, y[:, None], axis=1).mean()
+
+
+def jax_variants(tokens: int, vocab: int) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    from bench.gpu_jax import Program, Step, compile_all
+    from logitless.jax_impl import cross_entropy
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    logits = jax.jit(lambda key: (3 * jax.random.normal(key, (tokens, vocab))).astype(jnp.bfloat16))(keys[0])
+    target = jax.random.randint(keys[1], (tokens,), 0, vocab)
+    losses = {f"jax, {backend}": functools.partial(cross_entropy, backend=backend) for backend in ("pallas", "xla")}
+    steps = {
+        name: Step(Program(jax.value_and_grad(loss), logits, target))
+        for name, loss in {**losses, "jnp, log_softmax": _log_softmax}.items()
+    }
+    compile_all(steps.values())
+    made = {name: step.variant() for name, step in steps.items()}
+    for name, loss in losses.items():
+        made[f"{name}, in place"] = _donated_variant(functools.partial(loss, inplace_backward=True), logits, target)
+    return made
+
+
+def _donated_variant(loss: LogitLoss, logits: Any, target: Any) -> Any:
+    """Made when it is metered: what cannot run here is one row."""
+    from bench.timing import burst_ms
+    from bench.variants import Variant
+
+    made: list[DonatedStep] = []
+
+    def scratch_bytes() -> int:
+        made.append(DonatedStep(loss, logits, target))
+        return made[0].scratch_bytes()
+
+    return Variant(scratch_bytes, lambda: burst_ms(made[0], made[0].wait))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Both
+
+
+def measure(tokens: int, vocab: int, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
+    """One row for every variant: median time, its ratio to the floor, GB/s, scratch."""
+    from bench.shapes import Shape
+    from bench.variants import measured_rows
+
+    shape = Shape(tokens, 0, vocab)
+    variants = torch_variants(tokens, vocab, with_peers) | jax_variants(tokens, vocab)
+    rows = measured_rows("logits", shape, variants, rounds)
+    for row in rows:
+        del row["hidden"], row["promised_bytes"]
+        if "time_ms" in row:
+            row["gb_per_s"] = PASSES * tokens * vocab * 2 / row["time_ms"] / 1e6
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="folder for logits.json")
+    parser.add_argument("--sizes", type=int, nargs=2, default=[16384, 128256], metavar=("N", "V"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="without torch.compile and Liger-Kernel")
+    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
+    arguments = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and torch share the GPU's memory
+    sys.path.insert(0, str(ROOT))
+    from bench.gpu_check import make_overlay
+
+    with tempfile.TemporaryDirectory() as folder:
+        sys.path.insert(0, str(make_overlay(Path(folder))))
+        from bench import machine
+
+        result = {
+            "machine": machine.describe(arguments.commit),
+            "rows": measure(*arguments.sizes, arguments.rounds, arguments.peers),
+        }
+    print(*result["rows"], sep="\n")
+    (arguments.output / "logits.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
