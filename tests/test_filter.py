@@ -19,6 +19,7 @@ from implementations import (
     assert_within,
     filter_bounds,
     ideal_errors,
+    in_every_torch_place,
     interpreted,
     options_of,
     plan_for,
@@ -220,6 +221,73 @@ def test_rows_without_weight_keep_no_tile(impl: Any) -> None:
     options = options_of(case) | given | {"plan": chosen_plan(impl, problem, "one_chunk")}
     share = impl.filtered_share(case.hidden, case.weight, case.target, case.bias, dtype="float32", **options)
     assert share == 0.5
+
+
+def torch_arrays(problem: Problem, device: str) -> tuple[Any, ...]:
+    """hidden and weight, which require gradients, target and bias."""
+    import torch
+
+    case = problem.case()
+    floats = [torch.tensor(a, device=device).requires_grad_() for a in (case.hidden, case.weight, case.bias)]
+    return floats[0], floats[1], torch.tensor(case.target, device=device), floats[2]
+
+
+@in_every_torch_place
+def test_where_dw_goes_instead(device: str, backend: str) -> None:
+    """Into a buffer, and later: dW is of the tiles of its own backward, which holds the targets' in the second case."""
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    from logitless.torch_impl import linear_cross_entropy
+
+    problem = dataclasses.replace(SMALL, name="elsewhere", hidden=4)
+    x, w, y, b = torch_arrays(problem, device)
+    chosen = plan_for(problem, fused=backend == "triton", order="tokens", chunk=problem.tokens)
+    buffer = torch.zeros_like(w)
+    given = {"filter_eps": EPS, "plan": chosen, "backend": backend}
+    linear_cross_entropy(x, w, y, b, accumulate_into=buffer, **given).backward()
+    loss, later = linear_cross_entropy(x, w, y, b, defer_weight_grad=True, **given)
+    loss.backward()
+    later.compute()
+    anchored, known = truth(problem), truth(problem, FilterCut(keeps_targets=True))
+    # Kernels add what waited for the upstream scalar; plain operations know lse before they add.
+    added = anchored if backend == "triton" else known
+    ideal = ideal_errors(problem)["dweight"]
+    assert error(buffer.double().cpu(), added.weight_grad) <= allowance(ideal, "float32")
+    assert error(w.grad.double().cpu(), known.weight_grad) <= allowance(ideal, "float32")
+    assert error(anchored.weight_grad, known.weight_grad) > 1e-3
+
+
+@in_every_torch_place
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_compiled_call_filters_as_well(device: str, backend: str, reduction: str) -> None:
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    from logitless.torch_impl import linear_cross_entropy
+
+    arrays = torch_arrays(dataclasses.replace(SMALL, name="compiled", hidden=4), device)
+
+    def loss(x: Any, w: Any, y: Any, b: Any) -> Any:
+        return linear_cross_entropy(x, w, y, b, reduction=reduction, filter_eps=EPS, backend=backend).sum()
+
+    leaves = [array for array in arrays if array.requires_grad]
+    plain = torch.autograd.grad(loss(*arrays), leaves)
+    torch._dynamo.reset()
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*arrays), leaves)
+    exact = torch.autograd.grad(linear_cross_entropy(*arrays, reduction=reduction, backend=backend).sum(), leaves)
+    assert all(torch.equal(one, other) for one, other in zip(plain, compiled, strict=True))
+    assert not torch.equal(plain[0], exact[0])
+
+
+@in_every_torch_place
+def test_the_module_passes_it_on(device: str, backend: str) -> None:
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    from logitless.torch_impl import LinearCrossEntropy, linear_cross_entropy
+
+    x, w, y, _ = torch_arrays(dataclasses.replace(SMALL, name="module", hidden=4), device)
+    head = LinearCrossEntropy(4, 700, filter_eps=EPS, backend=backend, device=device)
+    with torch.no_grad():
+        head.weight.copy_(w)
+    head(x, y).backward()
+    (wanted,) = torch.autograd.grad(linear_cross_entropy(x, w, y, filter_eps=EPS, backend=backend), w)
+    assert torch.equal(head.weight.grad, wanted)
 
 
 @interpreted
