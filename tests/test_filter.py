@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import (
     ALL,
+    TORCH_PLACES,
     TorchEager,
     TorchTriton,
     assert_within,
@@ -31,6 +32,7 @@ from implementations import (
 from test_memory import measured_scratch
 
 from logitless import ChunkPlan
+from logitless import plan as make_plan
 from logitless.problems import Problem
 from logitless.reference import FilterCut
 from logitless.spec import LossOptions
@@ -288,6 +290,58 @@ def test_the_module_passes_it_on(device: str, backend: str) -> None:
     head(x, y).backward()
     (wanted,) = torch.autograd.grad(linear_cross_entropy(x, w, y, filter_eps=EPS, backend=backend), w)
     assert torch.equal(head.weight.grad, wanted)
+
+
+def scattered(tokens: int, hidden: int, vocab: int, device: str) -> tuple[Any, ...]:
+    """x, w, y in bfloat16, and which tiles have a peak: of some rows and columns of tiles none, of some one, or all."""
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.tensor([0.0, 0.03, 0.3, 1.0])
+    tiles = [shares[torch.arange(count) % 4] for count in (tokens // 128, vocab // 256)]
+    peaks = torch.rand(len(tiles[0]), len(tiles[1]), generator=generator) < tiles[0][:, None] * tiles[1]
+    x, w = (torch.randn(count, hidden, generator=generator) for count in (tokens, vocab))
+    w *= 0.1 * hidden**-0.5
+    axes = len(peaks)  # a direction for each tile of rows
+    x[:, :axes] = 10.0 * (torch.arange(tokens) // 128 == torch.arange(axes)[:, None]).T
+    w[:, :axes] = 0.0
+    w[::256, :axes] = peaks.T.float()
+    y = torch.randint(0, vocab, (tokens,), generator=generator)
+    return x.bfloat16().to(device), w.bfloat16().to(device), y.to(device), peaks.to(device)
+
+
+PLACES = [TORCH_PLACES[0], *TORCH_PLACES[2:]]  # interpreted kernels would take minutes
+
+
+@pytest.mark.parametrize(("device", "backend"), PLACES)
+@pytest.mark.parametrize("kind", ["one_chunk", "chunks", "slices"])
+def test_scattered_tiles(device: str, backend: str, kind: str) -> None:
+    """Lists of every length, so that programs have pieces of work of any depth, and some of none."""
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    from logitless.torch_impl import filtered_share, linear_cross_entropy
+
+    tokens, hidden, vocab = (4096, 2048, 20480) if device == "cuda" else (1024, 40, 2048)
+    x, w, y, kept = scattered(tokens, hidden, vocab, device)
+    chunks = {"order": "tokens", "chunk": tokens if kind == "one_chunk" else tokens // 4}
+    wanted = {"order": "vocab", "chunk": vocab // 4} if kind == "slices" else chunks
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "bfloat16"}
+    chosen = make_plan(**sizes, fused=backend == "triton", **wanted)
+    given = {"filter_eps": 64 / vocab, "plan": chosen, "backend": backend}
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    linear_cross_entropy(*leaves, y, **given).backward()
+    index = torch.arange(tokens, device=device)
+    if kind == "slices":
+        kept[index // 128, y // 256] = True
+    assert float(filtered_share(x, w, y, **given)) == pytest.approx(float((~kept).float().mean()))
+    dz = torch.softmax(x.double() @ w.double().T, 1)
+    dz[index, y] -= 1.0
+    low = ~kept.repeat_interleave(128, 0).repeat_interleave(256, 1)
+    low[index, y] = False
+    dz.masked_fill_(low, 0.0)
+    ideal = dz.bfloat16().double()  # of 1 / N it is free
+    made = ((dz @ w.double(), ideal @ w.double()), (dz.T @ x.double(), ideal.T @ x.double()))
+    for leaf, (true, best) in zip(leaves, made, strict=True):
+        rounded = error((best / tokens).bfloat16().double().cpu(), (true / tokens).cpu())
+        assert error(leaf.grad.double().cpu(), (true / tokens).cpu()) <= allowance(rounded, "bfloat16")
 
 
 @interpreted
