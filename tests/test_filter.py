@@ -240,6 +240,18 @@ def test_rows_without_weight_keep_no_tile(impl: Any) -> None:
     assert share == 0.5
 
 
+@every_filtering_one
+@pytest.mark.parametrize("kind", ["one_chunk", "slices"])
+def test_a_nan_is_not_left_out(impl: Any, kind: str) -> None:
+    """Of one token: it is in every entry of dW, however high the threshold, and in that token's dX alone."""
+    problem = fitting(impl, dataclasses.replace(SMALL, name="nan", hidden=4).with_options(filter_eps=1e6))
+    case = problem.case()
+    case.hidden[3] = np.nan
+    grads = run_case(impl, case, plan=chosen_plan(impl, problem, kind)).grads
+    assert np.isnan(grads["weight"]).all()
+    assert np.array_equal(np.isnan(grads["hidden"]).any(axis=1), np.arange(problem.tokens) == 3)
+
+
 @interpreted
 def test_rows_that_do_not_exist_are_not_read() -> None:
     """56 of 140 tokens are valid, so the second half of the first tile's rows was never written."""
