@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import (
     ALL,
+    TORCH_PLACES,
     Outcome,
     TorchEager,
     TorchTriton,
     assert_within,
     filter_bounds,
     ideal_errors,
+    in_every_torch_place,
     interpreted,
     options_of,
     plan_for,
@@ -31,6 +33,7 @@ from implementations import (
 from test_memory import measured_scratch
 
 from logitless import ChunkPlan
+from logitless import plan as make_plan
 from logitless.problems import Problem
 from logitless.reference import FilterCut
 from logitless.spec import LossOptions
@@ -250,6 +253,125 @@ def test_a_nan_is_not_left_out(impl: Any, kind: str) -> None:
     grads = run_case(impl, case, plan=chosen_plan(impl, problem, kind)).grads
     assert np.isnan(grads["weight"]).all()
     assert np.array_equal(np.isnan(grads["hidden"]).any(axis=1), np.arange(problem.tokens) == 3)
+
+
+def torch_arrays(problem: Problem, device: str) -> tuple[Any, ...]:
+    """hidden and weight, which require gradients, target and bias."""
+    import torch
+
+    case = problem.case()
+    floats = [torch.tensor(a, device=device).requires_grad_() for a in (case.hidden, case.weight, case.bias)]
+    return floats[0], floats[1], torch.tensor(case.target, device=device), floats[2]
+
+
+@in_every_torch_place
+def test_where_dw_goes_instead(device: str, backend: str) -> None:
+    """Into a buffer, and later: dW is of the tiles of its own backward, which holds the targets' in the second case."""
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    from logitless.torch_impl import linear_cross_entropy
+
+    problem = dataclasses.replace(SMALL, name="elsewhere", hidden=4)
+    x, w, y, b = torch_arrays(problem, device)
+    chosen = plan_for(problem, fused=backend == "triton", order="tokens", chunk=problem.tokens)
+    buffer = torch.zeros_like(w)
+    given = {"filter_eps": EPS, "plan": chosen, "backend": backend}
+    linear_cross_entropy(x, w, y, b, accumulate_into=buffer, **given).backward()
+    loss, later = linear_cross_entropy(x, w, y, b, defer_weight_grad=True, **given)
+    loss.backward()
+    later.compute()
+    anchored, known = truth(problem), truth(problem, FilterCut(keeps_targets=True))
+    # Kernels add what waited for the upstream scalar; plain operations know lse before they add.
+    added = anchored if backend == "triton" else known
+    ideal = ideal_errors(problem)["dweight"]
+    assert error(buffer.double().cpu(), added.weight_grad) <= allowance(ideal, "float32")
+    assert error(w.grad.double().cpu(), known.weight_grad) <= allowance(ideal, "float32")
+    assert error(anchored.weight_grad, known.weight_grad) > 1e-3
+
+
+@in_every_torch_place
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_compiled_call_filters_as_well(device: str, backend: str, reduction: str) -> None:
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    from logitless.torch_impl import linear_cross_entropy
+
+    arrays = torch_arrays(dataclasses.replace(SMALL, name="compiled", hidden=4), device)
+
+    def loss(x: Any, w: Any, y: Any, b: Any) -> Any:
+        return linear_cross_entropy(x, w, y, b, reduction=reduction, filter_eps=EPS, backend=backend).sum()
+
+    leaves = [array for array in arrays if array.requires_grad]
+    plain = torch.autograd.grad(loss(*arrays), leaves)
+    torch._dynamo.reset()
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*arrays), leaves)
+    exact = torch.autograd.grad(linear_cross_entropy(*arrays, reduction=reduction, backend=backend).sum(), leaves)
+    assert all(torch.equal(one, other) for one, other in zip(plain, compiled, strict=True))
+    assert not torch.equal(plain[0], exact[0])
+
+
+@in_every_torch_place
+def test_the_module_passes_it_on(device: str, backend: str) -> None:
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    from logitless.torch_impl import LinearCrossEntropy, linear_cross_entropy
+
+    x, w, y, _ = torch_arrays(dataclasses.replace(SMALL, name="module", hidden=4), device)
+    head = LinearCrossEntropy(4, 700, filter_eps=EPS, backend=backend, device=device)
+    with torch.no_grad():
+        head.weight.copy_(w)
+    head(x, y).backward()
+    (wanted,) = torch.autograd.grad(linear_cross_entropy(x, w, y, filter_eps=EPS, backend=backend), w)
+    assert torch.equal(head.weight.grad, wanted)
+
+
+def scattered(tokens: int, hidden: int, vocab: int, device: str) -> tuple[Any, ...]:
+    """x, w, y in bfloat16, and which tiles have a peak: of some rows and columns of tiles none, of some one, or all."""
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.tensor([0.0, 0.03, 0.3, 1.0])
+    tiles = [shares[torch.arange(count) % 4] for count in (tokens // 128, vocab // 256)]
+    peaks = torch.rand(len(tiles[0]), len(tiles[1]), generator=generator) < tiles[0][:, None] * tiles[1]
+    x, w = (torch.randn(count, hidden, generator=generator) for count in (tokens, vocab))
+    w *= 0.1 * hidden**-0.5
+    axes = len(peaks)  # a direction for each tile of rows
+    x[:, :axes] = 10.0 * (torch.arange(tokens) // 128 == torch.arange(axes)[:, None]).T
+    w[:, :axes] = 0.0
+    w[::256, :axes] = peaks.T.float()
+    y = torch.randint(0, vocab, (tokens,), generator=generator)
+    return x.bfloat16().to(device), w.bfloat16().to(device), y.to(device), peaks.to(device)
+
+
+PLACES = [TORCH_PLACES[0], *TORCH_PLACES[2:]]  # interpreted kernels would take minutes
+
+
+@pytest.mark.parametrize(("device", "backend"), PLACES)
+@pytest.mark.parametrize("kind", ["one_chunk", "chunks", "slices"])
+def test_scattered_tiles(device: str, backend: str, kind: str) -> None:
+    """Lists of every length, so that programs have pieces of work of any depth, and some of none."""
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    from logitless.torch_impl import filtered_share, linear_cross_entropy
+
+    tokens, hidden, vocab = (4096, 2048, 20480) if device == "cuda" else (1024, 40, 2048)
+    x, w, y, kept = scattered(tokens, hidden, vocab, device)
+    chunks = {"order": "tokens", "chunk": tokens if kind == "one_chunk" else tokens // 4}
+    wanted = {"order": "vocab", "chunk": vocab // 4} if kind == "slices" else chunks
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "bfloat16"}
+    chosen = make_plan(**sizes, fused=backend == "triton", **wanted)
+    given = {"filter_eps": 64 / vocab, "plan": chosen, "backend": backend}
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    linear_cross_entropy(*leaves, y, **given).backward()
+    index = torch.arange(tokens, device=device)
+    if kind == "slices":
+        kept[index // 128, y // 256] = True
+    assert float(filtered_share(x, w, y, **given)) == pytest.approx(float((~kept).float().mean()))
+    dz = torch.softmax(x.double() @ w.double().T, 1)
+    dz[index, y] -= 1.0
+    low = ~kept.repeat_interleave(128, 0).repeat_interleave(256, 1)
+    low[index, y] = False
+    dz.masked_fill_(low, 0.0)
+    ideal = dz.bfloat16().double()  # of 1 / N it is free
+    made = ((dz @ w.double(), ideal @ w.double()), (dz.T @ x.double(), ideal.T @ x.double()))
+    for leaf, (true, best) in zip(leaves, made, strict=True):
+        rounded = error((best / tokens).bfloat16().double().cpu(), (true / tokens).cpu())
+        assert error(leaf.grad.double().cpu(), (true / tokens).cpu()) <= allowance(rounded, "bfloat16")
 
 
 @interpreted

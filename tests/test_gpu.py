@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch on a GPU")
 
-from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl import filtered_share, linear_cross_entropy, linear_log_probs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +36,9 @@ def test_no_host_synchronisation(dtype: Any) -> None:
         linear_cross_entropy(x, w, y, b, token_weight=weights, memory_budget=20 * 2**20).backward()
         log_prob, entropy = linear_log_probs(x, w, y, b, with_entropy=True)
         (log_prob.sum() + entropy.sum()).backward()
+        linear_cross_entropy(x, w, y, b, filter_eps=1e-3).backward()
+        linear_cross_entropy(x, w, y, b, filter_eps=1e-3, softcap=30.0, reduction="none").sum().backward()
+        assert filtered_share(x, w, y, b, filter_eps=1e-3).is_cuda
 
     weights = torch.rand(700, device="cuda")
     everything()

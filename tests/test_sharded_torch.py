@@ -164,6 +164,7 @@ KERNEL_RUNS = (
     (dataclasses.replace(TINY_ALL, options=dataclasses.replace(TINY_ALL.options, softcap=3.0, reduction="none")),
      {"order": "vocab", "chunk": 16}, False),
     (dataclasses.replace(ACROSS, shape=(20,)), {"order": "tokens", "chunk": 8}, False),
+    (dataclasses.replace(FILTERED, shape=(130,), hidden=4), {"order": "tokens", "chunk": 130}, False),
 )  # fmt: skip
 
 

@@ -613,7 +613,7 @@ class _Filter:
         launch(kernels.tiles_kernel, self.row_tiles * column_tiles)(
             e, factors.factor[first:] if factors else None, self.g, c.row_target[first:], c.order, c.count, self.kept,
             first, c.chunk, entries.start, columns, e.stride(0), self.eps,
-            KNOWN_ROWS=factors is None, BR=FILTER_ROWS, BC=FILTER_COLUMNS, SLICE=32,
+            KNOWN_ROWS=factors is None, BR=FILTER_ROWS, BC=FILTER_COLUMNS, SLICE=32, num_warps=8,
         )  # fmt: skip
         launch(kernels.lists_kernel, self.row_tiles + column_tiles)(
             self.kept, self.row_lists, self.column_lists, self.row_tiles, column_tiles, BLOCK=512

@@ -38,6 +38,7 @@ class LinearCrossEntropy(nn.Linear):
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         softcap: float | None = None,
+        filter_eps: float | None = None,
         memory_budget: int | None = None,
         backend: str | None = None,
         process_group: Any = None,
@@ -46,7 +47,9 @@ class LinearCrossEntropy(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+        self.options = LossOptions(
+            reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps
+        )  # fmt: skip
         self.memory_budget = memory_budget
         self.backend = backend
         self.process_group = process_group
@@ -81,6 +84,7 @@ class LinearCrossEntropy(nn.Linear):
             logit_scale=o.logit_scale,
             softcap=o.softcap,
             normalizer=normalizer,
+            filter_eps=o.filter_eps,
             plan=plan,
             memory_budget=None if plan is not None else self.memory_budget,
             backend=self.backend,
