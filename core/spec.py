@@ -234,16 +234,6 @@ def unavailable_error(name: str, reason: str, usable: str) -> NotImplementedErro
     return NotImplementedError(f"backend: {name!r} cannot run here: {reason}; backend={usable!r} can")
 
 
-def check_filter_eps(value: object, backend: str) -> None:
-    """Refuse ``filter_eps`` where gradient filtering is not offered: an approximation is never applied unasked."""
-    if value is None:
-        return
-    check_number("filter_eps", value, low=0.0, also="None")
-    raise NotImplementedError(
-        f"filter_eps: got {value!r}, backend {backend!r} computes exact gradients only; filter_eps=None can run"
-    )
-
-
 def out_of_range_error(position: tuple[int, ...], target: int, vocab: int, ignore_index: int) -> ValueError:
     """The error for a target outside the vocabulary, found where looking costs no synchronisation."""
     where = ", ".join(map(str, position))

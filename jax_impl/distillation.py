@@ -222,7 +222,7 @@ def _divergence_backward(call: Call, residuals: Any, upstream: Any) -> tuple[Arr
         return (Arrays(None, None, None, *nothing),)
     needs = xla.Needs(*flags)
     made = _gradients(call, arrays, mean, vjp._once(upstream), needs)
-    like = zip(made, arrays[:3], strict=True)
+    like = zip(made[:3], arrays[:3], strict=True)
     return (Arrays(*(None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in like), *nothing),)
 
 

@@ -10,6 +10,9 @@ into the products, which accumulate in float32; the target's element is added to
 Sizes: a matrix moves in blocks of 8 rows and 64 columns, so a weight with V % 8 or D % 64 is copied, padded, and its
 gradient is cut; a plan made with ``padded`` counts both. Next to the products the copies take under 2 % of the time.
 Chunks of tokens and slices of the vocabulary begin at multiples of 8: a plan's smaller ones are rounded down.
+
+With ``filter_eps`` one reduction over a chunk's matrix finds its low tiles, and both gradient products go through lists
+of the others. Nothing of it is held: the last chunk's matrix is judged where its products are made.
 """
 
 from __future__ import annotations

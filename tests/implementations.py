@@ -219,6 +219,17 @@ class JaxXla:
             grads = {name: self.numpy(made[name]) if name in wrt else None for name in ARGUMENTS}
             return Outcome(self.numpy(value), grads, type(stats[0])(*map(self.numpy, stats[0])) if with_stats else None)
 
+    def filtered_share(
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", **options: Any
+    ) -> float:
+        from logitless import jax_impl
+
+        with self.precision(dtype):
+            for name in ("token_weight", "class_weight"):
+                options[name] = self.array(options.get(name))
+            x, w, b = (self.array(values, dtype) for values in (hidden, weight, bias))
+            return float(jax_impl.filtered_share(x, w, self.array(target), b, backend=self.backend, **options))
+
     def run_log_probs(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
         log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,

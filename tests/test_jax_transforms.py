@@ -287,6 +287,19 @@ def test_traced_ids_make_nan() -> None:
         linear_cross_entropy(x, w, y)
 
 
+@pytest.mark.case(9)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_filter_keeps_nan(reduction: Any) -> None:
+    """Of an id outside, in every entry of dW, however high the threshold: NaN is not below it."""
+    x, w, y = arrays()
+
+    def total(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, filter_eps=1e6, reduction=reduction).sum()
+
+    dw = jax.jit(jax.grad(total, 1))(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), y.at[3].set(V))
+    assert np.isnan(np.asarray(dw, np.float32)).all()
+
+
 def test_float64_numpy_is_refused_while_x64_is_off() -> None:
     _, w, y = arrays()
     with pytest.raises(TypeError, match="hidden: got a NumPy array of dtype float64 while x64 is off"):

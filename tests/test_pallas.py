@@ -19,8 +19,9 @@ import jax.numpy as jnp  # noqa: E402
 from implementations import JaxPallas, JaxPallasCuda, assert_within, problem_named, run_case, truth  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
-from logitless.jax_impl import filtered_share, kernels, linear_cross_entropy, linear_log_probs  # noqa: E402
-from logitless.jax_impl.fused import _lists  # noqa: E402
+from logitless.jax_impl import filtered_share, fused, kernels, linear_cross_entropy, linear_log_probs, vjp  # noqa: E402
+from logitless.jax_impl.vjp import Arrays  # noqa: E402
+from logitless.jax_impl.xla import Needs  # noqa: E402
 from logitless.problems import Problem  # noqa: E402
 from logitless.reference import FilterCut  # noqa: E402
 from logitless.spec import LossOptions  # noqa: E402
@@ -262,6 +263,33 @@ def test_log_probs_and_entropy(interpreter: None) -> None:
     assert error(made.entropy, true.entropy) <= TINY["bfloat16"]
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_what_a_matrix_of_the_kernels_leaves_out(known: bool) -> None:
+    """300 tokens, every third ignored: 200 rows, and behind them a chunk's rows that nothing wrote. All elements are
+    low but for one at its threshold, one of a row without weight, and a NaN; one low tile has a target."""
+    target = np.where(np.arange(300) % 3 == 2, -100, 5)
+    target[1] = 600  # its tile is kept where lse is known
+    shape = jnp.zeros((300, 64), jnp.bfloat16), jnp.zeros((1000, 64), jnp.bfloat16)
+    inputs = vjp.prepare(Arrays(*shape, None, jnp.asarray(target), None, None, None), -100)
+    chosen = plan(tokens=300, hidden=64, vocab=1000, dtype="bfloat16", fused=True, order="tokens", chunk=300)
+    call = fused._Call(inputs, LossOptions("sum", filter_eps=2.0**-8), chosen)
+    rows = call.rows_at(jnp.int32(0))
+    g = np.where(np.asarray(inputs.valid), 4.0, 0.0)
+    g[3] = 0.0  # position 2
+    e = np.full((304, 1024), 2.0**-10, np.float32)
+    e[150, 300], e[2, 700], e[199, 999], e[200:] = 2.0**-8, 1.0, np.nan, np.nan
+    factors = None if known else fused._Factors(jnp.full(384, -2.0), jnp.zeros(384))
+    e = e if known else e / 2.0  # what is judged is |e · factor|
+    products = fused._Products(call, Needs(True, True, False), jnp.asarray(g, jnp.float32), jnp.float32(4.0))
+    state, kept = products.filtered(fused._State(), rows, jnp.asarray(e, jnp.bfloat16), 0, 1000, factors)
+    wanted = np.zeros((3, 4), bool)
+    wanted[1, 1] = wanted[1, 3] = True
+    if known:
+        wanted[0, 2] = wanted[:2, 0] = True
+    assert np.array_equal(np.asarray(kept), wanted)
+    assert np.asarray(state.tiles).tolist() == [8 - wanted.sum(), 8]
+
+
 def index(value: int) -> Any:
     return jnp.full(1, value, jnp.int32)
 
@@ -287,7 +315,8 @@ def assert_lists_leave_out(kept: Any, rows: int, size: int, step: int) -> None:
         kernels.weight(arguments | more, {}, columns=vocab, adds=True)
         return kernels.written(out)
 
-    lists = _lists(kept, 256 // step, vocab // step), _lists(kept.T, 128 // step, -(-index(rows) // step))
+    along_vocab, along_rows = (kept, 256 // step, vocab // step), (kept.T, 128 // step, -(-index(rows) // step))
+    lists = fused._lists(*along_vocab), fused._lists(*along_rows)
     for product, own in zip((hidden, weight), lists, strict=True):
         whole, filtered = jax.jit(product)(masked, {}), jax.jit(product)(e, {"lists": own})
         assert np.array_equal(np.asarray(whole), np.asarray(filtered)), product.__name__
