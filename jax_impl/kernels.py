@@ -819,7 +819,7 @@ def weight(
 # The bias' gradient
 
 # Rows and columns of e that are moved together, and rows that are added between two tests for the last row.
-SUMMED_ROWS, SUMMED_COLUMNS, UNROLLED = 32, 256, 8
+SUMMED_ROWS, SUMMED_COLUMNS, UNROLLED = 64, 256, 8
 
 
 def column_sums(arguments: dict[str, Any]) -> Array:

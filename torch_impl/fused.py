@@ -601,8 +601,8 @@ class _Filter:
         self.row_tiles = triton.cdiv(c.chunk, FILTER_ROWS)
         most = triton.cdiv(c.plan.fused_columns, FILTER_COLUMNS)
         self.kept = c.empty(self.row_tiles * most, torch.int8)
-        self.row_lists = c.empty(self.row_tiles * (1 + most), torch.int32)
-        self.column_lists = c.empty(most * (1 + self.row_tiles), torch.int32)
+        self.row_lists = c.empty(self.row_tiles * (2 + most), torch.int32)
+        self.column_lists = c.empty(most * (2 + self.row_tiles), torch.int32)
         self.multiplied = torch.zeros((), dtype=torch.int64, device=c.device)
         self.tiles = torch.zeros((), dtype=torch.int64, device=c.device)
 
@@ -618,6 +618,8 @@ class _Filter:
         launch(kernels.lists_kernel, self.row_tiles + column_tiles)(
             self.kept, self.row_lists, self.column_lists, self.row_tiles, column_tiles, BLOCK=512
         )
+        _longest_first(self.row_lists, self.row_tiles, column_tiles)
+        _longest_first(self.column_lists, column_tiles, self.row_tiles)
         if self.counted:
             rows = (c.count[0] - first).clamp(0, c.chunk)
             self.tiles += (rows + (FILTER_ROWS - 1)) // FILTER_ROWS * column_tiles
@@ -627,6 +629,12 @@ class _Filter:
     def share(self) -> Tensor:
         """Of the tiles of rows that exist, how many were left out: float32, without axes."""
         return (self.tiles - self.multiplied).float() / self.tiles.clamp(min=1)
+
+
+def _longest_first(lists: Tensor, tiles: int, others: int) -> None:
+    """The order of the lists, in the room before them."""
+    lengths = lists[tiles : tiles * (2 + others)].view(tiles, 1 + others)[:, 0]
+    lists[:tiles] = lengths.argsort(descending=True, stable=True)
 
 
 class _Products:
@@ -668,9 +676,9 @@ class _Products:
 
     def _column_sums(self, matrix: Tensor, factor: Tensor | None, first: int, out: Tensor, by_token: bool) -> None:
         c = self.call
-        launch(kernels.column_sums_kernel, triton.cdiv(matrix.shape[1], 128))(
+        launch(kernels.column_sums_kernel, triton.cdiv(matrix.shape[1], 256))(
             matrix, factor, c.order, c.count, out, first, c.chunk, matrix.stride(0), matrix.shape[1],
-            BY_TOKEN=by_token, HAS_FACTOR=factor is not None, BR=32, BC=128,
+            BY_TOKEN=by_token, HAS_FACTOR=factor is not None, BR=16, BC=256, STAGES=4, num_warps=4,
         )  # fmt: skip
 
     def add(

@@ -112,10 +112,26 @@ def turns_of(tiles, steps, PROGRAMS: gl.constexpr):
 @gluon.jit
 def list_of(lists_ptr, row, chunk, other, COUNTS_DEPTH: gl.constexpr):
     """The list of kernels.lists_kernel for the result's tile that starts at ``row``: what of its depth is kept."""
+    in_rows = (chunk + FILTER_ROWS - 1) // FILTER_ROWS
+    in_columns = (other + FILTER_COLUMNS - 1) // FILTER_COLUMNS
     if COUNTS_DEPTH:
-        return lists_ptr + row // FILTER_COLUMNS * (1 + (chunk + FILTER_ROWS - 1) // FILTER_ROWS)
+        return lists_ptr + in_columns + row // FILTER_COLUMNS * (1 + in_rows)
     else:
-        return lists_ptr + row // FILTER_ROWS * (1 + (other + FILTER_COLUMNS - 1) // FILTER_COLUMNS)
+        return lists_ptr + in_rows + row // FILTER_ROWS * (1 + in_columns)
+
+
+@gluon.jit
+def in_whole_lists(row_tiles, COUNTS_DEPTH: gl.constexpr, BM: gl.constexpr):
+    """Row tiles of a result in whole tiles of the filter."""
+    PER: gl.constexpr = (FILTER_COLUMNS if COUNTS_DEPTH else FILTER_ROWS) // BM
+    return (row_tiles + PER - 1) // PER * PER
+
+
+@gluon.jit
+def listed_tile(lists_ptr, m, COUNTS_DEPTH: gl.constexpr, BM: gl.constexpr):
+    """kernels.listed_tile."""
+    PER: gl.constexpr = (FILTER_COLUMNS if COUNTS_DEPTH else FILTER_ROWS) // BM
+    return gl.load(lists_ptr + m // PER) * PER + m % PER
 
 
 @gluon.jit
@@ -141,11 +157,14 @@ def load_tiles(
     """
     i = 0
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, other, width, COUNTS_DEPTH, BM, BN, BK)
+    if FILTER:
+        row_tiles = in_whole_lists(row_tiles, COUNTS_DEPTH, BM)
     tiles = row_tiles * column_tiles
     for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
         tile, begin, depth, _ = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         if FILTER:
+            m = listed_tile(lists_ptr, m, COUNTS_DEPTH, BM)
             entry = list_of(lists_ptr, m * BM, chunk, other, COUNTS_DEPTH)
             depth = listed_steps(entry, steps, FILTER)
             listed = 0
@@ -536,14 +555,16 @@ def hidden_tiles(
     """A multiplying group of :func:`hidden_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, False, BM, BN, BK)
-    tiles = row_tiles * column_tiles
     if FILTER:
+        row_tiles = in_whole_lists(row_tiles, False, BM)
         turns = 0
         done = 0
+    tiles = row_tiles * column_tiles
     for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
         tile, _, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         if FILTER:
+            m = listed_tile(lists_ptr, m, False, BM)
             depth = listed_steps(list_of(lists_ptr, m * BM, chunk, columns, False), steps, FILTER)
             whole = multiply(
                 e_smem, w_smem, ready, free, turn, turns, done, 1, depth, HALF, False, True, BM, BN, STAGES, SKEW,
@@ -668,11 +689,13 @@ def weight_tiles(
     IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
     if FILTER:
+        row_tiles = in_whole_lists(row_tiles, True, BM)
         turns = 0
         done = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         if FILTER:
+            m = listed_tile(lists_ptr, m, True, BM)
             depth = listed_steps(list_of(lists_ptr, m * BM, chunk, columns, True), steps, FILTER)
             whole = multiply(
                 e_smem, x_smem, ready, free, turn, turns, done, 1, depth, HALF, True, True, BM, BN, STAGES, SKEW,

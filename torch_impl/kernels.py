@@ -636,6 +636,7 @@ def lists_kernel(
 ):  # fmt: skip
     """One program, one list: of row tile m the kept column tiles, or of column tile n the kept row tiles, ascending;
     its length stands before it. Row tiles' lists are [row_tiles, 1 + column_tiles], the others the other way round.
+    Before them there is room for as many numbers: the order in which a product takes them (:func:`listed_tile`).
     """
     own = tl.program_id(0)
     by_row = own < row_tiles
@@ -643,9 +644,9 @@ def lists_kernel(
     others = tl.where(by_row, column_tiles, row_tiles)
     first = tl.where(by_row, own * column_tiles, own)
     step = tl.where(by_row, 1, column_tiles)
-    list_ptr = column_lists_ptr + own * (1 + row_tiles)
+    list_ptr = column_lists_ptr + column_tiles + own * (1 + row_tiles)
     if by_row:
-        list_ptr = row_lists_ptr + own * (1 + column_tiles)
+        list_ptr = row_lists_ptr + row_tiles + own * (1 + column_tiles)
     length = 0
     for begin in range(0, others, BLOCK):
         other = begin + tl.arange(0, BLOCK)
@@ -653,6 +654,13 @@ def lists_kernel(
         tl.store(list_ptr + length + tl.cumsum(kept, 0), other, mask=kept != 0)
         length += tl.sum(kept, 0)
     tl.store(list_ptr, length)
+
+
+@triton.jit
+def listed_tile(lists_ptr, m, PER: tl.constexpr):
+    """The m-th of a product's row tiles, of which PER share a list, when those with the longest list come first: the
+    programs then have as much to do as each other."""
+    return tl.load(lists_ptr + m // PER) * PER + m % PER
 
 
 @triton.jit
@@ -736,13 +744,17 @@ def hidden_kernel(
     row_tiles = tl.cdiv(rows, BM)
     column_tiles = tl.cdiv(size, BN)
     steps = tl.cdiv(columns, BK)
+    if FILTER:
+        row_tiles = tl.cdiv(rows, FILTER_ROWS) * (FILTER_ROWS // BM)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         value = tl.zeros((BM, BN), tl.float32)
         part = tl.zeros((BM, BN), tl.float32)
         depth = steps
         if FILTER:
-            list_ptr = lists_ptr + m * BM // FILTER_ROWS * (1 + tl.cdiv(columns, FILTER_COLUMNS))
+            m = listed_tile(lists_ptr, m, FILTER_ROWS // BM)
+            list_ptr = lists_ptr + tl.cdiv(chunk, FILTER_ROWS)
+            list_ptr += m * BM // FILTER_ROWS * (1 + tl.cdiv(columns, FILTER_COLUMNS))
             depth = listed_steps(list_ptr, steps, FILTER)
         for k in range(depth):
             step = k
@@ -852,13 +864,17 @@ def weight_kernel(
     row_tiles = tl.cdiv(columns, BM)
     column_tiles = tl.cdiv(size, BN)
     steps = tl.cdiv(rows, BK)
+    if FILTER:
+        row_tiles = tl.cdiv(columns, FILTER_COLUMNS) * (FILTER_COLUMNS // BM)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         value = tl.zeros((BM, BN), tl.float32)
         part = tl.zeros((BM, BN), tl.float32)
         depth = steps
         if FILTER:
-            list_ptr = lists_ptr + m * BM // FILTER_COLUMNS * (1 + tl.cdiv(chunk, FILTER_ROWS))
+            m = listed_tile(lists_ptr, m, FILTER_COLUMNS // BM)
+            list_ptr = lists_ptr + tl.cdiv(columns, FILTER_COLUMNS)
+            list_ptr += m * BM // FILTER_COLUMNS * (1 + tl.cdiv(chunk, FILTER_ROWS))
             depth = listed_steps(list_ptr, steps, FILTER)
         for k in range(depth):
             step = k
@@ -900,13 +916,13 @@ def weight_kernel(
 @triton.jit(do_not_specialize=["first", "chunk"])
 def column_sums_kernel(
     matrix_ptr, factor_ptr, order_ptr, count_ptr, out_ptr, first, chunk, stride, columns,
-    BY_TOKEN: tl.constexpr, HAS_FACTOR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    BY_TOKEN: tl.constexpr, HAS_FACTOR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BC columns: out[j] += Σ_r factor_r matrix[r, j] over the chunk's rows; factor by token where BY_TOKEN."""
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     column = tl.program_id(0) * BC + tl.arange(0, BC)
-    total = tl.zeros((BC,), tl.float32)
-    for begin in range(0, rows, BR):
+    total = tl.zeros((BR, BC), tl.float32)
+    for begin in tl.range(0, rows, BR, num_stages=STAGES):
         row = begin + tl.arange(0, BR)
         mask = (row < rows)[:, None] & (column < columns)[None, :]
         part = tl.load(matrix_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
@@ -916,9 +932,9 @@ def column_sums_kernel(
             if BY_TOKEN:
                 index = tl.load(order_ptr + first + row, mask=row < rows, other=0)
             part = part * tl.load(factor_ptr + index, mask=row < rows, other=0.0)[:, None]
-        total += tl.sum(part, 0)
+        total += part
     mask = column < columns
-    tl.store(out_ptr + column, tl.load(out_ptr + column, mask=mask, other=0.0) + total, mask=mask)
+    tl.store(out_ptr + column, tl.load(out_ptr + column, mask=mask, other=0.0) + tl.sum(total, 0), mask=mask)
 
 
 @triton.jit
