@@ -432,6 +432,11 @@ def _lists(kept: Array, run: int, steps: Any) -> Array:
     return jnp.concatenate([count, jnp.sort(jnp.where(kept, number, kept.shape[1]), stable=False)], axis=1)
 
 
+def _longest_first(lists: Array) -> Array:
+    """The numbers of the lists, so that programs which take one after the other have as much to do as each other."""
+    return jnp.argsort(-lists[:, 0], stable=True).astype(jnp.int32)
+
+
 class _Products:
     """dX, dW and db of a call, chunk by chunk and slice by slice."""
 
@@ -489,7 +494,9 @@ class _Products:
         whole = c.columns >= c.vocab
         if kept is not None:
             run = FILTER_COLUMNS // kernels.STEP
-            arguments["lists"] = _lists(kept, run, e.shape[1] // kernels.STEP)
+            lists = _lists(kept, run, e.shape[1] // kernels.STEP)
+            tiles = jnp.concatenate([rows.tiles[:1], _longest_first(lists)])
+            arguments |= {"lists": lists, "tiles": tiles}
         if factors is not None:
             width = kernels.gradient_columns(rows.tiles.shape[0] - 1, c.padded_size, kept is None)
             more = round_up(c.padded_size, width) - c.padded_size
@@ -514,7 +521,8 @@ class _Products:
             return state
         arguments = {"rows": rows.number, "start": _index(start), "e": e, "x": x}
         if kept is not None:
-            arguments["lists"] = _lists(kept.T, FILTER_ROWS // kernels.STEP, -(-rows.number // kernels.STEP))
+            lists = _lists(kept.T, FILTER_ROWS // kernels.STEP, -(-rows.number // kernels.STEP))
+            arguments |= {"lists": lists, "order": _longest_first(lists)}
         outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(c.weight.shape, c.dtype)}
         adds = state.low is not None
         if scale is None:

@@ -755,7 +755,8 @@ def weight(
 
     Arguments:
         rows, start: [1] int32: how many rows of e and x there are; the first vocabulary entry.
-        e [C, S], x [C, D]; lists [⌈S / 256⌉, 1 + row tiles] int32 as for :func:`hidden`, of 256 entries each.
+        e [C, S], x [C, D]; lists [⌈S / 256⌉, 1 + row tiles] int32 as for :func:`hidden`, of 256 entries each, and the
+        order [⌈S / 256⌉] int32 in which they are worked on.
         low [V, D] int16 where ``adds``; scale [1] float32; smooth_x [tiles of D] and class_weight [tiles of V] float32
         with label smoothing.
     ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Without rows, sums stay as they
@@ -768,10 +769,13 @@ def weight(
         out, start = r["out"], _scalar(r, "start")
         rows = r["rows"][0]
         run, share = spec.FILTER_ROWS // STEP, spec.FILTER_COLUMNS // TILE_ROWS
-        row_tiles: Any = pl.cdiv(columns, TILE_ROWS)
+        row_tiles: Any = pl.cdiv(columns, TILE_ROWS) if paired else pl.cdiv(columns, spec.FILTER_COLUMNS) * share
         tile_width = gradient_columns(row_tiles, r["x"].shape[1], paired)
         if adds and not final:
             row_tiles = jnp.where(rows > 0, row_tiles, 0)
+
+        def row_tile(i: Any) -> Any:
+            return i if paired else r["order"][lax.div(i, share)] * share + lax.rem(i, share)
 
         def part_of(matrix: Any, tile: _Tile) -> Any:
             return matrix.at[pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
@@ -800,7 +804,7 @@ def weight(
             (row_tiles, pl.cdiv(r["x"].shape[1], tile_width)),
             _Depth(lax.div(rows + (STEP - 1), STEP), r.get("lists"), run, share),
             group=group,
-            row_tile=lambda i: i,
+            row_tile=row_tile,
             begin=begin,
             epilogue=epilogue,
             stages=3 if adds else STAGES,

@@ -310,16 +310,19 @@ def assert_lists_leave_out(kept: Any, rows: int, size: int, step: int) -> None:
         return kernels.hidden(arguments | more, out, adds=False)["out"]
 
     def weight(e: Any, more: Any) -> Any:
-        out = jax.new_ref(jnp.ones((vocab, size)))
-        arguments = {"rows": index(rows), "start": index(0), "e": e, "x": x, "out": out}
-        kernels.weight(arguments | more, {}, columns=vocab, adds=True)
-        return kernels.written(out)
+        sums = {"out": jax.new_ref(jnp.ones((vocab, size), jnp.bfloat16))}
+        sums["low"] = jax.new_ref(jnp.ones((vocab, size), jnp.int16))
+        arguments = {"rows": index(rows), "start": index(0), "e": e, "x": x}
+        kernels.weight(arguments | sums | more, {}, columns=vocab, adds=True)
+        return [kernels.written(half) for half in sums.values()]
 
     along_vocab, along_rows = (kept, 256 // step, vocab // step), (kept.T, 128 // step, -(-index(rows) // step))
     lists = fused._lists(*along_vocab), fused._lists(*along_rows)
-    for product, own in zip((hidden, weight), lists, strict=True):
-        whole, filtered = jax.jit(product)(masked, {}), jax.jit(product)(e, {"lists": own})
-        assert np.array_equal(np.asarray(whole), np.asarray(filtered)), product.__name__
+    mores = {"lists": lists[0]}, {"lists": lists[1], "order": fused._longest_first(lists[1])}
+    for product, more in zip((hidden, weight), mores, strict=True):
+        whole, filtered = jax.jit(product)(masked, {}), jax.jit(product)(e, more)
+        same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), whole, filtered)
+        assert all(jax.tree.leaves(same)), product.__name__
 
 
 @needs_interpreter
