@@ -106,7 +106,7 @@ def test_the_rule_can_fail(impl: Any, name: str, monkeypatch: pytest.MonkeyPatch
     true = implementations.truth_outputs(problem)
     for output in OUTPUTS:
         moved = true | {output: true[output] * (1 + 3 * allowance(ideal_errors(problem)[output], problem.dtype))}
-        monkeypatch.setattr(implementations, "truth_outputs", lambda _, moved=moved: moved)
+        monkeypatch.setattr(implementations, "truth_outputs", lambda *_, moved=moved: moved)
         with pytest.raises(AssertionError, match=output):
             assert_within(problem, outcome)
 
