@@ -210,7 +210,7 @@ def filter_table(results: dict[str, Any]) -> str:
         lines.append(f"| {sizes} | {row['variant']} | {times} |")
     left = f"{100 * results['share']:.0f} % of the tiles are left out at filter_eps = {results['filter_eps']:.2g}"
     changes = " and ".join(
-        f"{100 * results[f'd{name}_over_bound']:.0f} % of its bound in d{'X' if name == 'hidden' else 'W'}"
+        f"{100 * results[f'd{name}_over_bound']:.2g} % of its bound in d{'X' if name == 'hidden' else 'W'}"
         for name in ("hidden", "weight")
     )
     lines += ["", f"{left}; an element changes by at most {changes}."]
