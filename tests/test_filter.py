@@ -19,6 +19,7 @@ from implementations import (
     TorchEager,
     TorchTriton,
     assert_within,
+    beside_torch,
     filter_bounds,
     ideal_errors,
     in_every_torch_place,
@@ -42,6 +43,13 @@ from logitless.tolerances import TINY, allowance, error
 # The kernels of PyTorch interpreted beside all others; those of JAX, slower still, are in tests/test_pallas.py.
 IMPLEMENTATIONS = [*ALL, pytest.param(TorchTriton(), id="torch_triton", marks=interpreted)]
 every_filtering_one = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+
+pytestmark = beside_torch
+
+# What passes a filter on is the same for every backend, and interpreted kernels are slow.
+in_fast_torch_places = pytest.mark.parametrize(
+    ("device", "backend"), [place for place in TORCH_PLACES if place.id != "interpreted"]
+)
 
 EPS = 2.0**-8
 # Three tiles of rows, five of the vocabulary, of which the second and the fourth are low.
@@ -292,7 +300,7 @@ def test_where_dw_goes_instead(device: str, backend: str) -> None:
     assert error(anchored.weight_grad, known.weight_grad) > 1e-3
 
 
-@in_every_torch_place
+@in_fast_torch_places
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_compiled_call_filters_as_well(device: str, backend: str, reduction: str) -> None:
     torch = pytest.importorskip("torch", reason="this is about PyTorch")
@@ -312,7 +320,7 @@ def test_a_compiled_call_filters_as_well(device: str, backend: str, reduction: s
     assert not torch.equal(plain[0], exact[0])
 
 
-@in_every_torch_place
+@in_fast_torch_places
 def test_the_module_passes_it_on(device: str, backend: str) -> None:
     torch = pytest.importorskip("torch", reason="this is about PyTorch")
     from logitless.torch_impl import LinearCrossEntropy, linear_cross_entropy

@@ -69,14 +69,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "one": {"sizes": (1, 7, 1)},
     "head": {"sizes": (4096, 4096, 128256)},
     "filter": {"filter_eps": 1e-3, "bias": True},
-    "filter_chunks_smooth": {
-        "filter_eps": 1e-3,
-        "plan": {"order": "tokens", "chunk": 72},
-        "class_weight": True,
-        **SMOOTH,
-    },
     "filter_vocab_all": {"filter_eps": 1e-3, "plan": {"order": "vocab", "chunk": 256}, **ALL},
-    "filter_two_pass": {"filter_eps": 1e-3, "plan": TWO_PASS, "reduction": "none", "dtype": "float16"},
     "filter_odd": {"filter_eps": 1e-3, "sizes": (188, 31, 123)},
 }
 
