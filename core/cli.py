@@ -119,7 +119,7 @@ def plan(
     if reduction not in REDUCTIONS:
         _fail(f"reduction: got {reduction!r}, allowed are {', '.join(map(repr, REDUCTIONS))}")
     sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": dtype, "device": device}
-    sizes |= {"one_pass": reduction != "none", "fused": fused}
+    sizes |= {"one_pass": reduction != "none", "fused": fused, "hold": memory_budget is not None}
     try:
         budget = None if memory_budget is None else parse_bytes(memory_budget)
         chosen = make_plan(**sizes, memory_budget=budget, order=order, chunk=chunk)  # type: ignore[arg-type]

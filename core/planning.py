@@ -11,7 +11,8 @@ Two orders (docs/design.md):
             accumulated, each slice of dW is finished at once, so nothing of size V × D exists beside the gradient.
 
 The kernel backends hold exponentials in the input dtype and leave the last chunk's products to the backward, so that a
-plan of one chunk needs no accumulator at all.
+plan of one chunk needs no accumulator at all. There an upstream gradient per token can wait for the same plan: all
+tokens' exponentials are held until it arrives (``hold``), 6·N·D·V flops instead of 8.
 
 The cost of a plan, relative to 6·N·D·V flops, counts the extra flops of a second pass and the traffic of the
 accumulators that are read and written again with every further chunk:
@@ -106,7 +107,8 @@ class ChunkPlan:
     dtype: str
     order: Order
     one_pass: bool
-    """True: exponentials of a whole chunk are held and both gradients follow at once. False: lse is known first."""
+    """True: exponentials of a whole chunk are held and both gradients follow at once. False: lse is known first.
+    (Beside an upstream gradient per token a plan of the kernels in one chunk can be True: then that chunk waits.)"""
     token_chunk: int
     """Tokens worked on at a time (all of them in the vocab order)."""
     vocab_chunk: int
@@ -315,6 +317,7 @@ def plan(
     device: Device = "gpu",
     fused: bool = False,
     padded: bool = False,
+    hold: bool = False,
 ) -> ChunkPlan:
     """Choose how to cut a linear cross-entropy call.
 
@@ -331,6 +334,9 @@ def plan(
             there) or of the portable ones.
         padded: with ``fused``, whether the scratch is that of "pallas", which works on whole tiles, and on copies where
             V % 8 or D % 64 is not 0.
+        hold: with ``fused`` and one_pass=False, whether the plan may be one chunk in one pass all the same: N × V
+            exponentials in the input dtype are held from the forward until the upstream gradients arrive. (The calls
+            allow it where a memory_budget is given and only losses or log-probabilities are differentiated.)
 
     Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
     is a ValueError that names the smallest scratch there is.
@@ -346,10 +352,11 @@ def plan(
         raise ValueError(f"order: got None beside chunk={chunk}, allowed are 'tokens', 'vocab': chunk counts along it")
     if fused and dtype == "float64":
         raise ValueError("fused: got True beside dtype='float64', allowed is False: the kernels have no float64")
+    held = fused and dtype != "float16" and tokens > 0
     one_pass = bool(one_pass) and not (fused and dtype == "float16")
     return _plan(
         int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, one_pass, device,
-        bool(fused), bool(fused and padded),
+        bool(fused), bool(fused and padded), bool(hold and held and not one_pass),
     )  # fmt: skip
 
 
@@ -366,6 +373,7 @@ def _plan(
     device: Device,
     fused: bool,
     padded: bool,
+    hold: bool,
 ) -> ChunkPlan:
     candidates: list[ChunkPlan] = []
     if order in (None, "tokens"):
@@ -375,6 +383,8 @@ def _plan(
             ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block, fused, padded)
             for size in sizes
         ]
+        if hold and (chunk is None or chunk >= tokens):
+            candidates.append(ChunkPlan(tokens, hidden, vocab, dtype, "tokens", True, tokens, block, fused, padded))
     if order in (None, "vocab"):
         sizes = [chunk] if chunk else _balanced_sizes(vocab, VOCAB_TILE)
         candidates += [

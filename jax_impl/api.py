@@ -183,7 +183,9 @@ def linear_log_probs(
         log_prob_i = z_{i,y_i} − lse_i        entropy_i = −Σ_j p_ij log p_ij
 
     Both [...] in float32 (float64 for float64 input), differentiable once in hidden, weight and bias for any upstream
-    gradients; both 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6.
+    gradients; both 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6; without entropy, and
+    with a ``memory_budget`` of somewhat more than N·V·itemsize for the kernels ("pallas"), 2 and 4: then exponentials
+    [N, V] wait in the input dtype from forward to backward.
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
@@ -222,7 +224,8 @@ def loss_call(
     _check_targets(arrays.target, shard.vocab or arrays.weight.shape[0], ignore_index)
     one_pass = reduction != "none" and options.separable
     name = _backend(backend, arrays, cut=False)
-    return Call(options, _plan(arrays, shard, plan, memory_budget, one_pass, name), return_stats, name, shard)
+    chosen = _plan(arrays, shard, plan, memory_budget, one_pass, options.separable, name)
+    return Call(options, chosen, return_stats, name, shard)
 
 
 def log_probs_call(
@@ -244,7 +247,9 @@ def log_probs_call(
     _check_arrays(arrays, shard)
     _check_targets(arrays.target, shard.vocab or arrays.weight.shape[0], ignore_index)
     name = _backend(backend, arrays, cut=False)
-    return Call(options, _plan(arrays, shard, plan, memory_budget, False, name), with_entropy, name, shard)
+    hold = options.separable and not with_entropy
+    chosen = _plan(arrays, shard, plan, memory_budget, False, hold, name)
+    return Call(options, chosen, with_entropy, name, shard)
 
 
 def _shard(weight: Any, axis_name: Any, vocab: Any, sequence_parallel: bool) -> Shard:
@@ -371,8 +376,10 @@ def _array(value: Any, dtype: Any) -> Array:
 
 
 def _plan(
-    arrays: Arrays, shard: Shard, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool, backend: str
-) -> ChunkPlan:
+    arrays: Arrays, shard: Shard, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool, hold: bool,
+    backend: str,
+) -> ChunkPlan:  # fmt: skip
+    """``hold``: whether the call can hold its exponentials for an upstream gradient per token, if a budget is given."""
     hidden, (vocab, size) = arrays.hidden, arrays.weight.shape
     tokens, name = math.prod(arrays.target.shape), str(hidden.dtype)
     if given is not None:
@@ -395,6 +402,7 @@ def _plan(
         device="cpu" if _device(hidden).platform == "cpu" else "gpu",
         fused=backend == "pallas",
         padded=backend == "pallas",
+        hold=hold and memory_budget is not None and not shard.active,
     )
 
 

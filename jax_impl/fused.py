@@ -412,6 +412,10 @@ class _Factors(NamedTuple):
     factor: Array  # u
     element: Array  # u T
 
+    def operand(self, rows: _Rows, dtype: Any) -> Array:
+        """u ⊙ x, for dW."""
+        return (rows.x.astype(jnp.float32) * self.factor[: rows.x.shape[0], None]).astype(dtype)
+
 
 class _State(NamedTuple):
     """dX by position, dW and db as far as they are; None where not wanted or not begun."""
@@ -591,9 +595,9 @@ def _into(
 
 
 class _Waiting(NamedTuple):
-    """Gradients made in the forward, waiting for the upstream scalar: the last chunk's exponentials, and sums."""
+    """Gradients made in the forward, waiting for the upstream gradient: the last chunk's exponentials, and sums."""
 
-    x: Array  # u ⊙ x of the last chunk
+    x: Array | None  # u ⊙ x of the last chunk; None where u lacks the tokens' upstream gradients
     e: Array
     factors: _Factors
     values: Array  # u T, by token
@@ -611,6 +615,11 @@ class Held(NamedTuple):
 def one_pass(dtype: Any) -> bool:
     """Whether exponentials relative to the target can be held in ``dtype``: float16's range ends at 11 nats."""
     return bool(dtype != jnp.float16)
+
+
+def holds(dtype: Any) -> bool:
+    """Whether exponentials can wait for an upstream gradient per token."""
+    return one_pass(dtype)
 
 
 def _unit(g: Array) -> Array:
@@ -645,7 +654,6 @@ class _Made(NamedTuple):
     rows: _Rows
     part: TokenSums
     factors: _Factors
-    x: Array
     e: Array
 
 
@@ -654,9 +662,14 @@ def _forward(c: _Call, first: Any, g: Array, statistics: bool) -> _Made:
     running, weighted, e = _sums(c, rows, statistics, holds=True)
     assert e is not None
     part = running.finish(weighted)
-    factors = _factors(c, rows, running, part, g)
-    x = (rows.x.astype(jnp.float32) * factors.factor[: rows.x.shape[0], None]).astype(c.dtype)
-    return _Made(rows, part, factors, x, e)
+    return _Made(rows, part, _factors(c, rows, running, part, g), e)
+
+
+def _vectors(c: _Call, vectors: Any, made: _Made) -> Any:
+    """``vectors`` by position, or new ones, with what a chunk's forward made of its rows."""
+    parts = (made.part, made.factors.element)
+    vectors = _empty(c, parts) if vectors is None else vectors
+    return jax.tree.map(lambda vector, part: _put(vector, part, made.rows.first), vectors, parts)
 
 
 def loss_gradients(
@@ -676,34 +689,52 @@ def loss_gradients(
 def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple[TokenSums, _Waiting]:
     p = _Products(c, needs, g, _unit(g))
 
-    def collect(vectors: Any, made: _Made) -> Any:
-        parts = (made.part, made.factors.element)
-        vectors = _empty(c, parts) if vectors is None else vectors
-        return jax.tree.map(lambda vector, part: _put(vector, part, made.rows.first), vectors, parts)
-
     def chunk(carry: Any, first: Any) -> Any:
         vectors, state = carry
         made = _forward(c, first, p.g, statistics)
         state, kept = p.filtered(state, made.rows, made.e, 0, c.vocab, made.factors)
-        state = p.weight(state, made.rows, made.e, made.x, 0, c.vocab, None, kept)
+        x = made.factors.operand(made.rows, c.dtype)
+        state = p.weight(state, made.rows, made.e, x, 0, c.vocab, None, kept)
         state = p.hidden(state, made.rows, made.e, 0, made.factors, None, kept)
         state = p.bias(state, made.rows, made.e, 0, c.vocab, made.factors.factor)
-        return collect(vectors, made), state
+        return _vectors(c, vectors, made), state
 
     vectors, state = None, _State()
     if c.chunks > 1:
         vectors, state = _chunks(c, chunk, lambda: chunk((None, _State()), jnp.int32(0)), c.chunks - 1)
     (vectors, state), last = _after((vectors, state), (c.chunks - 1) * c.chunk)
     made = _forward(c, last, p.g, statistics)
-    sums, values = c.by_token(collect(vectors, made))
-    state = p.bias(state, made.rows, made.e, 0, c.vocab, made.factors.factor)
-    if state.bias is not None:
-        state = state._replace(bias=_add_target_sums(c, state.bias, values))
-    return _with_weighted(c, sums, p.smoothing), _Waiting(made.x, made.e, made.factors, values, state)
+    sums, values = c.by_token(_vectors(c, vectors, made))
+    state = _last_bias(c, p, state, made.rows, made.e, made.factors, values)
+    x = made.factors.operand(made.rows, c.dtype)
+    return _with_weighted(c, sums, p.smoothing), _Waiting(x, made.e, made.factors, values, state)
+
+
+def _last_bias(
+    c: _Call, p: _Products, state: _State, rows: _Rows, e: Array, factors: _Factors, values: Array
+) -> _State:
+    """db with the last chunk's share and all targets' elements."""
+    state = p.bias(state, rows, e, 0, c.vocab, factors.factor)
+    return state if state.bias is None else state._replace(bias=_add_target_sums(c, state.bias, values))
+
+
+def token_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
+) -> tuple[TokenSums, Held]:
+    """Sums, and exponentials that wait for an upstream gradient per token: 6·N·D·V flops, in a plan of one chunk."""
+
+    def run(inputs: Inputs, g: Array) -> Any:
+        c = _Call(inputs, options, plan)
+        made = _forward(c, jnp.int32(0), g / _unit(g), statistics)
+        sums, values = c.by_token(_vectors(c, None, made))
+        return _with_weighted(c, sums, _Smoothing.prepare(c)), _Waiting(None, made.e, made.factors, values, _State())
+
+    sums, waiting = _one_by_one(run)(inputs, g)
+    return sums, Held(inputs, g, waiting)
 
 
 def finish(held: Any, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
-    """dX, dW and db with the upstream scalar, from what :func:`loss_gradients` left."""
+    """dX, dW and db with the upstream gradient, from what :func:`loss_gradients` or :func:`token_gradients` left."""
     if isinstance(held, Gradients):
         return xla.finish(held, options, plan, needs, upstream)
 
@@ -714,10 +745,16 @@ def finish(held: Any, options: LossOptions, plan: ChunkPlan, needs: Needs, upstr
 
 
 def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -> Gradients:
+    rows = c.rows_at(jnp.int32((c.chunks - 1) * c.chunk))
+    before, by_token = _unit(g), jnp.where(c.inputs.valid, upstream.reshape(-1), 0.0)
+    if held.x is None:
+        g, upstream = g * by_token, jnp.ones(())
     unit = _unit(g)
     p = _Products(c, needs, g, unit)
+    if held.x is None:
+        held = _arrived(c, p, held, rows, by_token * (before / unit))
+    assert held.x is not None
     scale = (unit * upstream).astype(jnp.float32)
-    rows = c.rows_at(jnp.int32((c.chunks - 1) * c.chunk))
     single = c.chunks == 1
     state, kept = p.filtered(held.state, rows, held.e, 0, c.vocab, held.factors)
     state = p.weight(state, rows, held.e, held.x, 0, c.vocab, scale, kept)
@@ -733,6 +770,15 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
         p.finished_bias(held.state.bias, scale),
         state.tiles,
     )
+
+
+def _arrived(c: _Call, p: _Products, held: _Waiting, rows: _Rows, times: Array) -> _Waiting:
+    """What waits, its row factors multiplied by ``times`` [N]; with it the operand and the bias gradient are known."""
+    by_position = jnp.where(rows.exists, times[rows.token], 0.0)
+    factors = _Factors(held.factors.factor * by_position, held.factors.element * by_position)
+    values = held.values * times
+    state = _last_bias(c, p, held.state, rows, held.e, factors, values)
+    return _Waiting(factors.operand(rows, c.dtype), held.e, factors, values, state)
 
 
 def _sorted_targets(c: _Call, values: Array) -> tuple[Array, Array, Array]:

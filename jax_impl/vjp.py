@@ -5,6 +5,7 @@
 | nothing to differentiate | sums | – | 2·N·D·V |
 | mean, sum, a plan in one pass | sums and gradients | multiply by the upstream scalar, in the last cast | 6 |
 | none, log-probs, a plan that knows lse first | sums | gradients with what arrived | 8 |
+| none, log-probs, a plan in one pass and one chunk (kernels) | sums, exponentials | gradients with what arrived | 6 |
 """
 
 from __future__ import annotations
@@ -48,6 +49,14 @@ class Call:
     def one_pass(self) -> bool:
         possible = self.plan.one_pass and self.options.separable and self.options.reduction != "none"
         return possible and bool(self.module.one_pass(jnp.dtype(self.plan.dtype)))
+
+    @property
+    def holds(self) -> bool:
+        """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
+        possible = self.plan.one_pass and self.options.separable and self.options.reduction == "none"
+        if not possible or self.shard.active or not self.module.holds(jnp.dtype(self.plan.dtype)):
+            return False
+        return 0 < self.plan.tokens <= self.plan.token_chunk
 
 
 class Arrays(NamedTuple):
@@ -219,12 +228,13 @@ def loss_forward(
     call: Call, arrays: Arrays, needs: xla.Needs, tiles: bool = False
 ) -> tuple[tuple[Array, TokenStats | None], Any]:
     """(loss, statistics), and what :func:`loss_gradients` needs; ``tiles``: to count what filter_eps leaves out."""
-    if not (call.one_pass and (any(needs) or tiles)):
+    if not ((call.one_pass or call.holds) and (any(needs) or tiles)):
         return _loss_from_sums(call, arrays)
     inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
     g = _row_upstream(inputs, call.options, norm)
-    sums, held = call.module.loss_gradients(inputs, call.options, call.plan, g, needs, call.statistics)
+    make = call.module.token_gradients if call.holds else call.module.loss_gradients
+    sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics)
     return _loss_output(call, arrays, inputs, sums, norm), held
 
 
@@ -287,14 +297,18 @@ def _filtered_share(call: Call, arrays: Arrays) -> Array:
 # Log-probs and entropy
 
 
-def log_probs_forward(call: Call, arrays: Arrays, _: xla.Needs | None = None) -> tuple[Any, _Known]:
+def log_probs_forward(call: Call, arrays: Arrays, needs: xla.Needs | None = None) -> tuple[Any, Any]:
     """(log_prob, entropy), and what :func:`log_probs_gradients` needs."""
-    inputs = _inputs(call, arrays)
-    sums = call.module.token_sums(inputs, call.options, call.plan, call.statistics)
+    inputs, held = _inputs(call, arrays), None
+    if call.holds and not call.statistics and needs is not None and any(needs):
+        g = _row_upstream(inputs, call.options, jnp.ones(()))
+        sums, held = call.module.token_gradients(inputs, call.options, call.plan, g, needs, False)
+    else:
+        sums = call.module.token_sums(inputs, call.options, call.plan, call.statistics)
     shape = arrays.target.shape
     log_prob = jnp.where(inputs.valid, -sums.nll, 0.0).reshape(shape)
     entropy = None if sums.entropy is None else jnp.where(inputs.valid, sums.entropy, 0.0).reshape(shape)
-    return (log_prob, entropy), _Known(arrays, sums, inputs.shared)
+    return (log_prob, entropy), _Known(arrays, sums, inputs.shared) if held is None else held
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -305,8 +319,8 @@ def _log_probs(call: Call, arrays: Arrays) -> tuple[Array, Array | None]:
 def _log_probs_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, Array | None], Any]:
     arrays, needs = _values_and_needs(primals)
     _check_tracked(call, needs)
-    output, known = log_probs_forward(call, arrays)
-    return output, packed((known, _likes(arrays)), needs)
+    output, kept = log_probs_forward(call, arrays, needs)
+    return output, packed((kept, _likes(arrays)), needs)
 
 
 def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]:
@@ -319,9 +333,13 @@ def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Ar
 
 
 def log_probs_gradients(
-    call: Call, kept: _Known, needs: xla.Needs, g_log_prob: Array | None, g_entropy: Array | None
+    call: Call, kept: Any, needs: xla.Needs, g_log_prob: Array | None, g_entropy: Array | None
 ) -> xla.Gradients:
     """Gradients from what :func:`log_probs_forward` kept; of hidden, this device's share."""
+    if not isinstance(kept, _Known):
+        assert g_log_prob is not None  # all of it is there is, and not both are zero
+        finished: xla.Gradients = call.module.finish(kept, call.options, call.plan, needs, -g_log_prob)
+        return finished
     inputs = _inputs(call, kept.arrays, kept.shared)
 
     def rows(cotangent: Array | None) -> Array:

@@ -731,6 +731,11 @@ def one_pass(dtype: Any) -> bool:
     return True
 
 
+def holds(dtype: Any) -> bool:
+    """Whether exponentials can wait for an upstream gradient per token: here gradients are made at once, or anew."""
+    return False
+
+
 def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
     """What :func:`loss_gradients` left, times the upstream scalar."""
     hidden, weight, bias = (None if part is None else part.astype(upstream.dtype) * upstream for part in held[:3])

@@ -32,6 +32,8 @@ PLANNED = (
 )
 
 PLANNED_RUNS = [(name, order) for name in PLANNED for order in ("tokens", "tokens_two_pass", "vocab")]
+# One chunk in one pass: where the upstream gradient comes per token, kernels hold their exponentials until then.
+PLANNED_RUNS += [(name, "one_chunk") for name in ("odd_none", "odd_none_all", "odd_none_most")]
 
 
 def plans(problem: Problem) -> dict[str, Any]:
@@ -41,6 +43,7 @@ def plans(problem: Problem) -> dict[str, Any]:
         "tokens": plan_for(problem, order="tokens", chunk=37 if problem.tokens < 500 else 300),
         "tokens_two_pass": plan_for(problem, order="tokens", chunk=64, one_pass=False),
         "vocab": plan_for(problem, order="vocab", chunk=wide),
+        "one_chunk": plan_for(problem, order="tokens", chunk=problem.tokens),
     }
 
 

@@ -55,6 +55,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 ALL = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "logit_scale": 1.5}
 SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-4}
 TWO_PASS = {"order": "tokens", "chunk": 64, "one_pass": False}
+ONE_CHUNK = {"order": "tokens", "chunk": 200}
 # Every kernel with everything that changes its code: plan, bias, class weights, statistics, dtype, sizes, options.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -64,6 +65,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "all": {"bias": True, "class_weight": True, "return_stats": True, **ALL},
     "chunks_smooth": {"plan": {"order": "tokens", "chunk": 72}, "bias": True, "class_weight": True, **SMOOTH},
     "none": {"reduction": "none", "class_weight": True, **ALL},
+    "none_held": {"reduction": "none", "plan": ONE_CHUNK, "bias": True, "class_weight": True, **SMOOTH},
     "float16": {"dtype": "float16", "bias": True},
     "odd": {"sizes": (188, 31, 123)},
     "one": {"sizes": (1, 7, 1)},
@@ -99,6 +101,8 @@ def test_lowers_for_cuda(name: str, compiled: None) -> None:
     text = lowered(jax.value_and_grad(loss, (0, 1, 2) if with_bias else (0, 1)), x, w, b, y, k)
     assert "mosaic_gpu" in text
     assert "dot_general" not in text  # no product is left to XLA
+    two_passes = name in ("two_pass_smooth", "vocab_all", "all", "none", "float16", "filter_vocab_all")
+    assert ("logits_known" in text) == two_passes
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -123,6 +127,21 @@ def test_log_probs_lower_for_cuda(compiled: None) -> None:
         return log_prob.sum() + entropy.sum()
 
     assert "mosaic_gpu" in lowered(jax.value_and_grad(total, (0, 1)), x, w, y)
+
+
+@pytest.mark.parametrize(
+    ("budget", "entropy", "waits"), [(2**30, False, True), (None, False, False), (2**30, True, False)]
+)
+def test_exponentials_of_log_probs_wait_where_a_budget_holds_them(
+    budget: int | None, entropy: bool, waits: bool, compiled: None
+) -> None:
+    shape = jax.ShapeDtypeStruct
+    x, w, y = shape((200, 192), jnp.bfloat16), shape((1000, 192), jnp.bfloat16), shape((200,), jnp.int32)
+
+    def total(x: Any, w: Any, y: Any) -> Any:
+        return linear_log_probs(x, w, y, with_entropy=entropy, memory_budget=budget, backend="pallas")[0].sum()
+
+    assert ("logits_known" in lowered(jax.grad(total, (0, 1)), x, w, y)) == (not waits)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +238,7 @@ RUNS = (
     ("odd_softcap", "bfloat16", "vocab"),
     ("confident_wrong", "bfloat16", "default"),
     ("odd_none_all", "float16", "default"),
+    ("odd_none_most", "bfloat16", "held"),
 )
 
 
@@ -230,6 +250,7 @@ def test_within_the_rule(name: str, dtype: str, order: str, interpreter: None) -
     problem = problem_named(name).with_dtype(dtype)
     sizes = {"tokens": problem.tokens, "hidden": problem.hidden, "vocab": problem.vocab, "dtype": dtype, "fused": True}
     plans = {"default": {}, "tokens": {"order": "tokens", "chunk": 96}, "vocab": {"order": "vocab", "chunk": 64}}
+    plans["held"] = {"order": "tokens", "chunk": problem.tokens}
     chosen = plan(**sizes, **plans[order])
     with_statistics = name == "odd_all"
     outcome = run_case(PALLAS, problem.case(), plan=chosen, return_stats=with_statistics)

@@ -226,3 +226,104 @@ def test_mask_weights_per_token(impl: Any) -> None:
         assert error(ignored.grads[name], weighted.grads[name]) <= 1e-6
         assert error(factored.grads[name], weighted.grads[name]) <= 1e-6
     assert np.array_equal(weighted.loss, ignored.loss)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exponentials that wait for the upstream gradient
+
+
+# Pallas's are in test_pallas.py.
+every_triton = pytest.mark.parametrize("impl", [one for one in EVERY if one.values[0].backend == "triton"])
+LARGE = 2**40
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which way the Triton backend's gradients were made, call by call."""
+    from logitless.torch_impl import fused
+
+    ways: list[str] = []
+
+    def recorded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            ways.append(name)
+            return real(*arguments)
+
+        return run
+
+    for name in ("token_gradients", "known_gradients"):
+        monkeypatch.setattr(fused, name, recorded(name, getattr(fused, name)))
+    return ways
+
+
+@pytest.mark.case(2)
+@pytest.mark.case(4)
+@every_triton
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_log_probs_whose_exponentials_wait(impl: Any, scale: float, counted: list[str]) -> None:
+    """Any upstream gradient: of both signs, 0, small and large, NaN at an ignored token."""
+    x, w, b, y = some(61, 32, 203, seed=3)
+    g = np.random.default_rng(4).standard_normal(61) * 10.0 ** np.random.default_rng(5).integers(-3, 4, 61)
+    g[5:9] = 0.0
+    true = reference.linear_log_probs(x, w, y, b, log_prob_upstream=g, logit_scale=scale)
+    g[y == -100] = np.nan
+    made = impl.run_log_probs(x, w, y, b, log_prob_upstream=g, logit_scale=scale, memory_budget=LARGE)
+    assert counted == ["token_gradients"]
+    assert error(made.log_prob, true.log_prob) <= 1e-6
+    for name in ("hidden", "weight", "bias"):
+        assert error(made.grads[name], getattr(true, f"{name}_grad")) <= 2e-6, name
+
+
+@every_triton
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing": 0.1, "z_loss": 1e-3, "logit_scale": 0.7},
+        {"return_stats": True},
+        {"class_weight": "drawn", "token_weight": "drawn", "label_smoothing": 0.2},
+    ],
+    ids=["plain", "smooth", "stats", "weights"],
+)
+def test_losses_whose_exponentials_wait(impl: Any, options: dict[str, Any], counted: list[str]) -> None:
+    x, w, b, y = some(70, 24, 150, seed=6)
+    rng = np.random.default_rng(7)
+    g, drawn = rng.standard_normal(70), {"class_weight": rng.random(150), "token_weight": rng.random(70)}
+    drawn["token_weight"][3] = 0.0
+    given = {name: drawn[name] if value == "drawn" else value for name, value in options.items()}
+    with_stats = given.pop("return_stats", False)
+    true = reference.linear_cross_entropy(x, w, y, b, reduction="none", upstream=g, **given)
+    g[y == -100] = np.nan
+    made = impl.run(x, w, y, b, reduction="none", upstream=g, memory_budget=LARGE, return_stats=with_stats, **given)
+    assert counted == ["token_gradients"]
+    assert error(made.loss, true.loss) <= 1e-6
+    assert not with_stats or error(made.stats.entropy, true.stats.entropy) <= 1e-6
+    for name in ("hidden", "weight", "bias"):
+        assert error(made.grads[name], getattr(true, f"{name}_grad")) <= 2e-6, name
+
+
+@every_triton
+def test_nothing_waits_unless_it_can(impl: Any, counted: list[str]) -> None:
+    """Without a budget, with entropy, with a softcap and label smoothing, or beyond the budget: in two passes."""
+    x, w, _, y = some()
+    impl.run_log_probs(x, w, y)
+    impl.run_log_probs(x, w, y, entropy_upstream=1.0, memory_budget=LARGE)
+    impl.run(x, w, y, reduction="none", softcap=3.0, label_smoothing=0.1, memory_budget=LARGE)
+    sizes = {"tokens": 40, "hidden": 16, "vocab": 90, "dtype": "float32", "fused": True}
+    impl.run_log_probs(x, w, y, memory_budget=plan(**sizes, order="tokens", chunk=40).scratch_bytes - 1)
+    assert counted == 4 * ["known_gradients"]
+
+
+@every_triton
+def test_what_waited_is_used_once_and_made_anew(impl: Any, counted: list[str]) -> None:
+    """A graph that is kept gives the same gradient again, from known sums."""
+    import torch
+
+    from logitless.torch_impl import linear_log_probs
+
+    x, w, _, y = some()
+    leaf = impl.array(x, "float32").requires_grad_()
+    log_prob, _ = linear_log_probs(leaf, impl.array(w, "float32"), impl.array(y), memory_budget=LARGE, backend="triton")
+    first, second = (torch.autograd.grad(log_prob.sum(), leaf, retain_graph=True)[0] for _ in range(2))
+    assert counted == ["token_gradients", "known_gradients"]
+    assert error(impl.numpy(second), impl.numpy(first)) <= 1e-6

@@ -222,6 +222,44 @@ def test_known_plans_for_the_kernels() -> None:
         assert lower_halves < several.scratch_bytes - exponentials // 2 < 1.2 * lower_halves
 
 
+@settings(deadline=None, max_examples=150)
+@given(sizes, st.sampled_from([None, "tokens", "vocab"]), st.booleans(), st.one_of(st.none(), st.integers(1, 2**34)))
+def test_what_waits_for_a_gradient_per_token(
+    arguments: dict[str, Any], order: Any, fused: bool, budget: int | None
+) -> None:
+    """With ``hold`` there is one plan more, and only where it can be: the kernels, one chunk, not float16."""
+    arguments |= {"one_pass": False, "order": order, "memory_budget": budget}
+    arguments |= {"fused": fused and arguments["dtype"] != "float64"}
+    try:
+        made = plan(**arguments, hold=True)
+    except ValueError:
+        with pytest.raises(ValueError, match="memory_budget: got"):
+            plan(**arguments)
+        return
+    if made.one_pass:
+        assert made.fused
+        assert made.dtype != "float16"
+        assert made.token_chunk == made.tokens > 0
+        assert made == plan(**arguments | {"one_pass": True, "order": "tokens", "chunk": made.tokens})
+        assert made.relative_cost(arguments["device"]) <= plan(**arguments | {"memory_budget": None}).relative_cost(
+            arguments["device"]
+        )
+    else:
+        assert made == plan(**arguments)
+
+
+def test_known_plans_that_wait() -> None:
+    sizes = {"tokens": 8192, "hidden": 4096, "vocab": 131072, "dtype": "bfloat16", "fused": True, "one_pass": False}
+    exponentials = 8192 * 131072 * 2
+    for padded in (False, True):
+        made = plan(**sizes, hold=True, memory_budget=int(1.2 * exponentials), padded=padded)
+        assert made.one_pass
+        assert made.chunks == 1
+        assert made.flops == 6 * 8192 * 4096 * 131072
+        assert exponentials < made.scratch_bytes
+        assert not plan(**sizes, hold=True, memory_budget=exponentials, padded=padded).one_pass
+
+
 def test_copies_of_odd_sizes_are_promised_where_they_are_made() -> None:
     sizes = {"tokens": 512, "dtype": "bfloat16", "fused": True, "padded": True, "order": "tokens", "chunk": 512}
     even = plan(**sizes, hidden=256, vocab=8192).scratch_bytes

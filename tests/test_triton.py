@@ -35,6 +35,7 @@ RUNS = (
     *(("confident_wrong", "float32", order) for order in ("default", "tokens_two_pass")),
     *((name, "float32", "default") for name in ("signed_smooth", "odd_none_all")),
     *((name, "float32", "tokens") for name in ("shifted_up", "minus_inf")),
+    *((name, "float32", "held") for name in ("odd_none", "odd_none_most", "odd_none_all")),
     *(("odd_all", "float16", "default"), ("confident_wrong", "float16", "tokens"), ("odd_most", "float16", "vocab")),
 )
 
@@ -46,6 +47,7 @@ def plans(problem: Any) -> dict[str, Any]:
         "tokens": plan(**sizes, fused=True, order="tokens", chunk=70),
         "tokens_two_pass": plan(**sizes, fused=True, order="tokens", chunk=64, one_pass=False),
         "vocab": plan(**sizes, fused=True, order="vocab", chunk=50),
+        "held": plan(**sizes, fused=True, order="tokens", chunk=problem.tokens),
     }
 
 

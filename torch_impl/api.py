@@ -188,8 +188,9 @@ def _loss_call(
     _check_normalizer(normalizer, options.reduction, arrays.hidden.device)
     _check_targets(arrays.target, arrays.weight.shape[0], options.ignore_index)
     one_pass = options.reduction != "none" and options.separable
+    hold = options.separable and not _traced(arrays.hidden)
     name = _backend(backend, arrays.hidden, dtype)
-    chosen = _plan(arrays.target, arrays.weight, dtype, plan_values, memory_budget, one_pass, name)
+    chosen = _plan(arrays.target, arrays.weight, dtype, plan_values, memory_budget, one_pass, hold, name)
     return _call(options, chosen, dtype, return_stats, name, arrays.hidden)
 
 
@@ -262,7 +263,9 @@ def linear_log_probs(
         log_prob_i = z_{i,y_i} − lse_i        entropy_i = −Σ_j p_ij log p_ij
 
     Both [...] in float32 (float64 for float64 input), differentiable once in hidden, weight and bias for any upstream
-    gradients; both 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6.
+    gradients; both 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6; without entropy, and
+    with a ``memory_budget`` of somewhat more than N·V·itemsize for the kernels ("triton"), 2 and 4: then exponentials
+    [N, V] wait in the input dtype from forward to backward.
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
@@ -307,7 +310,8 @@ def _linear_log_probs(
     dtype = _check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     _check_targets(target, weight.shape[0], ignore_index)
     name = _backend(backend, hidden, dtype)
-    chosen = _plan(target, weight, dtype, plan_values, memory_budget, False, name)
+    hold = options.separable and not with_entropy and not _traced(hidden)
+    chosen = _plan(target, weight, dtype, plan_values, memory_budget, False, hold, name)
     call = _call(options, chosen, dtype, with_entropy, name, hidden)
     if transforms.active():
         return transforms.log_probs(Arrays(hidden, weight, bias, target), call)
@@ -414,8 +418,12 @@ def _call(
     backend: str,
     hidden: Tensor,
 ) -> Call:
-    traced = tracing.is_traced(hidden) or transforms.active()
-    return Call(options, plan, dtype, statistics, torch.is_grad_enabled(), backend, traced)
+    return Call(options, plan, dtype, statistics, torch.is_grad_enabled(), backend, _traced(hidden))
+
+
+def _traced(hidden: Tensor) -> bool:
+    """Whether torch.compile or torch.func is looking."""
+    return tracing.is_traced(hidden) or transforms.active()
 
 
 def _plan(
@@ -425,8 +433,10 @@ def _plan(
     plan_values: tuple[Any, ...] | None,
     memory_budget: int | None,
     one_pass: bool,
+    hold: bool,
     backend: str,
 ) -> ChunkPlan | LatePlan:
+    """``hold``: whether the call can hold its exponentials for an upstream gradient per token, if a budget is given."""
     tokens, vocab, size = target.numel(), *map(tracing.number, weight.shape)
     name = _dtype_name(dtype)
     if plan_values is not None:
@@ -444,6 +454,7 @@ def _plan(
             one_pass=one_pass,
             device="cpu" if target.device.type == "cpu" else "gpu",
             fused=backend == "triton",
+            hold=hold and budget is not None,
         )
 
     budget = tracing.number(memory_budget)

@@ -84,16 +84,17 @@ class LinearLogProbsFunction(torch.autograd.Function):
         run: Any = ops if call.traced else steps
         arrays = Arrays(hidden, weight, bias, target)
         made = run.log_probs(arrays, call, _needs(ctx, call, hidden, weight, bias))
-        ctx.call = call
+        ctx.call, ctx.waiting = call, made.waiting
         ctx.save_for_backward(hidden, weight, bias, target, *made.saved)
         return made.log_prob, made.entropy
 
     @staticmethod
     @differentiable_once("linear_log_probs")
     def backward(ctx: Any, g_log_prob: Tensor, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        waiting, ctx.waiting = ctx.waiting, None
         call, kept = ctx.call, ctx.saved_tensors
         arrays = Arrays(*kept[:4])
         run: Any = ops if call.traced else steps
         needs = _needs(ctx, call, *arrays[:3])
-        grads = run.log_probs_gradients(arrays, call, needs, kept[4:], g_log_prob, g_entropy)
+        grads = run.log_probs_gradients(arrays, call, needs, kept[4:], waiting, g_log_prob, g_entropy)
         return grads.hidden, grads.weight, grads.bias, None, None

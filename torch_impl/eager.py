@@ -699,6 +699,12 @@ def one_pass(dtype: torch.dtype) -> bool:
     return True
 
 
+def holds(dtype: torch.dtype) -> bool:
+    """Whether exponentials can wait for an upstream gradient per token: here gradients are made at once, or anew."""
+    del dtype
+    return False
+
+
 def loss_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:

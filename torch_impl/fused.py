@@ -674,6 +674,14 @@ class _Products:
         if self.smooth_x is not None:
             self._column_sums(x, self.g, first, self.smooth_x, by_token=True)
 
+    def scale_operand(self, first: int, x: Tensor, factors: _Factors) -> None:
+        """u ⊙ x of the chunk, for dW."""
+        c = self.call
+        if self.needs.weight:
+            launch(kernels.scale_rows_kernel, c.chunk)(
+                x, factors.factor[first:], c.count, first, c.chunk, x.stride(0), c.size, BLOCK=c.block
+            )
+
     def _column_sums(self, matrix: Tensor, factor: Tensor | None, first: int, out: Tensor, by_token: bool) -> None:
         c = self.call
         launch(kernels.column_sums_kernel, triton.cdiv(matrix.shape[1], 256))(
@@ -959,21 +967,19 @@ def one_pass(dtype: torch.dtype) -> bool:
     return dtype != torch.float16
 
 
+def holds(dtype: torch.dtype) -> bool:
+    """Whether exponentials can wait for an upstream gradient per token."""
+    return one_pass(dtype)
+
+
 def loss_gradients(
     inputs: Rows, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Held]:
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
     c = _Call(inputs, options, plan)
     sums = _Sums(c, statistics)
-    unit = norm * inputs.summary[1]
-    k = inputs.token_class_weight()
-    smooth = None
-    if options.label_smoothing:
-        share = options.label_smoothing / inputs.vocab * inputs.class_weight_sum()
-        smooth = share if isinstance(share, Tensor) else torch.full((), share, device=c.device)  # no copy from the host
-    padded = c.row_target.shape[0]
-    factors = _Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
-    products = _Products(c, needs, sums.smoothing, factors.g, unit)
+    factors = _relative_factors(c)
+    products = _Products(c, needs, sums.smoothing, factors.g, norm * inputs.summary[1])
     with c.on_device():
         x, e = c.operand(), c.matrix(c.chunk, c.vocab)
         slices = plan.token_slices or ((0, 0),)
@@ -982,10 +988,7 @@ def loss_gradients(
             sums.product(first, x, e)
             sums.finish(first, x, e, factors)
             products.add_smooth_x(first, x)
-            if needs.weight:
-                launch(kernels.scale_rows_kernel, c.chunk)(
-                    x, factors.factor[first:], c.count, first, c.chunk, x.stride(0), c.size, BLOCK=c.block
-                )
+            products.scale_operand(first, x, factors)
             if last < c.tokens:
                 products.add(first, x, e, slice(0, c.vocab), factors, None)
         result = sums.result()
@@ -993,6 +996,55 @@ def loss_gradients(
         if not products.adds_targets_last:
             products.add_targets(factors.token_value, None)
     return result, Held(products, factors, slices[-1][0], x, e)
+
+
+def _relative_factors(c: _Call) -> _Factors:
+    """Row factors to be made, relative to logit_scale times the largest token weight."""
+    inputs, smooth = c.inputs, None
+    if c.options.label_smoothing:
+        share = c.options.label_smoothing / inputs.vocab * inputs.class_weight_sum()
+        smooth = share if isinstance(share, Tensor) else torch.full((), share, device=c.device)  # no copy from the host
+    padded = c.row_target.shape[0]
+    k = inputs.token_class_weight()
+    return _Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
+
+
+class HeldTokens:
+    """A single chunk's exponentials, made in the forward, waiting for an upstream gradient per token."""
+
+    def __init__(self, call: _Call, needs: Needs, smoothing: Smoothing | None, factors: _Factors, x: Tensor, e: Tensor):
+        """factors: for the upstream gradient 1."""
+        self.call, self.needs, self.smoothing, self.factors, self.x, self.e = call, needs, smoothing, factors, x, e
+
+    def finish(self, upstream: Tensor) -> Gradients:
+        """dX, dW and db with upstream gradients [...] by token, or one for all; may be called once."""
+        c, f = self.call, self.factors
+        g = torch.where(c.inputs.valid, upstream.reshape(-1), 0.0)
+        unit = largest_factor(g)
+        g = g / unit
+        by_position = g.index_select(0, c.order[: c.tokens])
+        for values in (f.factor, f.target_value):
+            values[: c.tokens] *= by_position
+        factors = dataclasses.replace(f, g=f.g * g, token_value=f.token_value * g)
+        products = _Products(c, self.needs, self.smoothing, factors.g, unit * c.inputs.summary[1])
+        with c.on_device():
+            products.add_smooth_x(0, self.x)
+            products.scale_operand(0, self.x, factors)
+        return Held(products, factors, 0, self.x, self.e).finish(torch.ones((), device=c.device))
+
+
+def token_gradients(
+    inputs: Rows, options: LossOptions, plan: ChunkPlan, needs: Needs, statistics: bool
+) -> tuple[TokenSums, HeldTokens]:
+    """Sums, and exponentials that wait for an upstream gradient per token: 6·N·D·V flops, in a plan of one chunk."""
+    c = _Call(inputs, options, plan)
+    sums, factors = _Sums(c, statistics), _relative_factors(c)
+    with c.on_device():
+        x, e = c.operand(), c.matrix(c.chunk, c.vocab)
+        sums.gather(0, x)
+        sums.product(0, x, e)
+        sums.finish(0, x, e, factors)
+    return sums.result(), HeldTokens(c, needs, sums.smoothing, factors, x, e)
 
 
 def known_gradients(

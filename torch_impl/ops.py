@@ -198,7 +198,7 @@ def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
     arrays, recipe = Arrays(*given), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     sums = saved if recipe.statistics else [*saved, None]
-    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(sums), g_log_prob, g_entropy))
+    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(sums), None, g_log_prob, g_entropy))
 
 
 @_loss_gradients.register_fake
@@ -265,13 +265,15 @@ def log_probs(arrays: Arrays, call: Call, needs: Needs) -> steps.LogProbs:
     """:func:`steps.log_probs`."""
     made = torch.ops.logitless.log_probs(*arrays[:4], Recipe.of(call, needs).text(), _chunk(call))
     kinds = 2 if call.statistics else 1
-    return steps.LogProbs(made[0], made[1] if call.statistics else None, tuple(made[kinds:]))
+    return steps.LogProbs(made[0], made[1] if call.statistics else None, tuple(made[kinds:]), None)
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
-) -> Gradients:
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: None, g_log_prob: Tensor,
+    g_entropy: Tensor | None,
+) -> Gradients:  # fmt: skip
     """:func:`steps.log_probs_gradients`."""
+    del waiting
     recipe = Recipe.of(call, needs).text()
     made = torch.ops.logitless.log_probs_gradients(
         *arrays[:4], list(saved), g_log_prob, g_entropy, recipe, _chunk(call)

@@ -5,6 +5,7 @@
 | nothing to differentiate | sums | – | 2·N·D·V |
 | mean, sum, a plan in one pass | sums and gradients | multiply by the upstream scalar, in the last cast | 6 |
 | none, log-probs, a plan that knows lse first | sums | gradients with what arrived | 8 |
+| none, log-probs, a plan in one pass and one chunk (kernels) | sums, exponentials | gradients with what arrived | 6 |
 """
 
 from __future__ import annotations
@@ -74,6 +75,14 @@ class Call:
             possible = possible and adds_in_one_pass(self.backend, self.plan)
         return possible and bool(MODULES[self.backend].one_pass(self.compute_dtype))
 
+    @property
+    def holds(self) -> bool:
+        """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
+        possible = self.plan.one_pass and self.options.separable and self.options.reduction == "none"
+        if not possible or self.traced or self.shard is not None or not MODULES[self.backend].holds(self.compute_dtype):
+            return False
+        return bool(0 < self.plan.tokens <= self.plan.token_chunk)
+
 
 def adds_in_one_pass(backend: str, plan: Any) -> bool:
     """Whether a one-pass plan can add dW to a buffer: where no part of it is made before the upstream scalar arrives,
@@ -98,6 +107,8 @@ class LogProbs(NamedTuple):
     log_prob: Tensor
     entropy: Tensor | None
     saved: tuple[Tensor | None, ...]
+    waiting: Any
+    """As in :class:`Loss`."""
 
 
 def _no_autocast(arrays: Arrays) -> torch.autocast:
@@ -160,6 +171,8 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
         norm = backend.normalizer(inputs, options, normalizer)
         if needs.any and call.one_pass:
             sums, waiting = backend.loss_gradients(inputs, options, call.plan, norm, needs, call.statistics)
+        elif needs.any and call.holds:
+            sums, waiting = backend.token_gradients(inputs, options, call.plan, needs, call.statistics)
         else:
             sums = backend.token_sums(inputs, options, call.plan, call.statistics)
         if options.reduction == "none":
@@ -232,6 +245,9 @@ def _filtered_share(arrays: Arrays, normalizer: Tensor | float | None, call: Cal
         if call.one_pass:
             _, waiting = backend.loss_gradients(inputs, options, call.plan, norm, SHARE, False)
             made = waiting.finish(torch.ones_like(norm))
+        elif call.holds:
+            _, waiting = backend.token_gradients(inputs, options, call.plan, SHARE, False)
+            made = waiting.finish(torch.ones_like(norm))
         else:
             sums = backend.token_sums(inputs, options, call.plan, False)
             g = eager.row_upstream(inputs, options, norm)
@@ -250,19 +266,26 @@ def log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
 def _log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
     backend = MODULES[call.backend]
     with _no_autocast(arrays):
-        inputs = _prepare(arrays, call)
-        sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
+        inputs, waiting = _prepare(arrays, call), None
+        if needs.any and call.holds and not call.statistics:
+            sums, waiting = backend.token_gradients(inputs, call.options, call.plan, needs, False)
+        else:
+            sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
         ignored, shape = ~inputs.valid, arrays.target.shape
         log_prob = (-sums.nll).masked_fill(ignored, 0.0).reshape(shape)
         entropy = None if sums.entropy is None else sums.entropy.masked_fill(ignored, 0.0).reshape(shape)
     saved = (sums.target_logit, sums.anchor, sums.log_total, sums.entropy) if needs.any else ()
-    return LogProbs(log_prob, entropy, saved)
+    return LogProbs(log_prob, entropy, saved, waiting)
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
-) -> eager.Gradients:
-    """The gradients, when both upstream gradients have arrived."""
+    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], waiting: Any, g_log_prob: Tensor,
+    g_entropy: Tensor | None,
+) -> eager.Gradients:  # fmt: skip
+    """The gradients, when both upstream gradients have arrived: finished from what waits, else recomputed."""
+    if waiting is not None:
+        with _no_autocast(arrays):
+            return _cast(waiting.finish(-g_log_prob.to(saved[0].dtype)), arrays)
     given = needs, saved, g_log_prob, g_entropy
     _rehearse("log_probs_gradients", arrays, call, needs, lambda call: _known_log_probs(arrays, call, *given))
     return _known_log_probs(arrays, call, *given)

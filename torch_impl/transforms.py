@@ -88,7 +88,7 @@ class TransformedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, g_log_prob: Tensor, *more: Any) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors
         g_entropy = more[0] if ctx.call.statistics else None
-        grads = ops.log_probs_gradients(Arrays(*kept[:4]), ctx.call, ctx.needs, kept[4:], g_log_prob, g_entropy)
+        grads = ops.log_probs_gradients(Arrays(*kept[:4]), ctx.call, ctx.needs, kept[4:], None, g_log_prob, g_entropy)
         return grads.hidden, grads.weight, grads.bias, *(None,) * 3
 
 
