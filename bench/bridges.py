@@ -10,12 +10,8 @@ Needs a GPU in both frameworks. Runs from a checkout without installing anything
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,28 +106,18 @@ def measure(tokens: int, hidden: int, vocab: int, rounds: int, repeats: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder for bridges.json")
+    from bench import checkout
+
+    parser = checkout.parser(__doc__, "bridges.json")
     parser.add_argument("--sizes", type=int, nargs=3, default=[4096, 4096, 128256], metavar=("N", "D", "V"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=10, help="steps in a row")
-    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and torch share the GPU's memory
-    sys.path.insert(0, str(ROOT))
-    from bench.gpu_check import make_overlay
-
-    with tempfile.TemporaryDirectory() as folder:
-        sys.path.insert(0, str(make_overlay(Path(folder))))
-        from bench import machine
-
-        result = {
-            "machine": machine.describe(arguments.commit),
-            "rows": measure(*arguments.sizes, arguments.rounds, arguments.repeats),
-        }
-    print(*result["rows"], sep="\n")
-    (arguments.output / "bridges.json").write_text(json.dumps(result, indent=1) + "\n")
+    with checkout.results(arguments.output / "bridges.json", arguments.commit) as found:
+        found["rows"] = measure(*arguments.sizes, arguments.rounds, arguments.repeats)
+        print(*found["rows"], sep="\n")
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     main()

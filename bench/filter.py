@@ -1,21 +1,19 @@
 """What filter_eps saves where many tiles are low: ``python bench/filter.py --output DIR`` writes DIR/filter.json.
 
 A step is the loss and both gradients, in bfloat16, at 4096 × 4096 × 128256, on a made problem: in every second run of
-256 vocabulary entries all probabilities are low, so that half of the tiles are left out. Timed are the step, and inside
-of it by events on the stream the two gradient products, and what judges and lists the tiles. The error is the largest
-change of an element over its bound, and the norm of the change over the gradient's.
+a tile's columns all probabilities are low, so that half of the tiles are left out. Timed are the step, and inside of it
+by events on the stream the two gradient products, and what judges and lists the tiles. The error is the largest change
+of an element over its bound, and the norm of the change over the gradient's.
 
 Runs from a checkout without installing anything, as gpu_check.py does.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,11 +27,13 @@ def arrays(tokens: int, hidden: int, vocab: int, device: str, dtype: str) -> tup
     """x, w, y, and a threshold that lies far from every tile's largest element: 8 / V."""
     import torch
 
+    from logitless.spec import FILTER_COLUMNS
+
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(tokens, hidden, device=device, generator=generator)
     w = torch.randn(vocab, hidden, device=device, generator=generator) * (0.2 * hidden**-0.5)
     entry = torch.arange(vocab, device=device)
-    even = entry // 256 % 2 == 0
+    even = entry // FILTER_COLUMNS % 2 == 0
     x[:, -1], w[:, -1] = 5.0, (even & (entry % 64 == 0)).float()
     y = entry[even][torch.randint(0, int(even.sum()), (tokens,), device=device, generator=generator)]
     chosen = getattr(torch, dtype)
@@ -148,25 +148,19 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder for filter.json")
+    from bench import checkout
+
+    parser = checkout.parser(__doc__, "filter.json")
     parser.add_argument("--sizes", type=int, nargs=3, default=[4096, 4096, 128256], metavar=("N", "D", "V"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="steps in a row")
-    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    from bench.gpu_check import make_overlay
-
-    with tempfile.TemporaryDirectory() as folder:
-        sys.path.insert(0, str(make_overlay(Path(folder))))
-        from bench import machine
-
+    with checkout.results(arguments.output / "filter.json", arguments.commit) as found:
         made = measure(*arguments.sizes, arguments.rounds, arguments.repeats)
-        result = {"machine": machine.describe(arguments.commit)} | made
-    print(json.dumps(made, indent=1))
-    (arguments.output / "filter.json").write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps(made, indent=1))
+        found.update(made)
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     main()

@@ -11,12 +11,8 @@ without installing anything, as gpu_check.py does; without a GPU for small sizes
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,28 +208,18 @@ def measure(tokens: int, vocab: int, rounds: int, with_peers: bool) -> list[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder for logits.json")
+    from bench import checkout
+
+    parser = checkout.parser(__doc__, "logits.json")
     parser.add_argument("--sizes", type=int, nargs=2, default=[16384, 128256], metavar=("N", "V"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="without torch.compile and Liger-Kernel")
-    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and torch share the GPU's memory
-    sys.path.insert(0, str(ROOT))
-    from bench.gpu_check import make_overlay
-
-    with tempfile.TemporaryDirectory() as folder:
-        sys.path.insert(0, str(make_overlay(Path(folder))))
-        from bench import machine
-
-        result = {
-            "machine": machine.describe(arguments.commit),
-            "rows": measure(*arguments.sizes, arguments.rounds, arguments.peers),
-        }
-    print(*result["rows"], sep="\n")
-    (arguments.output / "logits.json").write_text(json.dumps(result, indent=1) + "\n")
+    with checkout.results(arguments.output / "logits.json", arguments.commit) as found:
+        found["rows"] = measure(*arguments.sizes, arguments.rounds, arguments.peers)
+        print(*found["rows"], sep="\n")
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     main()

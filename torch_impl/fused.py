@@ -637,6 +637,11 @@ def _longest_first(lists: Tensor, tiles: int, others: int) -> None:
     lists[:tiles] = lengths.argsort(descending=True, stable=True)
 
 
+def _in_halves(needs: Needs, several: bool) -> bool:
+    """Of a dW in 16 bits, several chunks' float32 sum lies in two halves: the upper one where dW will be."""
+    return several and needs.weight is not None and needs.into is None and needs.weight.itemsize == 2
+
+
 class _Products:
     """dX, dW and db of a call, chunk by chunk and slice by slice."""
 
@@ -644,9 +649,7 @@ class _Products:
         self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
         self.hidden_sum: Tensor | None = None
         self.weight_sum: Tensor | None = None
-        # Of a dW in 16 bits, several chunks' float32 sum lies in two halves: the upper one where dW will be.
-        self.halves = needs.weight is not None and needs.into is None and needs.weight.itemsize == 2
-        self.halves = self.halves and c.chunk < c.tokens
+        self.halves = _in_halves(needs, c.tokens > c.chunk)
         self.high: Tensor | None = None
         self.low: Tensor | None = None
         self.parts: Tensor | None = None
@@ -894,7 +897,7 @@ def held_layout(
         layout |= {"weighted_rows": ((size,), full), "weighted_bias": ((), full), "smooth_x": ((size,), full)}
     if several and needs.hidden:
         layout["hidden_sum"] = ((tokens, size), full)
-    if several and needs.weight and needs.weight.itemsize == 2:
+    if _in_halves(needs, several):
         layout |= dict.fromkeys(("high", "low"), ((vocab, size), torch.int16))
     elif several and needs.weight:
         layout["weight_sum"] = ((vocab, size), full)

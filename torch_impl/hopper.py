@@ -194,11 +194,11 @@ def load_tiles(
 
 @gluon.jit
 def multiply(
-    a_smem, b_smem, ready, free, turn, turns, number, steps, depth,
+    a_smem, b_smem, ready, free, turn, turns, done, depth,
     HALF: gl.constexpr, A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """One group's half of one of the program's units, [BM/2, BN] in float32: ``depth`` steps, after number · steps.
+    """One group's half of one of the program's units, [BM/2, BN] in float32: ``depth`` steps, after ``done``.
 
     Units of fewer steps than stages are not paced: the first group could be two turns ahead, and a turn's two phases
     could no longer be told apart. ``turns``: paced units before this one.
@@ -208,7 +208,7 @@ def multiply(
         mbarrier.wait(turn, turns & 1, pred=paced)
     total = gl.zeros((BM // 2, BN), gl.float32, layout)
     for k in range(depth):
-        i = number * steps + k
+        i = done + k
         slot = i % STAGES
         mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
         a = a_smem.index(2 * slot + HALF)
@@ -223,7 +223,7 @@ def multiply(
         if HALF == 0:
             mbarrier.arrive(turn, pred=paced & (k == SKEW))
     total = warpgroup_mma_wait(0, deps=[total])
-    mbarrier.arrive(free.index((number * steps + depth + STAGES - 1) % STAGES), pred=depth > 0)
+    mbarrier.arrive(free.index((done + depth + STAGES - 1) % STAGES), pred=depth > 0)
     return total
 
 
@@ -400,25 +400,11 @@ def logits_tiles(
         # Asked for here, waited for after the products.
         target = gl.load(row_target_ptr + row, mask=inside, other=-1)
         anchor = gl.load(anchor_ptr + row, mask=inside, other=NO_ROW)
+        turns = tile // PROGRAMS
         whole = multiply(
-            x_smem,
-            w_smem,
-            ready,
-            free,
-            turn,
-            tile // PROGRAMS,
-            tile // PROGRAMS,
-            steps,
-            steps,
-            HALF,
-            False,
-            False,
-            BM,
-            BN,
-            STAGES,
-            SKEW,
+            x_smem, w_smem, ready, free, turn, turns, turns * steps, steps, HALF, False, False, BM, BN, STAGES, SKEW,
             layout,
-        )
+        )  # fmt: skip
         # Few tiles hold a target or the end of the vocabulary: the others skip two comparisons an element.
         local = target - (start + n * BN)
         hits = gl.sum(((local >= 0) & (local < BN)).to(gl.int32), 0)
@@ -566,18 +552,15 @@ def hidden_tiles(
         if FILTER:
             m = listed_tile(lists_ptr, m, False, BM)
             depth = listed_steps(list_of(lists_ptr, m * BM, chunk, columns, False), steps, FILTER)
-            whole = multiply(
-                e_smem, w_smem, ready, free, turn, turns, done, 1, depth, HALF, False, True, BM, BN, STAGES, SKEW,
-                layout,
-            )  # fmt: skip
+        else:
+            turns = unit // PROGRAMS
+            done = turns * steps
+        whole = multiply(
+            e_smem, w_smem, ready, free, turn, turns, done, depth, HALF, False, True, BM, BN, STAGES, SKEW, layout
+        )
+        if FILTER:
             turns += (depth >= STAGES).to(gl.int32)
             done += depth
-        else:
-            number = unit // PROGRAMS
-            whole = multiply(
-                e_smem, w_smem, ready, free, turn, number, number, steps, depth, HALF, False, True, BM, BN, STAGES,
-                SKEW, layout,
-            )  # fmt: skip
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
             inner_row = HALF * (BM // 2) + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
@@ -697,18 +680,16 @@ def weight_tiles(
         if FILTER:
             m = listed_tile(lists_ptr, m, True, BM)
             depth = listed_steps(list_of(lists_ptr, m * BM, chunk, columns, True), steps, FILTER)
-            whole = multiply(
-                e_smem, x_smem, ready, free, turn, turns, done, 1, depth, HALF, True, True, BM, BN, STAGES, SKEW,
-                layout,
-            )  # fmt: skip
+        else:
+            turns = tile // PROGRAMS
+            done = turns * steps
+            depth = steps
+        whole = multiply(
+            e_smem, x_smem, ready, free, turn, turns, done, depth, HALF, True, True, BM, BN, STAGES, SKEW, layout
+        )
+        if FILTER:
             turns += (depth >= STAGES).to(gl.int32)
             done += depth
-        else:
-            number = tile // PROGRAMS
-            whole = multiply(
-                e_smem, x_smem, ready, free, turn, number, number, steps, steps, HALF, True, True, BM, BN, STAGES, SKEW,
-                layout,
-            )  # fmt: skip
         top = m * BM + HALF * (BM // 2)
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)

@@ -631,6 +631,12 @@ def tiles_kernel(
 
 
 @triton.jit
+def list_of(lists_ptr, tile, tiles, others):
+    """Of the lists of :func:`lists_kernel` for ``tiles`` tiles, each with room for ``others``, the one of ``tile``."""
+    return lists_ptr + tiles + tile * (1 + others)
+
+
+@triton.jit
 def lists_kernel(
     kept_ptr, row_lists_ptr, column_lists_ptr, row_tiles, column_tiles, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -644,9 +650,9 @@ def lists_kernel(
     others = tl.where(by_row, column_tiles, row_tiles)
     first = tl.where(by_row, own * column_tiles, own)
     step = tl.where(by_row, 1, column_tiles)
-    list_ptr = column_lists_ptr + column_tiles + own * (1 + row_tiles)
+    list_ptr = list_of(column_lists_ptr, own, column_tiles, row_tiles)
     if by_row:
-        list_ptr = row_lists_ptr + row_tiles + own * (1 + column_tiles)
+        list_ptr = list_of(row_lists_ptr, own, row_tiles, column_tiles)
     length = 0
     for begin in range(0, others, BLOCK):
         other = begin + tl.arange(0, BLOCK)
@@ -753,8 +759,8 @@ def hidden_kernel(
         depth = steps
         if FILTER:
             m = listed_tile(lists_ptr, m, FILTER_ROWS // BM)
-            list_ptr = lists_ptr + tl.cdiv(chunk, FILTER_ROWS)
-            list_ptr += m * BM // FILTER_ROWS * (1 + tl.cdiv(columns, FILTER_COLUMNS))
+            others = tl.cdiv(columns, FILTER_COLUMNS)
+            list_ptr = list_of(lists_ptr, m * BM // FILTER_ROWS, tl.cdiv(chunk, FILTER_ROWS), others)
             depth = listed_steps(list_ptr, steps, FILTER)
         for k in range(depth):
             step = k
@@ -873,8 +879,8 @@ def weight_kernel(
         depth = steps
         if FILTER:
             m = listed_tile(lists_ptr, m, FILTER_COLUMNS // BM)
-            list_ptr = lists_ptr + tl.cdiv(columns, FILTER_COLUMNS)
-            list_ptr += m * BM // FILTER_COLUMNS * (1 + tl.cdiv(chunk, FILTER_ROWS))
+            others = tl.cdiv(chunk, FILTER_ROWS)
+            list_ptr = list_of(lists_ptr, m * BM // FILTER_COLUMNS, tl.cdiv(columns, FILTER_COLUMNS), others)
             depth = listed_steps(list_ptr, steps, FILTER)
         for k in range(depth):
             step = k
