@@ -117,7 +117,7 @@ def ours(shape: Shape, arrays: Arrays) -> dict[str, Variant]:
     return made
 
 
-def event_ms(step: Step, warm_s: float = 0.25, repeats: int = 4) -> list[float]:
+def event_ms(step: Step, warm_s: float = 0.4, repeats: int = 6) -> list[float]:
     """CUDA-event times of single steps in a row, after as many untimed ones as settle the clock: power limits it, and
     what ran before would be seen in it."""
     torch.cuda.synchronize()

@@ -66,7 +66,7 @@ def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -
     for name in shapes:
         yield "rows", gpu.measure(name, rounds, peers)
     for name in sweeps:
-        yield "sweeps", gpu.sweep(name, rounds, peers)
+        yield "sweeps", gpu.sweep(name, max(2, rounds // 2), peers)  # for plots
     yield "errors", gpu.errors() if shapes else []
     gpu.torch.cuda.empty_cache()
 
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--tests", default="tests -m gpu", help="pytest's arguments in one string; empty: no tests")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES), help="of PyTorch's part")
     parser.add_argument("--jax-shapes", nargs="*", default=[], choices=list(SHAPES), help="of JAX's part")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds in which every variant is timed")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds in which every variant is timed (of sweeps half)")
     parser.add_argument("--peers", action="store_true", help="also time what else is installed")
     parser.add_argument("--sweeps", nargs="*", default=[], choices=["tokens", "vocab", "memory"])
     parser.add_argument("--per-token", action="store_true", help="also log-probs, entropy and statistics")

@@ -1,7 +1,7 @@
 """Values per token on a GPU, in PyTorch: log-probabilities, entropy and statistics beside bare products.
 
 The gradient that arrives per token is known only in the backward, so the floor of a step has four bare products: the
-logits twice, dX and dW. That of a step whose loss is a mean has three; ours has three as well where the budget holds the
+logits twice, dX and dW. That of a step whose loss is a mean has three, as ours has where the budget holds the
 exponentials until the gradient arrives.
 """
 

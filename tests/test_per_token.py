@@ -246,7 +246,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def recorded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            ways.append(name)
+            if fused._rehearsal.load is None:  # kernels are compiled before a first call runs
+                ways.append(name)
             return real(*arguments)
 
         return run

@@ -76,24 +76,24 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class _Rehearsal(threading.local):
-    """What this thread's launches only compile, while a call is rehearsed; else None."""
+    """What takes the kernels that this thread's launches only compile, while a call is rehearsed; else None."""
 
-    kernels: list[Any] | None = None
+    load: Callable[[Any], None] | None = None
 
 
 _rehearsal = _Rehearsal()
 _rehearsed: set[Any] = set()
-COMPILERS = 16  # threads
+COMPILERS, LOADERS = 16, 32  # threads
 
 
 def launch(kernel: Any, *grid: int) -> Any:
     """What launches ``kernel`` on the grid; while a call is rehearsed, what has it compiled."""
-    return kernel[grid] if _rehearsal.kernels is None else functools.partial(_compile, kernel, grid)
+    return kernel[grid] if _rehearsal.load is None else functools.partial(_compile, kernel, grid)
 
 
 def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    assert _rehearsal.kernels is not None
-    _rehearsal.kernels.append(kernel.warmup(*arguments, grid=grid, **options))
+    assert _rehearsal.load is not None
+    _rehearsal.load(kernel.warmup(*arguments, grid=grid, **options))
 
 
 def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
@@ -102,7 +102,7 @@ def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
     if AsyncCompileMode is None or device.type != "cuda" or kind in _rehearsed:
         return
     _rehearsed.add(kind)
-    _rehearsal.kernels = []
+    loads: list[Any] = []
 
     def load(kernel: Any) -> None:
         with torch.cuda.device(device):
@@ -110,12 +110,15 @@ def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
             _ = made.run  # builds what launches it
 
     try:
-        with ThreadPoolExecutor(COMPILERS) as pool:
-            with AsyncCompileMode(pool):
+        # A compiled kernel is loaded while others are still compiled.
+        with ThreadPoolExecutor(LOADERS) as loaders, ThreadPoolExecutor(COMPILERS) as compilers:
+            _rehearsal.load = lambda kernel: loads.append(loaders.submit(load, kernel))
+            with AsyncCompileMode(compilers):
                 step()
-            list(pool.map(load, _rehearsal.kernels))
+            for loaded in loads:
+                loaded.result()
     finally:
-        _rehearsal.kernels = None
+        _rehearsal.load = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,9 +242,7 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     hidden, weight, bias, target, token_weight, class_weight = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
     flat = target.reshape(-1)
-    make = (
-        torch.empty if _rehearsal.kernels is None else torch.zeros
-    )  # what indexes must be an index, also in a rehearsal
+    make = torch.empty if _rehearsal.load is None else torch.zeros  # what indexes must be an index, also in a rehearsal
     wide, whole, flag = (make(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
     inside, key = torch.empty_like(flag), torch.empty_like(whole)
     order, count = (make(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
