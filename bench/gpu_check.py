@@ -10,7 +10,8 @@ out, as JAX's is by default. JAX alone, and both:
     python bench/gpu_check.py --output DIR --peers --jax-shapes liger gist gemma llama
 
 ``--update FILE`` takes what this call does not run from an earlier results file: each part keeps the machine, versions
-and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``tests_commit``).
+and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``tests_commit``). More files may
+follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in place of what came before.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ SHAPES = ("liger", "gist", "gemma", "llama", "odd", "even", "small")
 TORCH_KEYS = ("machine", "first_call_s", "rows", "sweeps", "errors")
 TOKEN_KEYS = ("token_machine", "token_rows")
 JAX_KEYS = ("jax_machine", "jax_first_call_s", "jax_rows", "jax_errors")
+PARTS = {"torch": TORCH_KEYS, "tokens": TOKEN_KEYS, "jax": JAX_KEYS}
 
 
 def make_overlay(folder: Path) -> Path:
@@ -91,11 +93,17 @@ def token_part(rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
 
 
 class Results:
-    """The results file: what an earlier one holds, and over it the parts of this call, written piece by piece."""
+    """The results file: what earlier ones hold, and over it the parts of this call, written piece by piece."""
 
-    def __init__(self, file: Path, update: Path | None) -> None:
+    def __init__(self, file: Path, update: list[str]) -> None:
+        """``update``: earlier files, the first whole, of the others whole or the parts that are named after a colon."""
         self.file = file
-        self.values: dict[str, Any] = {} if update is None else json.loads(update.read_text())
+        self.values: dict[str, Any] = {}
+        for given in update:
+            name, _, parts = given.partition(":")
+            values = json.loads(Path(name).read_text())
+            keys = [key for part in parts.split(",") for key in PARTS[part]] if parts else list(values)
+            self.values |= {key: values[key] for key in keys if key in values}
 
     def run(self, keys: tuple[str, ...], machine: dict[str, Any], part: Iterator[tuple[str, Any]]) -> None:
         """``part`` instead of what there was of its ``keys``; the first of them is its machine's."""
@@ -127,7 +135,7 @@ def main() -> int:
     parser.add_argument("--sweeps", nargs="*", default=[], choices=["tokens", "vocab", "memory"])
     parser.add_argument("--per-token", action="store_true", help="also log-probs, entropy and statistics")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
-    parser.add_argument("--update", type=Path, metavar="FILE", help="an earlier results file to keep other parts of")
+    parser.add_argument("--update", nargs="*", default=[], metavar="FILE[:PARTS]", help="earlier results to keep")
     arguments = parser.parse_args()
     results = Results(arguments.output / "gpu_check.json", arguments.update)
     # JAX and torch share the GPU's memory.

@@ -30,7 +30,7 @@ def median_ms(times: list[float]) -> float:
 
 
 # Of a burst: how long it runs untimed, so that the clock settles, and timed.
-WARM_S = 0.15
+WARM_S = 0.4
 TIMED_S = 0.2
 
 

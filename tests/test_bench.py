@@ -57,11 +57,23 @@ def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
     kept = {"machine": {"commit": "old"}, "rows": [{"a": 1}], "errors": [], "tests_exit_status": 0}
     earlier.write_text(json.dumps(kept | {"jax_machine": {"commit": "old"}, "jax_rows": [{"b": 1}], "jax_errors": [3]}))
-    results = gpu_check.Results(tmp_path / "gpu_check.json", earlier)
+    results = gpu_check.Results(tmp_path / "gpu_check.json", [str(earlier)])
     results.run(gpu_check.JAX_KEYS, {"commit": "new"}, iter([("jax_rows", [{"b": 2}]), ("jax_rows", [{"b": 3}])]))
     written = json.loads((tmp_path / "gpu_check.json").read_text())
     # What the part did not come to is left out, not taken from the earlier file.
     assert written == kept | {"jax_machine": {"commit": "new"}, "jax_rows": [{"b": 2}, {"b": 3}]}
+
+
+def test_an_update_takes_parts_of_several_files(tmp_path: Path) -> None:
+    files = []
+    for number in range(3):
+        files.append(tmp_path / f"{number}.json")
+        values = {"machine": number, "rows": [number], "token_machine": number, "jax_rows": [number], "tests_commit": "a"}
+        files[-1].write_text(json.dumps(values))
+    first, second, third = map(str, files)
+    made = gpu_check.Results(tmp_path / "made.json", [first, f"{second}:tokens", f"{third}:torch,tokens"]).values
+    assert made == {"machine": 2, "rows": [2], "token_machine": 2, "jax_rows": [0], "tests_commit": "a"}
+    assert gpu_check.Results(tmp_path / "made.json", []).values == {}
 
 
 def test_a_models_table_and_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

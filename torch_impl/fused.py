@@ -393,10 +393,16 @@ class _Call:
         shape, strides, block = list(matrix.shape), list(matrix.stride()), [rows, columns]
         if not self.specialized:
             return TensorDescriptor(matrix, shape, strides, block)
-        return SwizzledDescriptor(matrix, shape, strides, block, NVMMASharedLayout(128, 8 * matrix.element_size(), 2))
+        return SwizzledDescriptor(matrix, shape, strides, block, _swizzled(8 * matrix.element_size()))
 
     def describe_weight(self, rows: slice, block: tuple[int, int]) -> Any:
         return self.describe(self.weight[rows], *block) if self.tma else None
+
+
+@functools.lru_cache
+def _swizzled(bits: int) -> Any:
+    """The layout in shared memory of a block of elements of so many bits."""
+    return NVMMASharedLayout(128, bits, 2)
 
 
 def _padded(tokens: int, chunk: int) -> int:
