@@ -34,8 +34,9 @@ SHAPES = ("liger", "gist", "gemma", "llama", "odd", "even", "small")
 # What a results file holds of each part.
 TORCH_KEYS = ("machine", "first_call_s", "rows", "sweeps", "errors")
 TOKEN_KEYS = ("token_machine", "token_rows")
+JAX_TOKEN_KEYS = ("jax_token_machine", "jax_token_rows")
 JAX_KEYS = ("jax_machine", "jax_first_call_s", "jax_rows", "jax_errors")
-PARTS = {"torch": TORCH_KEYS, "tokens": TOKEN_KEYS, "jax": JAX_KEYS}
+PARTS = {"torch": TORCH_KEYS, "tokens": TOKEN_KEYS, "jax": JAX_KEYS, "jax_tokens": JAX_TOKEN_KEYS}
 
 
 def make_overlay(folder: Path) -> Path:
@@ -92,6 +93,13 @@ def token_part(rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
     gpu_tokens.torch.cuda.empty_cache()
 
 
+def jax_token_part(rounds: int) -> Iterator[tuple[str, Any]]:
+    """(key, value) of JAX's values per token."""
+    from bench import gpu_jax
+
+    yield "jax_token_rows", gpu_jax.measure_tokens(rounds)
+
+
 class Results:
     """The results file: what earlier ones hold, and over it the parts of this call, written piece by piece."""
 
@@ -134,6 +142,7 @@ def main() -> int:
     parser.add_argument("--peers", action="store_true", help="also time what else is installed")
     parser.add_argument("--sweeps", nargs="*", default=[], choices=["tokens", "vocab", "memory"])
     parser.add_argument("--per-token", action="store_true", help="also log-probs, entropy and statistics")
+    parser.add_argument("--jax-per-token", action="store_true", help="also log-probs and entropy in JAX")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     parser.add_argument("--update", nargs="*", default=[], metavar="FILE[:PARTS]", help="earlier results to keep")
     arguments = parser.parse_args()
@@ -156,6 +165,8 @@ def main() -> int:
             results.run(TORCH_KEYS, here, torch_part(arguments.shapes, arguments.sweeps, **how))
         if arguments.per_token:
             results.run(TOKEN_KEYS, here, token_part(**how))
+        if arguments.jax_per_token:
+            results.run(JAX_TOKEN_KEYS, here, jax_token_part(arguments.rounds))
         if arguments.jax_shapes:
             results.run(JAX_KEYS, here, jax_part(arguments.jax_shapes, **how))
     return failed

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +27,7 @@ from bench.shapes import MIB, SHAPES, Shape
 from bench.timing import burst_ms
 from bench.variants import Variant, described, measured_rows, output_errors
 from logitless import ChunkPlan, plan
-from logitless.jax_impl import linear_cross_entropy
+from logitless.jax_impl import linear_cross_entropy, linear_log_probs
 
 FLOORS = ("floor, XLA", "floor, torch")
 # Tokens that a user's own scan with jax.checkpoint takes at a time.
@@ -206,14 +207,14 @@ def ours(shape: Shape, arrays: Arrays) -> dict[str, tuple[Step, ChunkPlan | None
     return made
 
 
-def _torch_floor(arrays: Arrays) -> Variant:
+def _torch_floor(arrays: Arrays, floor: Callable[[Any, Any], Callable[[], object]] = torch_floor) -> Variant:
     """cuBLAS on the same bytes; timed as JAX's steps are."""
     import torch
 
     from logitless.interop import to_torch
 
     x, w = to_torch((arrays.x, arrays.floor_weight))
-    step = torch_floor(x, w)
+    step = floor(x, w)
     wait = torch.cuda.synchronize if x.is_cuda else lambda: None
 
     def scratch_bytes() -> int:
@@ -242,6 +243,37 @@ def measure_shape(name: str, shape: Shape, rounds: int, with_peers: bool) -> lis
     if importlib.util.find_spec("torch") is not None:
         variants["floor, torch"] = _torch_floor(arrays)
     return measured_rows(name, shape, variants, rounds, FLOORS)
+
+
+def measure_tokens(rounds: int) -> list[dict[str, Any]]:
+    """Rows of log-probabilities and their gradients for a random gradient of each; the floor is torch's four products.
+
+    Mirror of bench/gpu_tokens.py, without other implementations.
+    """
+    from bench.gpu_tokens import BUDGETS, SHAPE, four_products
+
+    arrays = Arrays(SHAPE)
+    upstream = jax.random.normal(jax.random.key(1), arrays.y.shape)
+    steps: dict[str, tuple[Step, ChunkPlan]] = {}
+    for entropy, budget in itertools.product((False, True), BUDGETS):
+        held = budget is not None and not entropy
+        chosen = plan(**SHAPE.sizes(), fused=True, padded=True, one_pass=False, memory_budget=budget, hold=held)
+
+        def both(x: Any, w: Any, y: Any, g: Any, chosen: ChunkPlan = chosen, entropy: bool = entropy) -> Any:
+            def values(x: Any, w: Any) -> Any:
+                made = linear_log_probs(x, w, y, with_entropy=entropy, plan=chosen, backend="pallas")
+                return made[: 1 + entropy]
+
+            made, backward = jax.vjp(values, x, w)
+            return made, backward((g,) * len(made))
+
+        name = "JAX, log-probs" + " and entropy" * entropy
+        name += "" if budget is None else f", {budget // MIB} MiB"
+        steps[name] = Step(Program(both, arrays.x, arrays.w, arrays.y, upstream)), chosen
+    compile_all(step for step, _ in steps.values())
+    variants = {"JAX, floor": _torch_floor(arrays, four_products)}
+    variants |= {name: step.variant(chosen) for name, (step, chosen) in steps.items()}
+    return measured_rows("per token", SHAPE, variants, rounds, ("JAX, floor",))
 
 
 def errors(tokens: int = 2048, hidden: int = 1024, vocab: int = 32768) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench.floor import torch_floor
 from bench.gpu import Arrays, Step
 from bench.shapes import MIB, Shape
 from bench.variants import Variant, measured_rows
@@ -73,8 +74,9 @@ def _step(arrays: Arrays, values: PerToken) -> Step:
     return run
 
 
-def _four_products(arrays: Arrays) -> Step:
-    gradients, x, w = arrays.floor(), arrays.x.detach(), arrays.w.detach()
+def four_products(x: Any, w: Any) -> Step:
+    """The floor."""
+    gradients = torch_floor(x, w)
     z = torch.empty(CHUNK, len(w), device=x.device, dtype=x.dtype)
 
     def run() -> None:
@@ -89,7 +91,7 @@ def _four_products(arrays: Arrays) -> Step:
 def measure(rounds: int, with_peers: bool) -> list[dict[str, Any]]:
     """Rows of values per token, whose floor is four products, then of statistics beside what costs none."""
     arrays = Arrays(SHAPE)
-    variants = {"floor": arrays.variant(_four_products(arrays), gradients=False)}
+    variants = {"floor": arrays.variant(four_products(arrays.x.detach(), arrays.w.detach()), gradients=False)}
     for budget in BUDGETS:
         for name, values in _ours(budget).items():
             hold = budget is not None and "entropy" not in name

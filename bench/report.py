@@ -351,7 +351,7 @@ def main() -> None:
     if on_gpu.get("sweeps"):
         gpu_sweeps(on_gpu)
     if on_gpu.get("token_rows"):
-        (FIGURES / "gpu_tokens.md").write_text(gpu_table(on_gpu["token_rows"]))
+        (FIGURES / "gpu_tokens.md").write_text(gpu_table(on_gpu["token_rows"] + on_gpu.get("jax_token_rows", [])))
     for key, file in (("errors", "gpu_errors.md"), ("jax_errors", "gpu_jax_errors.md")):
         if on_gpu.get(key):
             (FIGURES / file).write_text(error_table(on_gpu[key]))

@@ -68,8 +68,8 @@ def test_an_update_takes_parts_of_several_files(tmp_path: Path) -> None:
     files = []
     for number in range(3):
         files.append(tmp_path / f"{number}.json")
-        values = {"machine": number, "rows": [number], "token_machine": number, "jax_rows": [number], "tests_commit": "a"}
-        files[-1].write_text(json.dumps(values))
+        values = dict.fromkeys(("machine", "token_machine"), number) | {"rows": [number], "jax_rows": [number]}
+        files[-1].write_text(json.dumps(values | {"tests_commit": "a"}))
     first, second, third = map(str, files)
     made = gpu_check.Results(tmp_path / "made.json", [first, f"{second}:tokens", f"{third}:torch,tokens"]).values
     assert made == {"machine": 2, "rows": [2], "token_machine": 2, "jax_rows": [0], "tests_commit": "a"}
