@@ -27,7 +27,7 @@ from jax import Array, lax
 
 from logitless.jax_impl import xla
 from logitless.jax_impl.filtering import any_in_tiles
-from logitless.jax_impl.xla import Gradients, Inputs, KnownRows, Needs, TokenSums
+from logitless.jax_impl.xla import Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
 from logitless.planning import PADDED_HIDDEN, PADDED_VOCAB, ChunkPlan, round_up
 from logitless.spec import FILTER_COLUMNS, FILTER_ROWS, LOWEST_ANCHOR, RESCUE_NATS, LossOptions
 
@@ -248,10 +248,10 @@ def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, ta
     def total(name: str) -> Array:
         return jnp.where(rows.exists, lines[name].sum(axis=0), 0.0)
 
-    statistics = "gap" in lines
-    highest = lines["highest"].max(axis=0) if statistics else jnp.zeros_like(anchor)
+    extremes = "highest" in lines
+    highest = lines["highest"].max(axis=0) if extremes else jnp.zeros_like(anchor)
     argmax = None
-    if statistics:
+    if extremes:
         line = lines["highest"].argmax(axis=0).astype(jnp.int32)
         place = jnp.take_along_axis(lines["argmax"], line[None], axis=0)[0]
         argmax = line * kernels.TILE_COLUMNS + place.astype(jnp.int32)
@@ -261,19 +261,20 @@ def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, ta
         anchor=anchor,
         s=total("sum"),
         highest=highest,
-        gap_sum=total("gap") if statistics else None,
-        lowest=lines["lowest"].min(axis=0) if statistics else None,
+        gap_sum=total("gap") if "gap" in lines else None,
+        lowest=lines["lowest"].min(axis=0) if extremes else None,
         argmax=argmax,
     )
 
 
-def _sums(c: _Call, rows: _Rows, statistics: bool, holds: bool) -> tuple[Any, Array | None, Array | None]:
+def _sums(c: _Call, rows: _Rows, statistics: Statistics, holds: bool) -> tuple[Any, Array | None, Array | None]:
     """The first product of a chunk: its sums, Σ k z where label smoothing asks for it, and the exponentials if
     ``holds``; of sums, those of all devices."""
     shard = c.inputs.shard
     sum_logits = c.options.label_smoothing > 0 and not c.options.separable
     mode = kernels.ANCHORED if holds else kernels.SUMS
-    config = c.config(mode, statistics=statistics, sum_logits=sum_logits)
+    extremes = statistics is True
+    config = c.config(mode, entropy=bool(statistics), extremes=extremes, sum_logits=sum_logits)
     target_logit = _target_logits(c, rows)
     anchor = jnp.maximum(target_logit, LOWEST_ANCHOR)
     arguments = c.first_product(rows)
@@ -289,24 +290,25 @@ def _sums(c: _Call, rows: _Rows, statistics: bool, holds: bool) -> tuple[Any, Ar
 
     made = kernels.logits(config, anchored(anchor), outputs)
     sums = _line_sums(c, rows, made, anchor, target_logit)
-    again, moved = _rescued(c, rows, sums, arguments, statistics)
+    again, moved = _rescued(c, rows, sums, arguments, extremes)
     references = {name: jax.new_ref(value) for name, value in made.items()}
     kernels.logits(config, anchored(moved) | {"tiles": again} | references, {})
     made = {name: kernels.written(reference) for name, reference in references.items()}
     sums = _line_sums(c, rows, made, moved, target_logit)
     weighted = jnp.where(rows.exists, made["logit_sum"].sum(axis=0), 0.0) if sum_logits else None
-    if statistics:
+    if extremes:
         sums = sums.extremes(shard)
     sums, weighted = sums.total(shard, weighted)
     return sums, weighted, made.get("e")
 
 
-def _rescued(c: _Call, rows: _Rows, sums: Any, arguments: dict[str, Any], statistics: bool) -> tuple[Array, Array]:
-    """Row tiles to be done again, and every row's anchor: its maximum where its exponents grew too large."""
+def _rescued(c: _Call, rows: _Rows, sums: Any, arguments: dict[str, Any], extremes: bool) -> tuple[Array, Array]:
+    """Row tiles to be done again, and every row's anchor: its maximum where its exponents grew too large; ``extremes``:
+    whether that is known."""
     flagged = rows.exists & (sums.s > RESCUE_SUM)
     again = _tiles_of(flagged)
     highest = sums.highest
-    if not statistics:
+    if not extremes:
         config = c.config(kernels.HIGHEST)
         line = jax.ShapeDtypeStruct((config.column_tiles, c.rows), jnp.float32)
         made = kernels.logits(config, arguments | {"tiles": again}, {"highest": line})
@@ -339,7 +341,7 @@ def _chunks(c: _Call, body: Callable[[Any, Any], Any], begin: Callable[[], Any],
     return carry
 
 
-def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
+def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
     if not inputs.hidden.shape[0]:
         return xla._empty_sums(inputs, options.label_smoothing > 0, statistics)
@@ -347,7 +349,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
     return run(inputs)  # type: ignore[no-any-return]
 
 
-def _token_sums(c: _Call, statistics: bool) -> TokenSums:
+def _token_sums(c: _Call, statistics: Statistics) -> TokenSums:
     smoothing = _Smoothing.prepare(c)
 
     def chunk(first: Any) -> tuple[Array, TokenSums]:

@@ -403,7 +403,9 @@ class Logits:
     """Vocabulary entries, without padding."""
     scale: float = 1.0
     cap: float | None = None
-    statistics: bool = False
+    entropy: bool = False
+    extremes: bool = False
+    """The largest logit of every row and where it first is, and the smallest."""
     sum_logits: bool = False
     group: int = 8
 
@@ -418,8 +420,8 @@ class Logits:
             return ()
         if self.mode == HIGHEST:
             return ("highest",)
-        statistics = ("gap", "highest", "lowest", "argmax") if self.statistics else ()
-        return ("sum", *statistics, *(("logit_sum",) if self.sum_logits else ()))
+        made = ["sum"] + ["gap"] * self.entropy + ["highest", "lowest", "argmax"] * self.extremes
+        return (*made, *["logit_sum"] * self.sum_logits)
 
 
 def tanh(t: Any) -> Any:
@@ -550,8 +552,9 @@ def _exponentials(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column
     if here is not None:
         e = jnp.where(here, jnp.where(_is_target(r, tile, column), 0.0, e), 0.0)
     _write_line(r, "sum", tile, jnp.sum(e, axis=1))
-    if config.statistics:
+    if config.entropy:
         _write_line(r, "gap", tile, jnp.sum(e * jnp.maximum(gap, spec.LOWEST_GAP), axis=1))
+    if config.extremes:
         above = z if here is None else jnp.where(here, z, -jnp.inf)
         top = jnp.max(above, axis=1)
         _write_line(r, "highest", tile, top)

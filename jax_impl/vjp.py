@@ -304,7 +304,7 @@ def log_probs_forward(call: Call, arrays: Arrays, needs: xla.Needs | None = None
         g = _row_upstream(inputs, call.options, jnp.ones(()))
         sums, held = call.module.token_gradients(inputs, call.options, call.plan, g, needs, False)
     else:
-        sums = call.module.token_sums(inputs, call.options, call.plan, call.statistics)
+        sums = call.module.token_sums(inputs, call.options, call.plan, "entropy" if call.statistics else False)
     shape = arrays.target.shape
     log_prob = jnp.where(inputs.valid, -sums.nll, 0.0).reshape(shape)
     entropy = None if sums.entropy is None else jnp.where(inputs.valid, sums.entropy, 0.0).reshape(shape)

@@ -12,7 +12,7 @@ its way into the products (the platform is not known when a function is traced),
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +98,12 @@ class Gradients(NamedTuple):
     """[2] int32: how many tiles filter_eps left out, and of how many; None without it."""
 
 
+# Which statistics: none, all of them, or the entropy alone.
+Statistics = bool | Literal["entropy"]
+
+
 class TokenSums(NamedTuple):
-    """Per token, [N] each: what the forward knows. The last four are None unless statistics were asked for.
+    """Per token, [N] each: what the forward knows. The last four are None unless such statistics were asked for.
 
     lse = anchor + log_total is kept in two parts: where logits are large, their sum would lose what the gradient needs.
     """
@@ -320,7 +324,7 @@ class _RunningSums(NamedTuple):
     limit: Array | None = None  # where padding begins, if there is any
 
     @staticmethod
-    def start(target_logit: Array, target: Array, statistics: bool, limit: Array | None = None) -> _RunningSums:
+    def start(target_logit: Array, target: Array, statistics: Statistics, limit: Array | None = None) -> _RunningSums:
         zero = jnp.zeros_like(target_logit)
         return _RunningSums(
             target_logit=target_logit,
@@ -329,8 +333,8 @@ class _RunningSums(NamedTuple):
             s=zero,
             highest=jnp.full_like(target_logit, -jnp.inf),
             gap_sum=zero if statistics else None,
-            lowest=jnp.full_like(target_logit, jnp.inf) if statistics else None,
-            argmax=jnp.zeros_like(target) if statistics else None,
+            lowest=jnp.full_like(target_logit, jnp.inf) if statistics is True else None,
+            argmax=jnp.zeros_like(target) if statistics is True else None,
             limit=limit,
         )
 
@@ -419,12 +423,12 @@ class _RunningSums(NamedTuple):
         )
 
 
-def _empty_sums(inputs: Inputs, weighted: bool, statistics: bool) -> TokenSums:
+def _empty_sums(inputs: Inputs, weighted: bool, statistics: Statistics) -> TokenSums:
     """[N] zeros for chunks to be put into."""
     zero = jnp.zeros(inputs.target.shape, inputs.accumulation_dtype)
-    some = zero if statistics else None
-    index = jnp.zeros(inputs.target.shape, jnp.int32) if statistics else None
-    return TokenSums(zero, zero, zero, zero if weighted else None, some, index, some, some)
+    some = zero if statistics is True else None
+    index = jnp.zeros(inputs.target.shape, jnp.int32) if statistics is True else None
+    return TokenSums(zero, zero, zero, zero if weighted else None, zero if statistics else None, index, some, some)
 
 
 def _put_sums(all_sums: TokenSums, part: TokenSums, first: Any) -> TokenSums:
@@ -432,7 +436,7 @@ def _put_sums(all_sums: TokenSums, part: TokenSums, first: Any) -> TokenSums:
     return put
 
 
-def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
+def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
     smoothing, shard = _Smoothing.prepare(inputs, options, plan), inputs.shard
     sum_logits = options.label_smoothing > 0 and not options.separable
