@@ -11,7 +11,8 @@ out, as JAX's is by default. JAX alone, and both:
 
 ``--update FILE`` takes what this call does not run from an earlier results file: each part keeps the machine, versions
 and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``tests_commit``). More files may
-follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in place of what came before.
+follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in place of what came before. (With
+``--tests "" --shapes`` nothing is run, and they are put together.)
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class Results:
             values = json.loads(Path(name).read_text())
             keys = [key for part in parts.split(",") for key in PARTS[part]] if parts else list(values)
             self.values |= {key: values[key] for key in keys if key in values}
+        self._write()
 
     def run(self, keys: tuple[str, ...], machine: dict[str, Any], part: Iterator[tuple[str, Any]]) -> None:
         """``part`` instead of what there was of its ``keys``; the first of them is its machine's."""
@@ -129,6 +131,9 @@ class Results:
         else:
             print(key, value, flush=True)
         self.values[key] = value
+        self._write()
+
+    def _write(self) -> None:
         self.file.write_text(json.dumps(self.values, indent=1) + "\n")
 
 
