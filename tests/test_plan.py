@@ -244,8 +244,10 @@ def test_what_waits_for_a_gradient_per_token(
         assert made.relative_cost(arguments["device"]) <= plan(**arguments | {"memory_budget": None}).relative_cost(
             arguments["device"]
         )
-    else:
+    elif budget is not None:
         assert made == plan(**arguments)
+    else:  # the fastest plan, which the default may cost little more than, can be the one that waits
+        assert made.scratch_bytes >= plan(**arguments).scratch_bytes
 
 
 def test_known_plans_that_wait() -> None:
