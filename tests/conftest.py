@@ -27,6 +27,10 @@ else:
     flags += ["--xla_force_host_platform_device_count=4"]
     if importlib.util.find_spec("jax") is not None and importlib.metadata.version("jax").startswith("0.10."):
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    else:
+        # XLA's pool has a thread a core or a device. Interpreted kernels wait for each other in it, two devices with
+        # three warpgroups each in eight threads at most; with four they could wait for ever for a fifth.
+        os.environ.setdefault("NPROC", "16")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
