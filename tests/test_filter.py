@@ -88,15 +88,16 @@ def chosen_plan(impl: Any, problem: Problem, kind: str) -> ChunkPlan:
     wanted = dict(KINDS[kind])
     if kind == "one_chunk":
         wanted["chunk"] = problem.tokens
-    if problem.options.reduction == "none":
+    kernels = impl.backend in ("triton", "pallas")
+    if problem.options.reduction == "none" and not (kernels and kind == "one_chunk"):  # there exponentials wait
         wanted["one_pass"] = False
-    return plan_for(problem, fused=impl.backend in ("triton", "pallas"), padded=impl.backend == "pallas", **wanted)
+    return plan_for(problem, fused=kernels, padded=impl.backend == "pallas", **wanted)
 
 
 def cut_of(impl: Any, problem: Problem, chosen: ChunkPlan) -> FilterCut:
     """How this implementation counts tiles under this plan."""
     kernels = impl.backend in ("triton", "pallas")
-    one_pass = chosen.one_pass and problem.options.separable and problem.options.reduction != "none"
+    one_pass = chosen.one_pass and problem.options.separable
     return FilterCut(
         chunk=chosen.token_chunk,
         block=None if chosen.order == "tokens" else chosen.vocab_chunk,
@@ -140,6 +141,20 @@ def test_low_tiles_are_left_out_and_nothing_else(impl: Any, kind: str, options: 
     cut = cut_of(impl, problem, chosen)
     assert_within(problem, run_case(impl, problem.case(), plan=chosen), cut)
     assert 0.05 < truth(problem, cut).filtered_share < 0.6
+    assert error(share_of(impl, problem, plan=chosen), truth(problem, cut).filtered_share) <= TINY["float32"]
+
+
+@every_filtering_one
+def test_low_tiles_of_exponentials_that_wait(impl: Any) -> None:
+    """reduction="none" in one pass: a tile with a target is left out as any other."""
+    if impl.backend not in ("triton", "pallas"):
+        pytest.skip("the portable backends' exponentials never wait")
+    problem = fitting(impl, made_of(SMALL, OPTIONS["none"]).with_dtype("float32"))
+    chosen = chosen_plan(impl, problem, "one_chunk")
+    cut = cut_of(impl, problem, chosen)
+    assert chosen.one_pass
+    assert not cut.keeps_targets
+    assert_within(problem, run_case(impl, problem.case(), plan=chosen), cut)
     assert error(share_of(impl, problem, plan=chosen), truth(problem, cut).filtered_share) <= TINY["float32"]
 
 
