@@ -125,6 +125,11 @@ class ChunkPlan:
         return len(self.token_slices) if self.order == "tokens" else len(self.vocab_slices)
 
     @property
+    def holds_all(self) -> bool:
+        """Whether the exponentials of all tokens are held at once: one pass, one chunk."""
+        return self.one_pass and 0 < self.tokens <= self.token_chunk
+
+    @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of every token chunk."""
         return _slices(self.tokens, self.token_chunk)

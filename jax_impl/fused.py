@@ -707,17 +707,15 @@ def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple
     (vectors, state), last = _after((vectors, state), (c.chunks - 1) * c.chunk)
     made = _forward(c, last, p.g, statistics)
     sums, values = c.by_token(_vectors(c, vectors, made))
-    state = _last_bias(c, p, state, made.rows, made.e, made.factors, values)
+    state = _last_bias(p, state, made.rows, made.e, made.factors, values)
     x = made.factors.operand(made.rows, c.dtype)
     return _with_weighted(c, sums, p.smoothing), _Waiting(x, made.e, made.factors, values, state)
 
 
-def _last_bias(
-    c: _Call, p: _Products, state: _State, rows: _Rows, e: Array, factors: _Factors, values: Array
-) -> _State:
+def _last_bias(p: _Products, state: _State, rows: _Rows, e: Array, factors: _Factors, values: Array) -> _State:
     """db with the last chunk's share and all targets' elements."""
-    state = p.bias(state, rows, e, 0, c.vocab, factors.factor)
-    return state if state.bias is None else state._replace(bias=_add_target_sums(c, state.bias, values))
+    state = p.bias(state, rows, e, 0, p.call.vocab, factors.factor)
+    return state if state.bias is None else state._replace(bias=_add_target_sums(p.call, state.bias, values))
 
 
 def token_gradients(
@@ -748,15 +746,13 @@ def finish(held: Any, options: LossOptions, plan: ChunkPlan, needs: Needs, upstr
 
 def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -> Gradients:
     rows = c.rows_at(jnp.int32((c.chunks - 1) * c.chunk))
-    before, by_token = _unit(g), jnp.where(c.inputs.valid, upstream.reshape(-1), 0.0)
     if held.x is None:
-        g, upstream = g * by_token, jnp.ones(())
-    unit = _unit(g)
-    p = _Products(c, needs, g, unit)
-    if held.x is None:
-        held = _arrived(c, p, held, rows, by_token * (before / unit))
+        p, held = _arrived(c, g, held, rows, needs, jnp.where(c.inputs.valid, upstream.reshape(-1), 0.0))
+        upstream = jnp.ones(())
+    else:
+        p = _Products(c, needs, g, _unit(g))
     assert held.x is not None
-    scale = (unit * upstream).astype(jnp.float32)
+    scale = (p.unit * upstream).astype(jnp.float32)
     single = c.chunks == 1
     state, kept = p.filtered(held.state, rows, held.e, 0, c.vocab, held.factors)
     state = p.weight(state, rows, held.e, held.x, 0, c.vocab, scale, kept)
@@ -774,13 +770,18 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
     )
 
 
-def _arrived(c: _Call, p: _Products, held: _Waiting, rows: _Rows, times: Array) -> _Waiting:
-    """What waits, its row factors multiplied by ``times`` [N]; with it the operand and the bias gradient are known."""
+def _arrived(
+    c: _Call, g: Array, held: _Waiting, rows: _Rows, needs: Needs, upstream: Array
+) -> tuple[_Products, _Waiting]:
+    """The products of g ⊙ upstream [N], and for them what waits for those of g: its row factors grow in proportion, and
+    with them the operand and the bias gradient are known."""
+    p = _Products(c, needs, g * upstream, _unit(g * upstream))
+    times = upstream * (_unit(g) / p.unit)
     by_position = jnp.where(rows.exists, times[rows.token], 0.0)
     factors = _Factors(held.factors.factor * by_position, held.factors.element * by_position)
     values = held.values * times
-    state = _last_bias(c, p, held.state, rows, held.e, factors, values)
-    return _Waiting(factors.operand(rows, c.dtype), held.e, factors, values, state)
+    state = _last_bias(p, held.state, rows, held.e, factors, values)
+    return p, _Waiting(factors.operand(rows, c.dtype), held.e, factors, values, state)
 
 
 def _sorted_targets(c: _Call, values: Array) -> tuple[Array, Array, Array]:

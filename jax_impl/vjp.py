@@ -53,10 +53,9 @@ class Call:
     @property
     def holds(self) -> bool:
         """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
-        possible = self.plan.one_pass and self.options.separable and self.options.reduction == "none"
-        if not possible or self.shard.active or not self.module.holds(jnp.dtype(self.plan.dtype)):
+        if self.shard.active or not self.module.holds(jnp.dtype(self.plan.dtype)):
             return False
-        return 0 < self.plan.tokens <= self.plan.token_chunk
+        return self.plan.holds_all and self.options.separable and self.options.reduction == "none"
 
 
 class Arrays(NamedTuple):

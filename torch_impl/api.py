@@ -188,9 +188,8 @@ def _loss_call(
     _check_normalizer(normalizer, options.reduction, arrays.hidden.device)
     _check_targets(arrays.target, arrays.weight.shape[0], options.ignore_index)
     one_pass = options.reduction != "none" and options.separable
-    hold = options.separable and not _traced(arrays.hidden)
     name = _backend(backend, arrays.hidden, dtype)
-    chosen = _plan(arrays.target, arrays.weight, dtype, plan_values, memory_budget, one_pass, hold, name)
+    chosen = _plan(arrays.target, arrays.weight, dtype, plan_values, memory_budget, one_pass, options.separable, name)
     return _call(options, chosen, dtype, return_stats, name, arrays.hidden)
 
 
@@ -310,7 +309,7 @@ def _linear_log_probs(
     dtype = _check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     _check_targets(target, weight.shape[0], ignore_index)
     name = _backend(backend, hidden, dtype)
-    hold = options.separable and not with_entropy and not _traced(hidden)
+    hold = options.separable and not with_entropy
     chosen = _plan(target, weight, dtype, plan_values, memory_budget, False, hold, name)
     call = _call(options, chosen, dtype, with_entropy, name, hidden)
     if transforms.active():
@@ -454,7 +453,7 @@ def _plan(
             one_pass=one_pass,
             device="cpu" if target.device.type == "cpu" else "gpu",
             fused=backend == "triton",
-            hold=hold and budget is not None,
+            hold=hold and budget is not None and not _traced(weight),
         )
 
     budget = tracing.number(memory_budget)

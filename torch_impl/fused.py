@@ -385,6 +385,11 @@ class _Call:
             self.cap, DOTS=anchor is not None, WEIGHTED=weighted_rows is not None, BLOCK=self.block, **self.logit,
         )  # fmt: skip
 
+    def by_position(self, values: Tensor) -> Tensor:
+        """A vector by token as one by position, 0 behind the tokens."""
+        chosen = values.index_select(0, self.order[: self.tokens])
+        return torch.nn.functional.pad(chosen, (0, self.row_target.shape[0] - self.tokens))
+
     def tiles(self, kernel: str) -> Tiles:
         return tiles(self.dtype, kernel, self.specialized)
 
@@ -1032,10 +1037,10 @@ class HeldTokens:
         g = torch.where(c.inputs.valid, upstream.reshape(-1), 0.0)
         unit = largest_factor(g)
         g = g / unit
-        by_position = g.index_select(0, c.order[: c.tokens])
-        for values in (f.factor, f.target_value):
-            values[: c.tokens] *= by_position
-        factors = dataclasses.replace(f, g=f.g * g, token_value=f.token_value * g)
+        at = c.by_position(g)
+        factors = dataclasses.replace(
+            f, g=f.g * g, factor=f.factor * at, target_value=f.target_value * at, token_value=f.token_value * g
+        )
         products = _Products(c, self.needs, self.smoothing, factors.g, unit * c.inputs.summary[1])
         with c.on_device():
             products.add_smooth_x(0, self.x)
@@ -1086,15 +1091,9 @@ def known_gradients(
 def _by_position(c: _Call, known: KnownRows, unit: Tensor) -> _KnownVectors:
     """Vectors by token to vectors by position. The target's element lacks its factor there, and has it here."""
 
-    def pick(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        chosen = values.index_select(0, c.order[: c.tokens])
-        return torch.nn.functional.pad(chosen, (0, c.row_target.shape[0] - c.tokens))
-
     factor = known.factor / unit
     made: list[Any] = [
-        pick(v)
+        None if v is None else c.by_position(v)
         for v in (known.anchor, known.log_total, factor, factor * known.target, known.alpha, known.gamma, known.sigma)
     ]
     return _KnownVectors(*made)

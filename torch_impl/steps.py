@@ -78,10 +78,9 @@ class Call:
     @property
     def holds(self) -> bool:
         """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
-        possible = self.plan.one_pass and self.options.separable and self.options.reduction == "none"
-        if not possible or self.traced or self.shard is not None or not MODULES[self.backend].holds(self.compute_dtype):
+        if self.traced or self.shard is not None or not MODULES[self.backend].holds(self.compute_dtype):
             return False
-        return bool(0 < self.plan.tokens <= self.plan.token_chunk)
+        return bool(self.plan.holds_all and self.options.separable and self.options.reduction == "none")
 
 
 def adds_in_one_pass(backend: str, plan: Any) -> bool:

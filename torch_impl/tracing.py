@@ -73,7 +73,7 @@ def symbolic_plan(
 
 
 def _one_chunk(plan: ChunkPlan | None) -> bool:
-    return plan is not None and plan.one_pass and plan.token_chunk >= plan.tokens
+    return plan is not None and plan.holds_all
 
 
 def _resized(plan: ChunkPlan, tokens: Any, token_chunk: Any) -> ChunkPlan:
