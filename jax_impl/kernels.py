@@ -370,11 +370,13 @@ def _store(
 ) -> None:  # fmt: skip
     """A warpgroup's half of a tile, piece(column, width) at a time, by TMA ``to`` its part of a matrix of ``size``
     columns: rounded to "out", or in two halves to "out" and "low"."""
-    for number in range(_pieces(tile, size, width)):
+    pieces = _pieces(tile, size, width)
+    for number in range(pieces):
         slot = number % 2
         value, dtype = piece(number * width, width), staging["out"].dtype
         parts = _halves(value, dtype) if "low" in to else (value.astype(dtype),)
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        # One piece may be on its way, but not from this slot: an odd tile's last piece lay in the next one's first.
+        plgpu.wait_smem_to_gmem(0 if number == 0 and pieces % 2 else 1, wait_read_only=True)
         for name, part in zip(to, parts, strict=True):
             staging[name][tile.warpgroup, slot] = part
         plgpu.commit_smem()

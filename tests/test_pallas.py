@@ -371,6 +371,20 @@ def test_low_tiles_are_left_out(order: Any, interpreter: None) -> None:
 
 
 @needs_interpreter
+def test_tiles_of_one_piece_wait_for_each_other(interpreter: None) -> None:
+    """A vocabulary of one piece: a program's tiles are all staged in the same slot."""
+    x, w = jnp.ones((768, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    config = kernels.Logits(kernels.ANCHORED, columns=64)
+    rows = {"target": jnp.full(768, -1, jnp.int32), "anchor": jnp.full(768, 64.0)}
+    arguments = rows | {"tiles": jnp.arange(-1, 6, dtype=jnp.int32).at[0].set(6), "start": jnp.zeros(1, jnp.int32)}
+    arguments |= {"x": x, "w": w, "hits": jnp.zeros((12, 1), jnp.int32)}
+    out = {"e": jax.ShapeDtypeStruct((768, 64), jnp.bfloat16), "sum": jax.ShapeDtypeStruct((1, 768), jnp.float32)}
+    made = kernels.logits(config, arguments, out)
+    assert (made["e"] == 1).all()
+    assert (made["sum"] == 64).all()
+
+
+@needs_interpreter
 def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The interpreter can go red: a tile stored over the one before, which is still on its way."""
     monkeypatch.setenv(INTERPRET, "1")
