@@ -169,17 +169,17 @@ class _Call:
         o = self.options
         return kernels.Logits(mode, columns or self.vocab, o.logit_scale, o.softcap, group=self.group, **more)
 
-    def hits(self, target: Array, start: Any, columns: int, height: int) -> Array:
-        """How many targets lie in ``height`` rows of a column tile: [rows / height, column tiles] int32."""
-        tiles = -(-columns // kernels.TILE_COLUMNS)
-        tile = (target - start) // kernels.TILE_COLUMNS
+    def hits(self, target: Array, start: Any, columns: int, height: int, width: int) -> Array:
+        """How many targets lie in each block [height, width] of the rows and ``columns`` vocabulary entries, int32."""
+        tiles = -(-columns // width)
+        tile = (target - start) // width
         part = jnp.arange(self.rows, dtype=jnp.int32) // height
         hits = jnp.zeros((self.rows // height, tiles), jnp.int32)
         return hits.at[part, jnp.where(target >= start, tile, tiles)].add(1, mode="drop")
 
-    def first_product(self, rows: _Rows, start: Any = 0, columns: int | None = None) -> dict[str, Any]:
+    def first_product(self, config: kernels.Logits, rows: _Rows, start: Any = 0) -> dict[str, Any]:
         """What every first product reads."""
-        hits = self.hits(rows.target, start, columns or self.vocab, kernels.WARPGROUP_ROWS)
+        hits = self.hits(rows.target, start, config.columns, *config.shape)
         made = {"tiles": rows.tiles, "start": jnp.asarray(start, jnp.int32).reshape(1), "x": rows.x, "w": self.weight}
         made |= {"target": rows.target, "hits": hits}
         if self.limit is not None:
@@ -277,7 +277,7 @@ def _sums(c: _Call, rows: _Rows, statistics: Statistics, holds: bool) -> tuple[A
     config = c.config(mode, entropy=bool(statistics), extremes=extremes, sum_logits=sum_logits)
     target_logit = _target_logits(c, rows)
     anchor = jnp.maximum(target_logit, LOWEST_ANCHOR)
-    arguments = c.first_product(rows)
+    arguments = c.first_product(config, rows)
     if sum_logits and c.class_weight is not None:
         arguments["class_weight"] = c.class_weight
     line = jax.ShapeDtypeStruct((config.column_tiles, c.rows), jnp.float32)
@@ -290,7 +290,7 @@ def _sums(c: _Call, rows: _Rows, statistics: Statistics, holds: bool) -> tuple[A
 
     made = kernels.logits(config, anchored(anchor), outputs)
     sums = _line_sums(c, rows, made, anchor, target_logit)
-    again, moved = _rescued(c, rows, sums, arguments, extremes)
+    again, moved = _rescued(c, rows, sums, extremes)
     references = {name: jax.new_ref(value) for name, value in made.items()}
     kernels.logits(config, anchored(moved) | {"tiles": again} | references, {})
     made = {name: kernels.written(reference) for name, reference in references.items()}
@@ -302,7 +302,7 @@ def _sums(c: _Call, rows: _Rows, statistics: Statistics, holds: bool) -> tuple[A
     return sums, weighted, made.get("e")
 
 
-def _rescued(c: _Call, rows: _Rows, sums: Any, arguments: dict[str, Any], extremes: bool) -> tuple[Array, Array]:
+def _rescued(c: _Call, rows: _Rows, sums: Any, extremes: bool) -> tuple[Array, Array]:
     """Row tiles to be done again, and every row's anchor: its maximum where its exponents grew too large; ``extremes``:
     whether that is known."""
     flagged = rows.exists & (sums.s > RESCUE_SUM)
@@ -311,7 +311,7 @@ def _rescued(c: _Call, rows: _Rows, sums: Any, arguments: dict[str, Any], extrem
     if not extremes:
         config = c.config(kernels.HIGHEST)
         line = jax.ShapeDtypeStruct((config.column_tiles, c.rows), jnp.float32)
-        made = kernels.logits(config, arguments | {"tiles": again}, {"highest": line})
+        made = kernels.logits(config, c.first_product(config, rows) | {"tiles": again}, {"highest": line})
         highest = made["highest"].max(axis=0)
     moved = jnp.where(flagged, highest, sums.anchor)
     if c.inputs.shard.active:  # a row that one device flags moves on all of them
@@ -481,7 +481,7 @@ class _Products:
         below = size < (c.options.filter_eps * jnp.abs(g))[here, None]
         kept = any_in_tiles(~below & (g != 0)[here, None])
         if factors is None:
-            kept = kept | (c.hits(jnp.where(g != 0, rows.target, -1), start, columns, FILTER_ROWS) > 0)
+            kept = kept | (c.hits(jnp.where(g != 0, rows.target, -1), start, columns, FILTER_ROWS, FILTER_COLUMNS) > 0)
         number = -(-rows.number[0] // FILTER_ROWS) * kept.shape[1]
         count = jnp.stack([number - kept.sum(dtype=jnp.int32), number])
         return state._replace(tiles=count if state.tiles is None else state.tiles + count), kept
@@ -562,17 +562,26 @@ class _Products:
             bias = bias - (share if k is None else share * k)
         return bias * scale
 
-    def finished_hidden(self, hidden: Array | None, scale: Array) -> Array | None:
-        """dX by token: sums in float32 get their scale and label smoothing's part, ignored tokens 0."""
+    def finished_hidden(self, hidden: Array | None, scale: Array, lent: Array | None = None) -> Array | None:
+        """dX by token: sums in float32 get their scale and label smoothing's part, ignored tokens 0.
+
+        ``lent``: a matrix that nothing else will read, which dX lies in if it has dX's shape.
+        """
         if hidden is None:
             return None
         c = self.call
-        made = hidden[c.position][:, : c.size]
+        more = round_up(c.tokens, kernels.RUN) - c.tokens
+        position = jnp.pad(jnp.where(c.inputs.valid, c.position, -1), (0, more), constant_values=-1)
+        arguments = {"position": position, "made": hidden}
         if hidden.dtype == jnp.float32:
+            arguments["scale"] = scale.astype(jnp.float32).reshape(1)
             if self.smoothing is not None and self.smooth is not None:
-                made = made + self.smooth[:, None] * self.smoothing.weighted_rows
-            made = made * scale
-        return jnp.where(c.inputs.valid[:, None], made, jnp.zeros((), made.dtype)).astype(c.hidden_dtype)
+                arguments["smooth"] = jnp.pad(self.smooth, (0, more))
+                arguments["weighted_rows"] = c.along_size(self.smoothing.weighted_rows)
+        out = jax.ShapeDtypeStruct((c.tokens, c.padded_size), c.hidden_dtype)
+        lends = lent is not None and (lent.shape, lent.dtype) == (out.shape, out.dtype)
+        made = _into(kernels.by_token, arguments, {"out": lent if lends else None}, {"out": out})
+        return made["out"][:, : c.size]
 
     def finished_weight(self, weight: Array | None) -> Array | None:
         c = self.call
@@ -828,9 +837,13 @@ def known_gradients(
 def _known_gradients(c: _Call, known: KnownRows, g: Array, needs: Needs) -> Gradients:
     unit = _unit(g)
     p = _Products(c, needs, g, unit)
-    state = _known_slices(c, p, known) if c.columns < c.vocab else _known_chunks(c, p, known)
+    lent = None
+    if c.columns < c.vocab:
+        state, lent = _known_slices(c, p, known)
+    else:
+        state = _known_chunks(c, p, known)
     return Gradients(
-        p.finished_hidden(state.hidden, unit),
+        p.finished_hidden(state.hidden, unit, lent),
         p.finished_weight(state.weight),
         p.finished_bias(state.bias, unit),
         state.tiles,
@@ -856,8 +869,8 @@ def _known_matrix(c: _Call, p: _Products, known: KnownRows, rows: _Rows, start: 
             vectors[name] = pick(values)
     if known.sigma is not None and c.class_weight is not None:
         vectors["class_weight"] = c.class_weight
-    arguments = c.first_product(rows, start, columns) | vectors
     config = c.config(kernels.KNOWN, columns)
+    arguments = c.first_product(config, rows, start) | vectors
     made: Array = kernels.logits(config, arguments, {"e": c.matrix(columns)})["e"]
     return made
 
@@ -880,8 +893,8 @@ def _known_chunks(c: _Call, p: _Products, known: KnownRows) -> _State:
     return chunk(state, last, final=True)
 
 
-def _known_slices(c: _Call, p: _Products, known: KnownRows) -> _State:
-    """The vocab order: dW is finished slice by slice, dX adds up in float32."""
+def _known_slices(c: _Call, p: _Products, known: KnownRows) -> tuple[_State, Array]:
+    """The vocab order: dW is finished slice by slice, dX adds up in float32. Also the operand of dW, done with."""
     rows = c.rows_at(jnp.int32(0))
 
     def part(state: _State, start: Any, columns: int) -> _State:
@@ -898,4 +911,6 @@ def _known_slices(c: _Call, p: _Products, known: KnownRows) -> _State:
             1, full, lambda i, carry: part(carry, (i * c.columns).astype(jnp.int32), c.columns), state
         )
     state, last = _after(state, full * c.columns)
-    return part(state, last, rest) if rest else state
+    state = part(state, last, rest) if rest else state
+    done: tuple[_State, Array] = lax.optimization_barrier((state, rows.x))
+    return done

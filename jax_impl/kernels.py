@@ -12,10 +12,10 @@ The matrices of a chunk, row-major:
     e  [C, S]   exponentials (or the gradient itself, where lse is known) over S vocabulary entries, S a multiple of 64;
                 zero past the vocabulary's end. Rows past the last row's tile are not written.
 
-Every product is one persistent kernel of three warpgroups: two multiply, each 64 rows of a tile [128, 256], the third
-copies operands by TMA, which fills with zero what lies outside a matrix and stores nothing there. Programs come in
-pairs (clusters) that share the operand of their tiles' columns. Vectors along rows are padded to whole tiles by the
-caller, those along the vocabulary or D as well.
+Every product is one persistent kernel of three warpgroups: two multiply, each 64 rows of a tile [128, 256] or, in turn,
+each a tile [128, 192]; the third copies operands by TMA, which fills with zero what lies outside a matrix and stores
+nothing there. Programs come in pairs (clusters) that share the operand of their tiles' columns. Vectors along rows are
+padded to whole tiles by the caller, those along the vocabulary or D as well.
 
 Every sum has a fixed order: the results are the same bit by bit from run to run.
 """
@@ -44,8 +44,10 @@ LOG2E = math.log2(math.e)
 # The anchor of a row that does not exist: its exponentials are 0.
 NO_ROW = 1e30
 
-# A product's tile, half of its rows for each multiplying warpgroup, and the depth of one step.
+# A product's tile, half of its rows for each multiplying warpgroup, and the depth of one step; the columns of a tile of
+# which one warpgroup has all rows.
 TILE_ROWS, TILE_COLUMNS, STEP = 128, 256, 64
+TURN_COLUMNS = 192
 WARPGROUP_ROWS = TILE_ROWS // 2
 # Of a gradient's tiles, the better first.
 GRADIENT_COLUMNS = (256, 192)
@@ -57,7 +59,7 @@ STAGES = 4
 PAIR = 2
 # How many steps the second multiplying warpgroup lags behind the first; registers of a thread that loads or multiplies.
 SKEW = 1
-LOADING_REGISTERS, MULTIPLYING_REGISTERS = 40, 232
+LOADING_REGISTERS, MULTIPLYING_REGISTERS = (40, 24), (232, 240)  # with half of every tile, and with tiles in turn
 # Columns of a tile that are stored at a time: of e, and of gradients, which may come with float32 sums. 128 bytes each.
 STAGED, STAGED_FLOAT32 = 64, 32
 
@@ -216,7 +218,8 @@ class _Depth:
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Where one warpgroup's half of a tile lies: its first row and column, and the tile's number along both."""
+    """Where a warpgroup's part of a tile lies, half of it or all: its first row and column; the tile's number along
+    both."""
 
     m: Any
     n: Any
@@ -224,10 +227,16 @@ class _Tile:
     width: int
     exists: Any
     """Not where a pair's second row tile would be behind the last."""
+    height: int = WARPGROUP_ROWS
+
+    @property
+    def number(self) -> Any:
+        """Which ``height`` rows these are."""
+        return self.m if self.height == TILE_ROWS else self.m * MULTIPLYING + self.warpgroup
 
     @property
     def row(self) -> Any:
-        return self.m * TILE_ROWS + self.warpgroup * WARPGROUP_ROWS
+        return self.number * self.height
 
     @property
     def column(self) -> Any:
@@ -235,28 +244,29 @@ class _Tile:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return WARPGROUP_ROWS, self.width
-
-
-# Of a warpgroup's half of a tile of logits.
-SHAPE = (WARPGROUP_ROWS, TILE_COLUMNS)
+        return self.height, self.width
 
 
 def _product(
     a: _Operand, b: _Operand, tiles: tuple[Any, Any], depth: _Depth, *, group: int, row_tile: Callable[[Any], Any],
-    begin: Callable[[_Tile], None] | None, epilogue: Callable[[_Tile, Any], None], stages: int = STAGES,
-    width: int = TILE_COLUMNS,
+    begin: Callable[[_Tile], Any], epilogue: Callable[[_Tile, Any, Any], None], stages: int = STAGES,
+    width: int = TILE_COLUMNS, in_turn: bool = False,
 ) -> None:  # fmt: skip
     """Σ_k a_ik b_kj over the blocks of ``depth``, for tiles[0] × tiles[1] tiles, ``width`` columns wide, that the
     programs share. Programs whose tiles have lists are not paired: a pair takes its steps together.
 
     ``row_tile`` says which row tile the i-th is. The tile numbers go through the columns in groups of ``group`` row
-    tiles, for the L2 cache. begin(tile) runs before a tile's first multiplication, epilogue(tile, value) after the
-    last, both in the multiplying warpgroups; value is [64, width] float32 in registers.
+    tiles, for the L2 cache. begin(tile) runs before a tile's first multiplication, epilogue(tile, what begin returned,
+    value) after the last, both in the multiplying warpgroups; value is [64, width] float32 in registers.
 
     The steps of all of a program's tiles go through ``stages`` slots of shared memory. ``ready[s]``: slot s was loaded;
-    ``free[s]``: both warpgroups of both programs of the pair have multiplied it; ``turn``: the second warpgroup may
-    begin its tile, SKEW steps behind the first, so that one's epilogue runs beside the other's products.
+    ``free[s]``: all who multiply it in both programs of the pair have; ``turn[1]``: the second warpgroup may begin its
+    tile, SKEW steps behind the first, so that one's epilogue runs beside the other's products.
+
+    ``in_turn``: each warpgroup has every other one of the program's tiles for itself, value is [128, width], and all of
+    one's epilogue runs beside the other's products. Each waits for its own steps only, by a ``ready`` of its own for
+    every slot (a barrier must be waited for in every phase); ``turn[w]``: warpgroup w may begin a tile, as the other
+    has asked for the last product of its own.
     """
     shapes = a.shape(TILE_ROWS), b.shape(width)
     dtype = a.reference.dtype
@@ -264,20 +274,21 @@ def _product(
     together = pair(paired=depth.lists is None)
     paired = together > 1
     pairs = pl.cdiv(tiles[0], together), tiles[1]
+    height = TILE_ROWS if in_turn else WARPGROUP_ROWS
     barrier: Any = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if paired else plgpu.Barrier
 
     @functools.partial(
         pl.run_scoped,
         a_slots=plgpu.SMEM((stages, *shapes[0]), dtype, transforms=_transforms(dtype, STEP)),
         b_slots=plgpu.SMEM((stages, *shapes[1]), dtype, transforms=_transforms(dtype, STEP)),
-        ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        free=barrier(num_arrivals=MULTIPLYING, num_barriers=stages),
-        turn=plgpu.Barrier(),
+        ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages * (MULTIPLYING if in_turn else 1)),
+        free=barrier(num_arrivals=1 if in_turn else MULTIPLYING, num_barriers=stages),
+        turn=plgpu.Barrier(num_barriers=MULTIPLYING),
         collective_axes="warpgroup",
     )
     def scope(a_slots: Any, b_slots: Any, ready: Any, free: Any, turn: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        rows = pl.ds(0 if in_turn else warpgroup * height, height)
 
         def each_tile(work: Callable[[_Tile, Any, Any, Any], None]) -> None:
             """work(tile, its first step's number, how many it has, whether it is paced) for the program's tiles."""
@@ -287,74 +298,96 @@ def _product(
                 i = i * PAIR + lax.axis_index("pair") if paired else i
                 exists = i < tiles[0]  # or the pair's other program has the last row tile
                 m = row_tile(jnp.minimum(i, tiles[0] - 1))
-                return _Tile(m, n, warpgroup, width, exists)
+                owner = lax.rem(info.local_index, MULTIPLYING) if in_turn else warpgroup
+                return _Tile(m, n, owner, width, exists, height)
 
             loop: Any = functools.partial(plgpu.nd_loop, (pairs[0] * pairs[1],), collective_axes="program")
             if depth.lists is None:
-                loop()(lambda info: work(tile_of(info), info.local_index * depth.steps, depth.steps, paced))
+
+                def at(info: Any) -> None:
+                    tile = tile_of(info)
+                    own = (warpgroup == MULTIPLYING) | (warpgroup == tile.warpgroup) if in_turn else True
+                    pl.when(own)(lambda: work(tile, info.local_index * depth.steps, depth.steps, paced))
+
+                loop()(at)
                 return
 
-            def in_turn(info: Any, carry: Any) -> Any:
+            def after(info: Any, carry: Any) -> Any:
                 tile = tile_of(info)
                 steps = depth.of(tile)
                 work(tile, carry, steps, steps >= stages)
                 return carry + steps
 
-            loop(init_carry=jnp.int32(0))(in_turn)
+            loop(init_carry=jnp.int32(0))(after)
+
+        def loaded(tile: _Tile, slot: Any) -> Any:
+            return ready.at[tile.warpgroup * stages + slot if in_turn else slot]
 
         def load(tile: _Tile, number: Any, steps: Any, paced: Any) -> None:
             def step(k: Any, _: None) -> None:
                 slot, place = lax.rem(number + k, stages), depth.place(tile, k)
                 plgpu.barrier_wait(free.at[slot])
                 own, shared = a.block(TILE_ROWS, tile.m, place), b.block(width, tile.n, place)
-                plgpu.copy_gmem_to_smem(own, a_slots.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(own, a_slots.at[slot], loaded(tile, slot))
                 receivers = "pair" if paired else None
-                plgpu.copy_gmem_to_smem(shared, b_slots.at[slot], ready.at[slot], collective_axes=receivers)
+                plgpu.copy_gmem_to_smem(shared, b_slots.at[slot], loaded(tile, slot), collective_axes=receivers)
 
             lax.fori_loop(0, steps, step, None)
 
         def multiply(tile: _Tile, number: Any, steps: Any, paced: Any) -> None:
-            @functools.partial(pl.run_scoped, total=_PLGPU.ACC((WARPGROUP_ROWS, width), jnp.float32))
+            @functools.partial(pl.run_scoped, total=_PLGPU.ACC((height, width), jnp.float32))
             def accumulate(total: Any) -> None:
-                pl.when(paced & (warpgroup == 1))(lambda: plgpu.barrier_wait(turn))
-                if begin is not None:
-                    pl.when(tile.exists)(lambda: begin(tile))
+                begun = begin(tile)
+                waits = True if in_turn else paced & (warpgroup == 1)
+                pl.when(waits)(lambda: plgpu.barrier_wait(turn.at[tile.warpgroup]))
 
                 def step(k: Any, _: None) -> None:
                     slot = lax.rem(number + k, stages)
-                    plgpu.barrier_wait(ready.at[slot])
+                    plgpu.barrier_wait(loaded(tile, slot))
                     mine = _transposed(a_slots.at[slot, :, rows]) if a.depth_first else a_slots.at[slot, rows]
                     plgpu.wgmma(total, mine, b_slots.at[slot] if b.depth_first else _transposed(b_slots.at[slot]))
                     plgpu.wgmma_wait(1)
                     before = lax.rem(number + k + stages - 1, stages)
                     pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
-                    pl.when(paced & (warpgroup == 0) & (k == SKEW))(lambda: plgpu.barrier_arrive(turn))
+                    if not in_turn:
+                        pl.when(paced & (warpgroup == 0) & (k == SKEW))(lambda: plgpu.barrier_arrive(turn.at[1]))
 
                 lax.fori_loop(0, steps, step, None)
+                if in_turn:
+                    plgpu.barrier_arrive(turn.at[1 - tile.warpgroup])
                 value = total[...]
                 last = lax.rem(number + steps + stages - 1, stages)
                 pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
-                pl.when(tile.exists)(lambda: epilogue(tile, value))
+                pl.when(tile.exists)(lambda: epilogue(tile, begun, value))
 
         @pl.when(warpgroup == MULTIPLYING)
         def _() -> None:
-            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+            plgpu.set_max_registers(LOADING_REGISTERS[in_turn], action="decrease")
             each_tile(load)
             for slot in range(stages):  # nothing of the pair is on its way to this program any more
                 plgpu.barrier_wait(free.at[slot])
 
         @pl.when(warpgroup < MULTIPLYING)
         def _() -> None:
-            plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
-            for slot in range(stages):
-                plgpu.barrier_arrive(free.at[slot])
+            plgpu.set_max_registers(MULTIPLYING_REGISTERS[in_turn], action="increase")
+
+            @pl.when(warpgroup == 0 if in_turn else True)
+            def _() -> None:
+                for slot in range(stages):
+                    plgpu.barrier_arrive(free.at[slot])
+
+            if in_turn:
+                pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
             each_tile(multiply)
+            if in_turn:  # whose turn it would be next
+                taken = pl.cdiv(pairs[0] * pairs[1] - lax.axis_index("program"), programs(together > 1))
+                pl.when(lax.rem(taken, MULTIPLYING) == warpgroup)(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _staging(dtype: Any, width: int) -> Any:
-    """Shared memory for parts of a tile on their way: per warpgroup, two slots [64, width]."""
-    return plgpu.SMEM((MULTIPLYING, 2, WARPGROUP_ROWS, width), dtype, transforms=_transforms(dtype, width))
+def _staging(dtype: Any, width: int, height: int = WARPGROUP_ROWS) -> Any:
+    """Shared memory for parts of a tile on their way: per warpgroup, two slots [height, width]."""
+    return plgpu.SMEM((MULTIPLYING, 2, height, width), dtype, transforms=_transforms(dtype, width))
 
 
 def _pieces(tile: _Tile, size: int, width: int) -> int:
@@ -368,7 +401,7 @@ def _pieces(tile: _Tile, size: int, width: int) -> int:
 def _store(
     tile: _Tile, piece: Callable[[int, int], Any], width: int, staging: dict[str, Any], to: dict[str, Any], size: int
 ) -> None:  # fmt: skip
-    """A warpgroup's half of a tile, piece(column, width) at a time, by TMA ``to`` its part of a matrix of ``size``
+    """A warpgroup's part of a tile, piece(column, width) at a time, by TMA ``to`` its part of a matrix of ``size``
     columns: rounded to "out", or in two halves to "out" and "low"."""
     pieces = _pieces(tile, size, width)
     for number in range(pieces):
@@ -389,11 +422,16 @@ def _store(
 # ---------------------------------------------------------------------------------------------------------------------
 # The first product
 
+# What lies along the rows, of which a tile reads its own.
+ROW_VECTORS = ("target", "anchor", "log_total", "factor", "element", "alpha", "gamma", "sigma")
+
 # What its epilogue makes.
 SUMS = "sums"  # sums per row only
 ANCHORED = "anchored"  # sums, and exponentials relative to the anchor, 0 at the target
 KNOWN = "known"  # the gradient's matrix, from lse
 HIGHEST = "highest"  # the largest logit of every row
+# Where each warpgroup has whole tiles: what their epilogue makes can be made a piece at a time.
+IN_TURN = (ANCHORED, KNOWN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,8 +450,18 @@ class Logits:
     group: int = 8
 
     @property
+    def in_turn(self) -> bool:
+        """Whether each warpgroup has whole tiles, one after the other; not where many registers are needed beside."""
+        return self.mode in IN_TURN and self.cap is None and self.lines in (("sum",), ())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """What a warpgroup has of a tile."""
+        return (TILE_ROWS, TURN_COLUMNS) if self.in_turn else (WARPGROUP_ROWS, TILE_COLUMNS)
+
+    @property
     def column_tiles(self) -> int:
-        return -(-self.columns // TILE_COLUMNS)
+        return -(-self.columns // self.shape[1])
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -462,7 +510,7 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
         start: [1] int32: the first vocabulary entry; limit: [1] int32, where there is one: entries from there on count
             as past the end.
         x [C, D], w [V, D]; bias [tiles of V] float32 if there is one; target [rows] int32; anchor [rows] float32.
-        hits: [rows / 64, column tiles] int32: how many targets lie in a warpgroup's half of a tile.
+        hits: [rows / config.shape[0], column tiles] int32: how many targets lie in a warpgroup's part of a tile.
         class_weight: [tiles of V] float32, where logits are summed or sigma is given.
         log_total, factor, element, and alpha, gamma, sigma if they are not trivial: [rows] float32, for KNOWN.
     ``outputs`` (or arguments that are references): e [C, S], and config.lines [column tiles, rows]; argmax is the
@@ -475,30 +523,42 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
         if "limit" in r:
             end = jnp.minimum(end, r["limit"][0] - start)
 
-        def epilogue(tile: _Tile, value: Any) -> None:
-            """Most tiles have no target and lie inside the vocabulary: theirs is shorter."""
-            careful = (tile.column + TILE_COLUMNS > end) | (r["hits"][_number(tile), tile.n] > 0)
-            lax.cond(careful, lambda: finish(tile, value, True), lambda: finish(tile, value, False))
+        def begin(tile: _Tile) -> tuple[Any, dict[str, Any]]:
+            """Asked for here, waited for after the products."""
+            vectors = {name: _load(r[name], tile.row, tile.height, ROW_LAYOUT) for name in ROW_VECTORS if name in r}
+            return r["hits"][tile.number, tile.n], vectors
 
-        def finish(tile: _Tile, value: Any, careful: bool) -> None:
-            z = value
-            if "bias" in r:
-                z = z + _along_columns(_load(r["bias"], start + tile.column, TILE_COLUMNS, COLUMN_LAYOUT), SHAPE)
-            z = _capped(z, config)
-            column = plgpu.broadcasted_iota(jnp.int32, SHAPE, 1, layout=plgpu.Layout.WGMMA)
-            here = column < end - tile.column if careful else None
-            make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
-            e = make(config, r, tile, z, column, here)
+        def epilogue(tile: _Tile, begun: tuple[Any, dict[str, Any]], value: Any) -> None:
+            """Most tiles have no target and lie inside the vocabulary: theirs is shorter."""
+            careful = (tile.column + tile.width > end) | (begun[0] > 0)
+            lax.cond(careful, lambda: finish(tile, begun[1], value, True), lambda: finish(tile, begun[1], value, False))
+
+        def finish(tile: _Tile, vectors: dict[str, Any], value: Any, careful: bool) -> None:
+            lines: dict[str, Any] = {}
+
+            def piece(first: int, width: int) -> Any:
+                """e of some columns; their sums are added to the lines."""
+                z, place = value[:, first : first + width], tile.column + first
+                if "bias" in r:
+                    z = z + _along_columns(_load(r["bias"], start + place, width, COLUMN_LAYOUT), z.shape)
+                z = _capped(z, config)
+                column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
+                here = column < end - place if careful else None
+                make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
+                e, made = make(config, _Block(r, vectors, start + place, column, here), z)
+                for name, values in made.items():  # in several pieces they are sums
+                    lines[name] = lines[name] + values if name in lines else values
+                return e
+
             if "e" in r:
-                stored = e.astype(r["e"].dtype)
-                _store(
-                    tile,
-                    lambda first, width: stored[:, first : first + width],
-                    STAGED,
-                    {"out": r["staging"]},
-                    {"out": r["e"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column, TILE_COLUMNS)]},
-                    r["e"].shape[1],
-                )
+                whole = None if config.in_turn else piece(0, tile.width).astype(r["e"].dtype)
+                to = r["e"].at[pl.ds(tile.row, tile.height), pl.ds(tile.column, tile.width)]
+                parts = piece if whole is None else lambda first, width: whole[:, first : first + width]
+                _store(tile, parts, STAGED, {"out": r["staging"]}, {"out": to}, r["e"].shape[1])
+            else:
+                piece(0, tile.width)
+            for name, values in lines.items():
+                r[name][tile.n, pl.ds(tile.row, tile.height)] = values
 
         _product(
             _Operand(r["x"], depth_first=False),
@@ -507,93 +567,97 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
             _Depth(pl.cdiv(r["x"].shape[1], STEP)),
             group=config.group,
             row_tile=lambda i: r["tiles"][i + 1],
-            begin=None,
+            begin=begin,
             epilogue=epilogue,
+            width=config.shape[1],
+            in_turn=config.in_turn,
         )
 
     holds = config.mode in (ANCHORED, KNOWN)
-    scratch = {"staging": _staging(arguments["x"].dtype, STAGED)} if holds else {}
+    scratch = {"staging": _staging(arguments["x"].dtype, STAGED, config.shape[0])} if holds else {}
     return _launch(
         body, arguments, outputs, name=f"logits_{config.mode}", grid=programs(), threads=MULTIPLYING + 1,
         scratch=scratch,
     )  # fmt: skip
 
 
-def _rows(r: dict[str, Any], name: str, tile: _Tile) -> Any:
-    """A vector along the warpgroup's rows, broadcast."""
-    return _along_rows(_load(r[name], tile.row, WARPGROUP_ROWS, ROW_LAYOUT), tile.shape)
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Some columns of a warpgroup's part of a tile of logits."""
+
+    r: dict[str, Any]
+    vectors: dict[str, Any]
+    """Of ROW_VECTORS those that there are, for its rows."""
+    place: Any
+    """Its first vocabulary entry."""
+    column: Any
+    """The number of each element's column in it."""
+    here: Any
+    """Which columns are in the vocabulary, or None where all are and none is a target."""
+
+    def rows(self, name: str) -> Any:
+        """A vector along the rows, broadcast."""
+        return _along_rows(self.vectors[name], self.column.shape)
+
+    def columns(self, name: str) -> Any:
+        """A vector along the vocabulary, broadcast."""
+        values = _load(self.r[name], self.place, self.column.shape[1], COLUMN_LAYOUT)
+        return _along_columns(values, self.column.shape)
+
+    def is_target(self) -> Any:
+        return self.column == _along_rows(self.vectors["target"] - self.place, self.column.shape)
+
+    def real(self, z: Any, nothing: float) -> Any:
+        """z, or ``nothing`` past the vocabulary's end."""
+        return z if self.here is None else jnp.where(self.here, z, nothing)
 
 
-def _columns(r: dict[str, Any], name: str, tile: _Tile) -> Any:
-    """A vector along the tile's vocabulary entries, broadcast."""
-    return _along_columns(_load(r[name], _scalar(r, "start") + tile.column, TILE_COLUMNS, COLUMN_LAYOUT), SHAPE)
-
-
-def _write_line(r: dict[str, Any], name: str, tile: _Tile, values: Any) -> None:
-    r[name][tile.n, pl.ds(tile.row, WARPGROUP_ROWS)] = values
-
-
-def _number(tile: _Tile) -> Any:
-    """Which 64 rows these are."""
-    return tile.m * MULTIPLYING + tile.warpgroup
-
-
-def _is_target(r: dict[str, Any], tile: _Tile, column: Any) -> Any:
-    target = _load(r["target"], tile.row, WARPGROUP_ROWS, ROW_LAYOUT) - (_scalar(r, "start") + tile.column)
-    return column == _along_rows(target, SHAPE)
-
-
-def _exponentials(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, here: Any) -> Any:
-    """exp(z − anchor), 0 at the target and past the vocabulary; writes the rows' partial sums.
-
-    ``here``: which columns are in the vocabulary, or None where all are and none is a target.
-    """
-    anchor = _load(r["anchor"], tile.row, WARPGROUP_ROWS, ROW_LAYOUT)
-    gap = z - _along_rows(jnp.maximum(anchor, spec.LOWEST_ANCHOR), SHAPE)
+def _exponentials(config: Logits, b: _Block, z: Any) -> tuple[Any, dict[str, Any]]:
+    """exp(z − anchor), 0 at the target and past the vocabulary; and the rows' partial sums by name."""
+    anchor = jnp.maximum(b.vectors["anchor"], spec.LOWEST_ANCHOR)
+    gap = z - _along_rows(anchor, z.shape)
     e = jnp.exp2(gap * LOG2E)
-    if here is not None:
-        e = jnp.where(here, jnp.where(_is_target(r, tile, column), 0.0, e), 0.0)
-    _write_line(r, "sum", tile, jnp.sum(e, axis=1))
+    if b.here is not None:
+        e = jnp.where(b.here, jnp.where(b.is_target(), 0.0, e), 0.0)
+    lines = {"sum": jnp.sum(e, axis=1)}
     if config.entropy:
-        _write_line(r, "gap", tile, jnp.sum(e * jnp.maximum(gap, spec.LOWEST_GAP), axis=1))
+        lines["gap"] = jnp.sum(e * jnp.maximum(gap, spec.LOWEST_GAP), axis=1)
     if config.extremes:
-        above = z if here is None else jnp.where(here, z, -jnp.inf)
+        above = b.real(z, -jnp.inf)
         top = jnp.max(above, axis=1)
-        _write_line(r, "highest", tile, top)
         # The first column that holds it: columns are exact in float32.
-        place = jnp.where(above == _along_rows(top, SHAPE), -column.astype(jnp.float32), -float(TILE_COLUMNS))
-        _write_line(r, "argmax", tile, -jnp.max(place, axis=1))
-        below = z if here is None else jnp.where(here, z, jnp.inf)
-        _write_line(r, "lowest", tile, -jnp.max(-below, axis=1))
+        first = jnp.where(above == _along_rows(top, z.shape), -b.column.astype(jnp.float32), -float(z.shape[1]))
+        lowest = -jnp.max(-b.real(z, jnp.inf), axis=1)
+        lines |= {"highest": top, "argmax": -jnp.max(first, axis=1), "lowest": lowest}
     if config.sum_logits:
-        counted = z if here is None else jnp.where(here, z, 0.0)
-        if "class_weight" in r:
-            counted = counted * _columns(r, "class_weight", tile)
-        _write_line(r, "logit_sum", tile, jnp.sum(counted, axis=1))
-    return _sloped(e, z, config) if config.mode == ANCHORED else e
+        counted = b.real(z, 0.0)
+        if "class_weight" in b.r:
+            counted = counted * b.columns("class_weight")
+        lines["logit_sum"] = jnp.sum(counted, axis=1)
+    return _sloped(e, z, config) if config.mode == ANCHORED else e, lines
 
 
-def _highest(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, here: Any) -> None:
+def _highest(config: Logits, b: _Block, z: Any) -> tuple[Any, dict[str, Any]]:
     """Each row's largest logit."""
-    _write_line(r, "highest", tile, jnp.max(z if here is None else jnp.where(here, z, -jnp.inf), axis=1))
+    return z, {"highest": jnp.max(b.real(z, -jnp.inf), axis=1)}
 
 
-def _known(config: Logits, r: dict[str, Any], tile: _Tile, z: Any, column: Any, here: Any) -> Any:
+def _known(config: Logits, b: _Block, z: Any) -> tuple[Any, dict[str, Any]]:
     """factor · slope · [p (alpha + gamma log p) − sigma k], with ``element`` at the target; 0 past the vocabulary."""
-    gap = (z - _rows(r, "anchor", tile)) - _rows(r, "log_total", tile)
+    gap = (z - b.rows("anchor")) - b.rows("log_total")
     e = jnp.exp2(gap * LOG2E)
-    if "alpha" in r:
-        coefficient = _rows(r, "alpha", tile)
-        if "gamma" in r:
-            coefficient = coefficient + _rows(r, "gamma", tile) * jnp.maximum(gap, spec.LOWEST_GAP)
+    if "alpha" in b.r:
+        coefficient = b.rows("alpha")
+        if "gamma" in b.r:
+            coefficient = coefficient + b.rows("gamma") * jnp.maximum(gap, spec.LOWEST_GAP)
         e = e * coefficient
-    if "sigma" in r:
-        sigma = _rows(r, "sigma", tile)
-        e = e - (sigma * _columns(r, "class_weight", tile) if "class_weight" in r else sigma)
-    e = _sloped(e, z, config) * _rows(r, "factor", tile)
-    if here is None:
-        return e
-    return jnp.where(here, jnp.where(_is_target(r, tile, column), _rows(r, "element", tile), e), 0.0)
+    if "sigma" in b.r:
+        sigma = b.rows("sigma")
+        e = e - (sigma * b.columns("class_weight") if "class_weight" in b.r else sigma)
+    e = _sloped(e, z, config) * b.rows("factor")
+    if b.here is not None:
+        e = jnp.where(b.here, jnp.where(b.is_target(), b.rows("element"), e), 0.0)
+    return e, {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -626,14 +690,14 @@ def _joined(high: Any, low: Any) -> Any:
 
 def _with_sums(
     r: dict[str, Any], part_of: Callable[[Any, _Tile], Any], names: tuple[str, ...]
-) -> tuple[Callable[[_Tile], None] | None, Callable[[_Tile, int, Any], Any]]:
+) -> tuple[Callable[[_Tile], None], Callable[[_Tile, int, Any], Any]]:
     """How a product's tile gets what was summed before: (begin, add), with the next pieces always on their way.
 
     add(tile, number, piece): piece plus the number-th [64, 32] of the warpgroup's part of the sum: the matrix
     ``names`` names, or its two halves.
     """
     if "arrived" not in r:
-        return None, lambda tile, number, piece: piece
+        return lambda tile: None, lambda tile, number, piece: piece
     arrived = r["arrived"]
     width = STAGED_FLOAT32
 
@@ -645,8 +709,10 @@ def _with_sums(
             plgpu.copy_gmem_to_smem(part, loading, arrived.at[tile.warpgroup * 2 + slot])
 
     def begin(tile: _Tile) -> None:
-        for number in range(2):
-            fetch(tile, number)
+        @pl.when(tile.exists)
+        def _() -> None:
+            for number in range(2):
+                fetch(tile, number)
 
     def add(tile: _Tile, number: int, piece: Any) -> Any:
         slot = number % 2
@@ -699,14 +765,14 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
 
         begin, add = _with_sums(r, part_of, ("out",))
 
-        def epilogue(tile: _Tile, value: Any) -> None:
+        def epilogue(tile: _Tile, _: None, value: Any) -> None:
             shape = (WARPGROUP_ROWS, STAGED_FLOAT32)
 
             def along(name: str) -> Any:
                 return _along_rows(_load(r[name], tile.row, WARPGROUP_ROWS, ROW_LAYOUT), shape)
 
             if "factor" in r:
-                value = value * _rows(r, "factor", tile)
+                value = value * _along_rows(_load(r["factor"], tile.row, WARPGROUP_ROWS, ROW_LAYOUT), tile.shape)
 
             def piece(column: int, width: int) -> Any:
                 part = value[:, column : column + width]
@@ -787,7 +853,7 @@ def weight(
 
         begin, add = _with_sums(r, part_of, ("out", "low"))
 
-        def epilogue(tile: _Tile, value: Any) -> None:
+        def epilogue(tile: _Tile, _: None, value: Any) -> None:
             shape = (WARPGROUP_ROWS, STAGED_FLOAT32)
 
             def piece(column: int, width: int) -> Any:
@@ -822,6 +888,86 @@ def weight(
         body, arguments, outputs, name="weight", grid=programs(paired), threads=MULTIPLYING + 1,
         scratch=_gradient_scratch(staged, halves if adds else {}), paired=paired,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dX by token
+
+# Tokens, and columns of D, that one program owns.
+RUN, RUN_COLUMNS = 32, 256
+
+
+def by_token(arguments: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
+    """out_i = scale · (made_p + smooth_i weighted_rows) where p = position_i is not negative, else 0.
+
+    Arguments: position [blocks of RUN] int32; made [positions, D]; scale [1] float32 if it is not 1; smooth [blocks of
+    RUN], weighted_rows [tiles of D] float32 with label smoothing.
+    ``outputs`` (or a reference): out [N, D].
+    One program: RUN tokens and RUN_COLUMNS columns.
+    """
+    made, out = arguments["made"], (outputs | arguments)["out"]
+    column_tiles = -(-made.shape[1] // RUN_COLUMNS)
+    blocks = arguments["position"].shape[0] // RUN
+
+    def body(r: dict[str, Any]) -> None:
+        program = lax.axis_index("program")
+        first, column_tile = lax.div(program, column_tiles) * RUN, lax.rem(program, column_tiles)
+        columns = pl.ds(column_tile * RUN_COLUMNS, RUN_COLUMNS)
+
+        @pl.loop(0, RUN)
+        def fetch(place: Any) -> None:
+            row = pl.ds(jnp.maximum(r["position"][first + place], 0), 1)
+            plgpu.copy_gmem_to_smem(r["made"].at[row, columns], r["rows"].at[pl.ds(place, 1), :], r["arrived"])
+
+        plgpu.barrier_wait(r["arrived"])
+        weights = r["weighted_rows"][columns] if "smooth" in r else None
+
+        @pl.loop(0, RUN)
+        def step(place: Any) -> None:
+            value = r["rows"][place, :].astype(jnp.float32)
+            if weights is not None:
+                value = value + r["smooth"][first + place] * weights
+            if "scale" in r:
+                value = value * r["scale"][0]
+            here = lax.broadcast_in_dim(r["position"][first + place] >= 0, value.shape, [])
+            r["staging"][place, :] = jnp.where(here, value, 0.0).astype(out.dtype)
+
+        plgpu.commit_smem()
+
+        @pl.loop(0, RUN)
+        def store(place: Any) -> None:
+            token = first + place
+            row = r["staging"].at[pl.ds(place, 1), :]
+            pl.when(token < out.shape[0])(lambda: _store_row(row, r["out"], token, column_tile))
+
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = {
+        "rows": plgpu.SMEM((RUN, RUN_COLUMNS), made.dtype),
+        "staging": plgpu.SMEM((RUN, RUN_COLUMNS), out.dtype),
+        "arrived": plgpu.Barrier(num_arrivals=RUN),
+    }
+    return _launch(body, arguments, outputs, name="by_token", grid=blocks * column_tiles, threads=None, scratch=scratch)
+
+
+def _store_row(row: Any, out: Any, number: Any, column_tile: Any) -> None:
+    """[1, RUN_COLUMNS] to a row of ``out``, and of a row's last tile no more than the matrix has.
+
+    A row that is one piece in memory is stored as that many bytes, which would run on into the row below.
+    """
+    full, rest = divmod(out.shape[1], RUN_COLUMNS)
+    start = column_tile * RUN_COLUMNS
+
+    def store(width: int) -> None:
+        plgpu.copy_smem_to_gmem(row.at[:, pl.ds(0, width)], out.at[pl.ds(number, 1), pl.ds(start, width)])
+
+    if not rest:
+        store(RUN_COLUMNS)
+    elif not full:
+        store(rest)
+    else:
+        pl.when(column_tile < full)(lambda: store(RUN_COLUMNS))
+        pl.when(column_tile == full)(lambda: store(rest))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -877,29 +1023,6 @@ def column_sums(arguments: dict[str, Any]) -> Array:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The targets' element of dW
-
-# Places of the sorted targets, and columns of D, that one program owns.
-RUN, RUN_COLUMNS = 32, 256
-
-
-def _store_row(row: Any, out: Any, number: Any, column_tile: Any) -> None:
-    """[1, RUN_COLUMNS] to a row of ``out``, and of a row's last tile no more than the matrix has.
-
-    A row that is one piece in memory is stored as that many bytes, which would run on into the row below.
-    """
-    full, rest = divmod(out.shape[1], RUN_COLUMNS)
-    start = column_tile * RUN_COLUMNS
-
-    def store(width: int) -> None:
-        plgpu.copy_smem_to_gmem(row.at[:, pl.ds(0, width)], out.at[pl.ds(number, 1), pl.ds(start, width)])
-
-    if not rest:
-        store(RUN_COLUMNS)
-    elif not full:
-        store(rest)
-    else:
-        pl.when(column_tile < full)(lambda: store(RUN_COLUMNS))
-        pl.when(column_tile == full)(lambda: store(rest))
 
 
 def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:

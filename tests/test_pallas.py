@@ -377,7 +377,7 @@ def test_tiles_of_one_piece_wait_for_each_other(interpreter: None) -> None:
     config = kernels.Logits(kernels.ANCHORED, columns=64)
     rows = {"target": jnp.full(768, -1, jnp.int32), "anchor": jnp.full(768, 64.0)}
     arguments = rows | {"tiles": jnp.arange(-1, 6, dtype=jnp.int32).at[0].set(6), "start": jnp.zeros(1, jnp.int32)}
-    arguments |= {"x": x, "w": w, "hits": jnp.zeros((12, 1), jnp.int32)}
+    arguments |= {"x": x, "w": w, "hits": jnp.zeros((6, 1), jnp.int32)}
     out = {"e": jax.ShapeDtypeStruct((768, 64), jnp.bfloat16), "sum": jax.ShapeDtypeStruct((1, 768), jnp.float32)}
     made = kernels.logits(config, arguments, out)
     assert (made["e"] == 1).all()
