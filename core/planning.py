@@ -386,6 +386,8 @@ def _plan(
     candidates: list[ChunkPlan] = []
     if order in (None, "tokens"):
         sizes = [chunk] if chunk else _balanced_sizes(tokens, TOKEN_TILE)
+        if fused and not chunk:
+            sizes = _with_whole_turns(sizes, tokens)
         block = min(vocab, TOKENS_ORDER_BLOCK)
         candidates += [
             ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block, fused, padded)
@@ -472,6 +474,12 @@ def _balanced_sizes(length: int, tile: int) -> list[int]:
     tiles = math.ceil(length / tile)
     counts = range(1, tiles + 1) if tiles <= 4096 else _spread_counts(tiles)
     return sorted({min(length, round_up(math.ceil(length / count), tile)) for count in counts})
+
+
+def _with_whole_turns(sizes: list[int], length: int) -> list[int]:
+    """Beside equal chunks also larger ones, and a smaller last one, whose tiles fill the multiprocessors better."""
+    rounded = (round_up(size, TOKEN_TILE * more) for size in sizes for more in (2, 4, 8, 16))
+    return sorted({*sizes, *(size for size in rounded if size < length)})
 
 
 def _spread_counts(tiles: int) -> list[int]:

@@ -222,6 +222,27 @@ def test_known_plans_for_the_kernels() -> None:
         assert lower_halves < several.scratch_bytes - exponentials // 2 < 1.2 * lower_halves
 
 
+def test_chunks_may_be_unequal_where_their_tiles_fill_the_turns() -> None:
+    """Of 16384 tokens three equal chunks leave most multiprocessors idle in the last turn of a dX that is not split."""
+    sizes = {"tokens": 16384, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16", "fused": True, "padded": True}
+    made = plan(**sizes, memory_budget=3 * 2**30)
+    assert made.token_slices == ((0, 6144), (6144, 12288), (12288, 16384))
+    equal = plan(**sizes, order="tokens", chunk=5504)
+    assert equal.chunks == made.chunks
+    assert equal.relative_cost("gpu") > made.relative_cost("gpu")
+
+
+def test_slices_of_a_padded_plan_lend_the_gradients_memory() -> None:
+    """The operand of dW lies where dX will be, unless their shapes differ: log-probs of 8192 tokens in 300 MiB."""
+    sizes = {"hidden": 4096, "vocab": 131072, "dtype": "bfloat16", "fused": True, "padded": True, "one_pass": False}
+    made = plan(tokens=8192, **sizes)
+    assert made.order == "vocab"
+    assert made.scratch_bytes < 300 * 2**20
+    other = plan(tokens=8191, order="vocab", chunk=made.vocab_chunk, **sizes)
+    operand = 8192 * 4096 * 2
+    assert abs(other.scratch_bytes - made.scratch_bytes - operand) < 2**18
+
+
 @settings(deadline=None, max_examples=150)
 @given(sizes, st.sampled_from([None, "tokens", "vocab"]), st.booleans(), st.one_of(st.none(), st.integers(1, 2**34)))
 def test_what_waits_for_a_gradient_per_token(
