@@ -71,8 +71,8 @@ def _full_logits_float32(x: Any, w: Any, y: Any) -> Any:
 
 
 def _quack_rows(tokens: int, hidden: int) -> int:
-    """QuACK's own chunk of 4096 rows, or the next that it takes: version 0.6.5 refuses as many rows as D."""
-    return next(rows for rows in (4096, 8192, 2048) if min(rows, tokens) != hidden)
+    """QuACK's own chunk of 4096 rows, or else 8192, 2048 or 1024: version 0.6.5 refuses as many rows as D."""
+    return next(rows for rows in (4096, 8192, 2048, 1024) if min(rows, tokens) != hidden)
 
 
 def peers() -> Iterator[tuple[str, Callable[[Any, Any, Any], Any]]]:

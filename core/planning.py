@@ -80,8 +80,8 @@ TOKENS_ORDER_BLOCK = 2048
 ANCHOR_ROWS = 512
 
 # The kernels' partial sums: entries of the vocabulary that one of them covers, and how many kinds there are at most.
+# (Pallas' tiles of 192 columns have one kind only, so that this covers them.)
 LINE_COLUMNS = {"bfloat16": 256, "float16": 256, "float32": 64, "float64": 64}
-PADDED_LINE_COLUMNS = 192  # of the Pallas kernels
 PARTIAL_SUMS = 6
 
 # Rows of the weight that are summed at a time for label smoothing with class weights.
@@ -232,7 +232,7 @@ class ChunkPlan:
             copies += 2 * self.tokens * hidden * item
         matrix = round_up(self.token_chunk, 8) * round_up(self.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
         operand = rows * size * item
-        lines = PARTIAL_SUMS * math.ceil(self.vocab / PADDED_LINE_COLUMNS) * rows * 4
+        lines = PARTIAL_SUMS * math.ceil(self.vocab / LINE_COLUMNS[self.dtype]) * rows * 4
         vectors = 4 * (2 * ROW_VECTORS * (self.tokens + rows) + 16 * rows + VOCAB_VECTORS * vocab + 16 * size)
         # Sums down a matrix's columns (the bias gradient, label smoothing) go by way of about √rows partial sums.
         vectors += 4 * (math.isqrt(self.token_chunk) + 1) * self.fused_columns + 8 * (math.isqrt(vocab) + 1) * size
@@ -245,7 +245,8 @@ class ChunkPlan:
             sums += self.tokens * hidden * 4
         if self.one_pass:
             return copies + matrix + operand + lines + sums + vectors
-        # Between slices of the vocabulary the operand lies where dX will be, if it has dX's shape.
+        # While slices of the vocabulary are worked on the operand lies where dX will be, if it has dX's shape. (On
+        # several devices it does not; there Shard.scratch_bytes counts dX's float32 share beside, which follows.)
         lent = self.fused_columns < self.vocab and self.tokens % 8 == 0 and hidden == self.hidden
         return copies + max(operand + lines, matrix + (max(sums, operand) if lent else sums + operand)) + vectors
 

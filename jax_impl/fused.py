@@ -565,7 +565,7 @@ class _Products:
     def finished_hidden(self, hidden: Array | None, scale: Array, lent: Array | None = None) -> Array | None:
         """dX by token: sums in float32 get their scale and label smoothing's part, ignored tokens 0.
 
-        ``lent``: a matrix that nothing else will read, which dX lies in if it has dX's shape.
+        ``lent``: a matrix that nothing else will read, which dX lies in if it has dX's shape and dtype.
         """
         if hidden is None:
             return None
@@ -894,7 +894,7 @@ def _known_chunks(c: _Call, p: _Products, known: KnownRows) -> _State:
 
 
 def _known_slices(c: _Call, p: _Products, known: KnownRows) -> tuple[_State, Array]:
-    """The vocab order: dW is finished slice by slice, dX adds up in float32. Also the operand of dW, done with."""
+    """The vocab order: dW is finished slice by slice, dX adds up in float32. Also rows.x, read for the last time."""
     rows = c.rows_at(jnp.int32(0))
 
     def part(state: _State, start: Any, columns: int) -> _State:

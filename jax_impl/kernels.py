@@ -257,14 +257,15 @@ def _product(
 
     ``row_tile`` says which row tile the i-th is. The tile numbers go through the columns in groups of ``group`` row
     tiles, for the L2 cache. begin(tile) runs before a tile's first multiplication, epilogue(tile, what begin returned,
-    value) after the last, both in the multiplying warpgroups; value is [64, width] float32 in registers.
+    value) after the last, both in the multiplying warpgroups; value is [64, width] float32 in registers, or in turn
+    [128, width].
 
     The steps of all of a program's tiles go through ``stages`` slots of shared memory. ``ready[s]``: slot s was loaded;
-    ``free[s]``: all who multiply it in both programs of the pair have; ``turn[1]``: the second warpgroup may begin its
-    tile, SKEW steps behind the first, so that one's epilogue runs beside the other's products.
+    ``free[s]``: every warpgroup that multiplies it, in both programs of the pair, has done so; ``turn[1]``: the second
+    warpgroup may begin its tile, SKEW steps behind the first, so that one's epilogue runs beside the other's products.
 
-    ``in_turn``: each warpgroup has every other one of the program's tiles for itself, value is [128, width], and all of
-    one's epilogue runs beside the other's products. Each waits for its own steps only, by a ``ready`` of its own for
+    ``in_turn`` (not with lists): each warpgroup has every other one of the program's tiles for itself, and all of one's
+    epilogue runs beside the other's products. Each waits for its own steps only, by a ``ready`` of its own for
     every slot (a barrier must be waited for in every phase); ``turn[w]``: warpgroup w may begin a tile, as the other
     has asked for the last product of its own.
     """
@@ -275,6 +276,7 @@ def _product(
     paired = together > 1
     pairs = pl.cdiv(tiles[0], together), tiles[1]
     height = TILE_ROWS if in_turn else WARPGROUP_ROWS
+    assert not (in_turn and depth.lists is not None)
     barrier: Any = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if paired else plgpu.Barrier
 
     @functools.partial(
@@ -380,7 +382,7 @@ def _product(
                 pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
             each_tile(multiply)
             if in_turn:  # whose turn it would be next
-                taken = pl.cdiv(pairs[0] * pairs[1] - lax.axis_index("program"), programs(together > 1))
+                taken = pl.cdiv(pairs[0] * pairs[1] - lax.axis_index("program"), lax.axis_size("program"))
                 pl.when(lax.rem(taken, MULTIPLYING) == warpgroup)(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -408,7 +410,7 @@ def _store(
         slot = number % 2
         value, dtype = piece(number * width, width), staging["out"].dtype
         parts = _halves(value, dtype) if "low" in to else (value.astype(dtype),)
-        # One piece may be on its way, but not from this slot: an odd tile's last piece lay in the next one's first.
+        # One piece may be on its way, but not from this slot: an odd number of pieces ends where the next tile begins.
         plgpu.wait_smem_to_gmem(0 if number == 0 and pieces % 2 else 1, wait_read_only=True)
         for name, part in zip(to, parts, strict=True):
             staging[name][tile.warpgroup, slot] = part
@@ -430,7 +432,7 @@ SUMS = "sums"  # sums per row only
 ANCHORED = "anchored"  # sums, and exponentials relative to the anchor, 0 at the target
 KNOWN = "known"  # the gradient's matrix, from lse
 HIGHEST = "highest"  # the largest logit of every row
-# Where each warpgroup has whole tiles: what their epilogue makes can be made a piece at a time.
+# Where each warpgroup has whole tiles: the epilogue works piece by piece.
 IN_TURN = (ANCHORED, KNOWN)
 
 
@@ -451,7 +453,7 @@ class Logits:
 
     @property
     def in_turn(self) -> bool:
-        """Whether each warpgroup has whole tiles, one after the other; not where many registers are needed beside."""
+        """Whether each warpgroup has whole tiles; not where softcap or statistics need many registers."""
         return self.mode in IN_TURN and self.cap is None and self.lines in (("sum",), ())
 
     @property
@@ -546,7 +548,7 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
                 here = column < end - place if careful else None
                 make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
                 e, made = make(config, _Block(r, vectors, start + place, column, here), z)
-                for name, values in made.items():  # in several pieces they are sums
+                for name, values in made.items():  # only sums come in several pieces
                     lines[name] = lines[name] + values if name in lines else values
                 return e
 

@@ -6,6 +6,7 @@ On a GPU of compute capability 9, tests/implementations.py adds the kernels to e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -375,13 +376,14 @@ def test_tiles_of_one_piece_wait_for_each_other(interpreter: None) -> None:
     """A vocabulary of one piece: a program's tiles are all staged in the same slot."""
     x, w = jnp.ones((768, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     config = kernels.Logits(kernels.ANCHORED, columns=64)
-    rows = {"target": jnp.full(768, -1, jnp.int32), "anchor": jnp.full(768, 64.0)}
+    tile = jnp.arange(768) // 128
+    rows = {"target": jnp.full(768, -1, jnp.int32), "anchor": 64.0 + tile * math.log(2)}
     arguments = rows | {"tiles": jnp.arange(-1, 6, dtype=jnp.int32).at[0].set(6), "start": jnp.zeros(1, jnp.int32)}
     arguments |= {"x": x, "w": w, "hits": jnp.zeros((6, 1), jnp.int32)}
     out = {"e": jax.ShapeDtypeStruct((768, 64), jnp.bfloat16), "sum": jax.ShapeDtypeStruct((1, 768), jnp.float32)}
     made = kernels.logits(config, arguments, out)
-    assert (made["e"] == 1).all()
-    assert (made["sum"] == 64).all()
+    assert np.allclose(made["e"].astype(jnp.float32), 0.5 ** tile[:, None], rtol=1e-2)
+    assert np.allclose(made["sum"], 64 * 0.5**tile, rtol=1e-3)
 
 
 @needs_interpreter
