@@ -247,6 +247,11 @@ class _Tile:
         return self.height, self.width
 
 
+def _of_rows(r: dict[str, Any], name: str, tile: _Tile) -> Any:
+    """The tile's part of a vector along the rows."""
+    return _load(r[name], tile.row, tile.height, ROW_LAYOUT)
+
+
 def _product(
     a: _Operand, b: _Operand, tiles: tuple[Any, Any], depth: _Depth, *, group: int, row_tile: Callable[[Any], Any],
     begin: Callable[[_Tile], Any], epilogue: Callable[[_Tile, Any, Any], None], stages: int = STAGES,
@@ -527,7 +532,7 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
 
         def begin(tile: _Tile) -> tuple[Any, dict[str, Any]]:
             """Asked for here, waited for after the products."""
-            vectors = {name: _load(r[name], tile.row, tile.height, ROW_LAYOUT) for name in ROW_VECTORS if name in r}
+            vectors = {name: _of_rows(r, name, tile) for name in ROW_VECTORS if name in r}
             return r["hits"][tile.number, tile.n], vectors
 
         def epilogue(tile: _Tile, begun: tuple[Any, dict[str, Any]], value: Any) -> None:
@@ -771,10 +776,10 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
             shape = (WARPGROUP_ROWS, STAGED_FLOAT32)
 
             def along(name: str) -> Any:
-                return _along_rows(_load(r[name], tile.row, WARPGROUP_ROWS, ROW_LAYOUT), shape)
+                return _along_rows(_of_rows(r, name, tile), shape)
 
             if "factor" in r:
-                value = value * _along_rows(_load(r["factor"], tile.row, WARPGROUP_ROWS, ROW_LAYOUT), tile.shape)
+                value = value * _along_rows(_of_rows(r, "factor", tile), tile.shape)
 
             def piece(column: int, width: int) -> Any:
                 part = value[:, column : column + width]
