@@ -735,9 +735,16 @@ def _with_sums(
     return begin, add
 
 
+def _staged_columns(staged: dict[str, Any], adds: bool) -> int:
+    """How wide the pieces are in which a gradient's tile leaves: 16 bits alone leave room for 128 bytes of a row."""
+    narrow = all(jnp.dtype(dtype).itemsize == 2 for dtype in staged.values())
+    return STAGED if narrow and len(staged) == 1 and not adds else STAGED_FLOAT32
+
+
 def _gradient_scratch(staged: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
     """Shared memory for what leaves a gradient's tile and what is added to it: dtypes by name."""
-    scratch = {f"staging_{name}": _staging(dtype, STAGED_FLOAT32) for name, dtype in staged.items()}
+    width = _staged_columns(staged, bool(added))
+    scratch = {f"staging_{name}": _staging(dtype, width) for name, dtype in staged.items()}
     scratch |= {f"loading_{name}": _staging(dtype, STAGED_FLOAT32) for name, dtype in added.items()}
     if added:
         scratch["arrived"] = plgpu.Barrier(num_arrivals=len(added), num_barriers=2 * MULTIPLYING)
@@ -761,6 +768,8 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
     """
 
     paired = "lists" not in arguments
+    staged = {"out": (outputs | arguments)["out"].dtype}
+    staged_columns = _staged_columns(staged, adds)
 
     def body(r: dict[str, Any]) -> None:
         out, first = r["out"], _scalar(r, "first")
@@ -773,7 +782,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
         begin, add = _with_sums(r, part_of, ("out",))
 
         def epilogue(tile: _Tile, _: None, value: Any) -> None:
-            shape = (WARPGROUP_ROWS, STAGED_FLOAT32)
+            shape = (WARPGROUP_ROWS, staged_columns)
 
             def along(name: str) -> Any:
                 return _along_rows(_of_rows(r, name, tile), shape)
@@ -792,7 +801,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
                     part = part + along("smooth") * _along_columns(weights, shape)
                 return part * r["scale"][0] if "scale" in r else part
 
-            _store(tile, piece, STAGED_FLOAT32, {"out": r["staging_out"]}, {"out": part_of(out, tile)}, size)
+            _store(tile, piece, staged_columns, {"out": r["staging_out"]}, {"out": part_of(out, tile)}, size)
 
         _product(
             _Operand(r["e"], depth_first=False),
@@ -807,10 +816,9 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
             width=tile_width,
         )
 
-    out: Any = outputs.get("out", arguments.get("out"))
     return _launch(
         body, arguments, outputs, name="hidden", grid=programs(paired), threads=MULTIPLYING + 1,
-        scratch=_gradient_scratch({"out": out.dtype}, {"out": out.dtype} if adds else {}), paired=paired,
+        scratch=_gradient_scratch(staged, staged if adds else {}), paired=paired,
     )  # fmt: skip
 
 
@@ -842,6 +850,9 @@ def weight(
     """
     final = "scale" in arguments
     paired = "lists" not in arguments
+    halves = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int16}
+    staged = {"out": halves["out"]} if final else halves
+    staged_columns = _staged_columns(staged, adds)
 
     def body(r: dict[str, Any]) -> None:
         out, start = r["out"], _scalar(r, "start")
@@ -861,7 +872,7 @@ def weight(
         begin, add = _with_sums(r, part_of, ("out", "low"))
 
         def epilogue(tile: _Tile, _: None, value: Any) -> None:
-            shape = (WARPGROUP_ROWS, STAGED_FLOAT32)
+            shape = (WARPGROUP_ROWS, staged_columns)
 
             def piece(column: int, width: int) -> Any:
                 part = add(tile, column // width, value[:, column : column + width])
@@ -874,7 +885,7 @@ def weight(
                 return part * r["scale"][0] if final else part
 
             to = {name: part_of(r[name], tile) for name in staged}
-            _store(tile, piece, STAGED_FLOAT32, {name: r[f"staging_{name}"] for name in staged}, to, out.shape[1])
+            _store(tile, piece, staged_columns, {name: r[f"staging_{name}"] for name in staged}, to, out.shape[1])
 
         _product(
             _Operand(r["e"], depth_first=True),
@@ -889,8 +900,6 @@ def weight(
             width=tile_width,
         )
 
-    halves = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int16}
-    staged = {"out": halves["out"]} if final else halves
     return _launch(
         body, arguments, outputs, name="weight", grid=programs(paired), threads=MULTIPLYING + 1,
         scratch=_gradient_scratch(staged, halves if adds else {}), paired=paired,
