@@ -335,10 +335,13 @@ def _empty(c: _Call, names: Any) -> Any:
 
 def _chunks(c: _Call, body: Callable[[Any, Any], Any], begin: Callable[[], Any], last: int) -> Any:
     """carry = body(carry, first) for the chunks before ``last``; the first one starts it."""
-    carry = begin()
-    if last > 1:
-        carry = lax.fori_loop(1, last, lambda i, state: body(state, (i * c.chunk).astype(jnp.int32)), carry)
-    return carry
+    return _later_blocks(body, begin(), last, c.chunk)
+
+
+def _later_blocks(body: Callable[[Any, Any], Any], state: Any, count: int, size: int) -> Any:
+    """state = body(state, first) for ``count`` blocks of ``size`` but the first, which has made ``state``. (A loop of
+    one turn is unrolled by XLA.)"""
+    return lax.fori_loop(1, count, lambda i, state: body(*_after(state, i * size)), state) if count > 1 else state
 
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
@@ -906,10 +909,7 @@ def _known_slices(c: _Call, p: _Products, known: KnownRows) -> tuple[_State, Arr
 
     full, rest = divmod(c.vocab, c.columns)
     state = part(_State(), jnp.int32(0), c.columns)
-    if full > 1:
-        state = lax.fori_loop(
-            1, full, lambda i, carry: part(carry, (i * c.columns).astype(jnp.int32), c.columns), state
-        )
+    state = _later_blocks(lambda state, start: part(state, start, c.columns), state, full, c.columns)
     state, last = _after(state, full * c.columns)
     state = part(state, last, rest) if rest else state
     done: tuple[_State, Array] = lax.optimization_barrier((state, rows.x))

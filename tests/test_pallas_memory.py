@@ -18,11 +18,13 @@ from logitless import ChunkPlan, plan  # noqa: E402
 from logitless.jax_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
 
 MIB = 2**20
-# N, D, V, and a budget [MiB] that asks for one chunk, for several, for slices of the vocabulary; and for one chunk that
-# waits for an upstream gradient per token.
+# N, D, V, and a budget [MiB] that asks for one chunk, for several, for three (of which XLA would unroll the loop over
+# the one in the middle, and hold two matrices), for slices of the vocabulary; and for one chunk that waits for an
+# upstream gradient per token.
 CALLS: dict[str, tuple[int, int, int, int | None]] = {
     "one_chunk": (4096, 4096, 128256, None),
     "tokens": (32768, 768, 128256, 1900),
+    "three_chunks": (16384, 4096, 128256, 3072),
     "vocab": (4096, 4096, 128256, 160),
     "waits": (4096, 4096, 128256, 1200),
 }
@@ -60,6 +62,7 @@ def test_scratch_stays_within_the_promise_at_large_sizes(name: str) -> None:
     program, chosen = compiled(name)
     assert chosen.order == ("vocab" if name == "vocab" else "tokens")
     assert (chosen.chunks == 1) == (name in ("one_chunk", "waits"))
+    assert (chosen.chunks == 3) == (name == "three_chunks")
     assert chosen.one_pass == (name != "vocab")
     used = program.memory_analysis().temp_size_in_bytes
     assert used <= chosen.scratch_bytes, f"{used / MIB:.0f} MiB of {chosen.scratch_bytes / MIB:.0f} promised"
