@@ -12,7 +12,9 @@ out, as JAX's is by default. JAX alone, and both:
 ``--update FILE`` takes what this call does not run from an earlier results file: each part keeps the machine, versions
 and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``tests_commit``). More files may
 follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in place of what came before. (With
-``--tests "" --shapes`` nothing is run, and they are put together.)
+``--tests "" --shapes`` nothing is run, and they are put together.) ``--rows-only`` keeps the other shapes of a part,
+too: the rows of this call's shapes (and with "small" the errors) take the place of the earlier ones, and say their own
+commit.
 """
 
 from __future__ import annotations
@@ -60,6 +62,16 @@ def run_tests(overlay: Path, selection: list[str]) -> int:
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
+def torch_rows(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
+    """The rows of these shapes, and with "small" the errors, whose sizes are close to it."""
+    from bench import gpu
+
+    for name in shapes:
+        yield "rows", gpu.measure(name, rounds, peers)
+        if name == "small":
+            yield "errors", gpu.errors()
+
+
 def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
     """(key, value) of PyTorch's part as they become known; lists come in pieces."""
     from bench import gpu
@@ -73,6 +85,16 @@ def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -
         yield "sweeps", gpu.sweep(name, max(2, rounds // 2), peers)  # for plots
     yield "errors", gpu.errors() if shapes else []
     gpu.torch.cuda.empty_cache()
+
+
+def jax_rows(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
+    """As :func:`torch_rows`."""
+    from bench import gpu_jax
+
+    for name in shapes:
+        yield "jax_rows", gpu_jax.measure(name, rounds, peers)
+        if name == "small":
+            yield "jax_errors", gpu_jax.errors()
 
 
 def jax_part(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
@@ -123,6 +145,22 @@ class Results:
         for key, value in part:
             self.add(key, value)
 
+    def replace_rows(self, machine_key: str, machine: dict[str, Any], part: Iterator[tuple[str, Any]]) -> None:
+        """The rows of some shapes alone, and errors; the others were measured on such a machine (``machine_key``)."""
+        earlier = self.values[machine_key]
+        here = {name: machine["versions"].get(name) for name in earlier["versions"]}
+        if (earlier["gpu"], earlier["versions"]) != (machine["gpu"], here):
+            raise ValueError(
+                f"--rows-only: got {machine}, allowed is what the other rows were measured with: {earlier}"
+            )
+        for key, made in part:
+            shapes = {row.get("shape") for row in made}
+            others = [row for row in self.values[key] if row.get("shape") not in shapes]
+            self.values[key] = others + [row | {"commit": machine["commit"]} for row in made]
+            self.values[key].sort(key=lambda row: SHAPES.index(row.get("shape", SHAPES[0])))
+            self._write()
+            print(key, *shapes, flush=True)
+
     def add(self, key: str, value: Any) -> None:
         if isinstance(value, list):
             for row in value:
@@ -149,6 +187,7 @@ def main() -> int:
     parser.add_argument("--per-token", action="store_true", help="also log-probs, entropy and statistics")
     parser.add_argument("--jax-per-token", action="store_true", help="also log-probs and entropy in JAX")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
+    parser.add_argument("--rows-only", action="store_true", help="with --update: keep the other shapes' rows")
     parser.add_argument("--update", nargs="*", default=[], metavar="FILE[:PARTS]", help="earlier results to keep")
     arguments = parser.parse_args()
     results = Results(arguments.output / "gpu_check.json", arguments.update)
@@ -166,6 +205,10 @@ def main() -> int:
             results.add("tests_exit_status", failed)
             results.add("tests_commit", here["commit"])
         how = {"rounds": arguments.rounds, "peers": arguments.peers}
+        if arguments.rows_only:
+            results.replace_rows("jax_machine", here, jax_rows(arguments.jax_shapes, **how))
+            results.replace_rows("machine", here, torch_rows(arguments.shapes, **how))
+            return failed
         if arguments.shapes or arguments.sweeps:
             results.run(TORCH_KEYS, here, torch_part(arguments.shapes, arguments.sweeps, **how))
         if arguments.per_token:

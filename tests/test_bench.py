@@ -64,6 +64,24 @@ def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
     assert written == kept | {"jax_machine": {"commit": "new"}, "jax_rows": [{"b": 2}, {"b": 3}]}
 
 
+def test_rows_only_keep_the_other_shapes(tmp_path: Path) -> None:
+    machine = {"gpu": "H200", "versions": {"torch": "2"}, "commit": "old"}
+    rows = [{"shape": shape, "time_ms": 1} for shape in ("liger", "llama", "odd")]
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps({"machine": machine, "rows": rows, "errors": [{"a": 1}], "sweeps": [2]}))
+    results = gpu_check.Results(tmp_path / "gpu_check.json", [str(earlier)])
+    now = {"gpu": "H200", "versions": {"torch": "2", "quack-kernels": "1"}, "commit": "new"}
+    made = {"shape": "llama", "time_ms": 3}
+    results.replace_rows("machine", now, iter([("rows", [made]), ("errors", [{"a": 4}])]))
+    written = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert written["rows"] == [rows[0], made | {"commit": "new"}, rows[2]]
+    assert written["errors"] == [{"a": 4, "commit": "new"}]
+    assert (written["machine"], written["sweeps"]) == (machine, [2])
+    for other in ({"gpu": "H100"}, {"versions": {"torch": "3"}}):
+        with pytest.raises(ValueError, match="--rows-only: got"):
+            results.replace_rows("machine", now | other, iter([("rows", [made])]))
+
+
 def test_an_update_takes_parts_of_several_files(tmp_path: Path) -> None:
     files = []
     for number in range(3):
