@@ -206,8 +206,10 @@ def main() -> int:
             results.add("tests_commit", here["commit"])
         how = {"rounds": arguments.rounds, "peers": arguments.peers}
         if arguments.rows_only:
-            results.replace_rows("jax_machine", here, jax_rows(arguments.jax_shapes, **how))
-            results.replace_rows("machine", here, torch_rows(arguments.shapes, **how))
+            if arguments.jax_shapes:
+                results.replace_rows("jax_machine", here, jax_rows(arguments.jax_shapes, **how))
+            if arguments.shapes:
+                results.replace_rows("machine", here, torch_rows(arguments.shapes, **how))
             return failed
         if arguments.shapes or arguments.sweeps:
             results.run(TORCH_KEYS, here, torch_part(arguments.shapes, arguments.sweeps, **how))
