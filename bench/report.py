@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import NullFormatter, NullLocator
 
 from bench.run import RESULTS
 
@@ -56,7 +57,7 @@ def portable(results: dict[str, Any]) -> None:
     plt.close(figure)
 
 
-def _plain_ticks(axis: Any, values: tuple[int, ...]) -> None:
+def _plain_ticks(axis: Any, values: Sequence[float]) -> None:
     axis.set_ticks(values, [str(value) for value in values])
     axis.set_minor_locator(NullLocator())
 
@@ -125,7 +126,9 @@ def _over_floor(every: list[dict[str, Any]], name_of_gpu: str, colours: dict[str
                 panel.plot(scratch, [row["over_floor"] for row in own], "o", color=colour, label=name)
         panel.axhline(1.0, color="grey", ls=":")
         sizes = " × ".join(str(rows[0][key]) for key in ("tokens", "hidden", "vocab"))
-        panel.set(xscale="log", xlabel="scratch [MiB]", title=sizes, ylim=(0.8, max(5.0, 1.05 * highest)))
+        panel.set(xscale="log", yscale="log", xlabel="scratch [MiB]", title=sizes, ylim=(0.9, max(5.0, 1.1 * highest)))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        _plain_ticks(panel.yaxis, [tick for tick in (1, 1.2, 1.5, 2, 3, 4, 5, 7) if tick <= max(5.0, highest)])
     panels[0][0].set_ylabel("time / three bare products")
     panels[0][-1].legend(fontsize=8)
     figure.suptitle(f"{name_of_gpu}, bfloat16, loss and both gradients")
