@@ -63,7 +63,7 @@ def run_tests(overlay: Path, selection: list[str]) -> int:
 
 
 def torch_rows(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
-    """The rows of these shapes, and with "small" the errors, whose sizes are close to it."""
+    """(key, value) of the rows of these shapes, and with "small" of the errors at the same sizes."""
     from bench import gpu
 
     for name in shapes:
@@ -190,6 +190,10 @@ def main() -> int:
     parser.add_argument("--rows-only", action="store_true", help="with --update: keep the other shapes' rows")
     parser.add_argument("--update", nargs="*", default=[], metavar="FILE[:PARTS]", help="earlier results to keep")
     arguments = parser.parse_args()
+    if arguments.rows_only and not arguments.update:
+        parser.error("--rows-only: got no --update FILE, allowed is one: its other rows are kept")
+    if arguments.rows_only and (arguments.sweeps or arguments.per_token or arguments.jax_per_token):
+        parser.error("--rows-only: allowed beside it are --shapes and --jax-shapes, whose rows it replaces")
     results = Results(arguments.output / "gpu_check.json", arguments.update)
     # JAX and torch share the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

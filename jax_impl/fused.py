@@ -339,8 +339,8 @@ def _chunks(c: _Call, body: Callable[[Any, Any], Any], begin: Callable[[], Any],
 
 
 def _later_blocks(body: Callable[[Any, Any], Any], state: Any, count: int, size: int) -> Any:
-    """state = body(state, first) for ``count`` blocks of ``size`` but the first, which has made ``state``. (A loop of
-    one turn is unrolled by XLA.)"""
+    """state = body(state, first) for ``count`` blocks of ``size`` but the first, which has made ``state``; each after
+    the one before, also where XLA unrolls the loop, as it does one of a single turn."""
     return lax.fori_loop(1, count, lambda i, state: body(*_after(state, i * size)), state) if count > 1 else state
 
 

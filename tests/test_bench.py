@@ -82,6 +82,17 @@ def test_rows_only_keep_the_other_shapes(tmp_path: Path) -> None:
             results.replace_rows("machine", now | other, iter([("rows", [made])]))
 
 
+@pytest.mark.parametrize("more", [[], ["--update", "earlier.json", "--sweeps", "memory"]])
+def test_rows_only_refuse_what_they_would_leave_out(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--output", str(tmp_path), "--rows-only", *more])
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    assert "--rows-only: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_update_takes_parts_of_several_files(tmp_path: Path) -> None:
     files = []
     for number in range(3):
