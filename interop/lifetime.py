@@ -15,6 +15,7 @@ import atexit
 import functools
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,9 @@ class Lease:
             "stream": None,
         }
 
-    def __del__(self) -> None:
-        release_after(self.last_use(), self.tensor)
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # else the frameworks that would be asked are taken apart already
+            release_after(self.last_use(), self.tensor)
 
 
 def leased_to_torch(tensor: torch.Tensor) -> torch.Tensor:

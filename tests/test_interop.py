@@ -746,6 +746,20 @@ class TestReleaseAfter:
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "waited\n", "")
 
+    def test_a_lease_that_lives_to_the_end_asks_nobody(self) -> None:
+        """What is dropped when the interpreter goes is dropped after the frameworks' modules."""
+        code = """
+            import torch
+            from logitless.interop import lifetime
+
+            lease = lifetime.Lease(torch.ones(1), lambda: print("asked", torch.cuda.current_stream))
+            lease.itself = lease
+        """
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
     @pytest.mark.parametrize("dtype", dlpack.EXCHANGED_DTYPES)
     def test_every_dtype_is_a_view_of_its_carrier(self, dtype: str) -> None:
         """What the lease exports is integers of the same size; the dtype comes back by a view."""
