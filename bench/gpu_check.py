@@ -62,14 +62,14 @@ def run_tests(overlay: Path, selection: list[str]) -> int:
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
-def torch_rows(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
-    """(key, value) of the rows of these shapes, and with "small" of the errors at the same sizes."""
+def torch_rows(shapes: list[str], rounds: int, peers: bool, errors: bool = False) -> Iterator[tuple[str, Any]]:
+    """(key, value) of the rows of these shapes, and of the errors."""
     from bench import gpu
 
     for name in shapes:
         yield "rows", gpu.measure(name, rounds, peers)
-        if name == "small":
-            yield "errors", gpu.errors()
+    if errors:
+        yield "errors", gpu.errors()
 
 
 def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
@@ -79,22 +79,21 @@ def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -
     yield "first_call_s", gpu.first_call_seconds()
     yield "rows", []
     yield "sweeps", []
-    for name in shapes:
-        yield "rows", gpu.measure(name, rounds, peers)
+    yield from torch_rows(shapes, rounds, peers)
     for name in sweeps:
         yield "sweeps", gpu.sweep(name, max(2, rounds // 2), peers)  # for plots
     yield "errors", gpu.errors() if shapes else []
     gpu.torch.cuda.empty_cache()
 
 
-def jax_rows(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
+def jax_rows(shapes: list[str], rounds: int, peers: bool, errors: bool = False) -> Iterator[tuple[str, Any]]:
     """As :func:`torch_rows`."""
     from bench import gpu_jax
 
     for name in shapes:
         yield "jax_rows", gpu_jax.measure(name, rounds, peers)
-        if name == "small":
-            yield "jax_errors", gpu_jax.errors()
+    if errors:
+        yield "jax_errors", gpu_jax.errors()
 
 
 def jax_part(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str, Any]]:
@@ -103,8 +102,7 @@ def jax_part(shapes: list[str], rounds: int, peers: bool) -> Iterator[tuple[str,
 
     yield "jax_first_call_s", gpu_jax.first_call_seconds()
     yield "jax_rows", []
-    for name in shapes:
-        yield "jax_rows", gpu_jax.measure(name, rounds, peers)
+    yield from jax_rows(shapes, rounds, peers)
     yield "jax_errors", gpu_jax.errors()
 
 
@@ -210,10 +208,13 @@ def main() -> int:
             results.add("tests_commit", here["commit"])
         how = {"rounds": arguments.rounds, "peers": arguments.peers}
         if arguments.rows_only:
-            if arguments.jax_shapes:
-                results.replace_rows("jax_machine", here, jax_rows(arguments.jax_shapes, **how))
-            if arguments.shapes:
-                results.replace_rows("machine", here, torch_rows(arguments.shapes, **how))
+            # Errors are taken at the sizes of "small".
+            for key, shapes, rows in (
+                ("jax_machine", arguments.jax_shapes, jax_rows),
+                ("machine", arguments.shapes, torch_rows),
+            ):
+                if shapes:
+                    results.replace_rows(key, here, rows(shapes, errors="small" in shapes, **how))
             return failed
         if arguments.shapes or arguments.sweeps:
             results.run(TORCH_KEYS, here, torch_part(arguments.shapes, arguments.sweeps, **how))
