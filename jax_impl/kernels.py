@@ -741,9 +741,9 @@ def _staged_columns(staged: dict[str, Any], adds: bool) -> int:
     return STAGED if narrow and len(staged) == 1 and not adds else STAGED_FLOAT32
 
 
-def _gradient_scratch(staged: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    """Shared memory for what leaves a gradient's tile and what is added to it: dtypes by name."""
-    width = _staged_columns(staged, bool(added))
+def _gradient_scratch(staged: dict[str, Any], width: int, added: dict[str, Any]) -> dict[str, Any]:
+    """Shared memory for what leaves a gradient's tile, ``width`` columns at a time, and what is added to it: dtypes by
+    name."""
     scratch = {f"staging_{name}": _staging(dtype, width) for name, dtype in staged.items()}
     scratch |= {f"loading_{name}": _staging(dtype, STAGED_FLOAT32) for name, dtype in added.items()}
     if added:
@@ -818,7 +818,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
 
     return _launch(
         body, arguments, outputs, name="hidden", grid=programs(paired), threads=MULTIPLYING + 1,
-        scratch=_gradient_scratch(staged, staged if adds else {}), paired=paired,
+        scratch=_gradient_scratch(staged, staged_columns, staged if adds else {}), paired=paired,
     )  # fmt: skip
 
 
@@ -902,7 +902,7 @@ def weight(
 
     return _launch(
         body, arguments, outputs, name="weight", grid=programs(paired), threads=MULTIPLYING + 1,
-        scratch=_gradient_scratch(staged, halves if adds else {}), paired=paired,
+        scratch=_gradient_scratch(staged, staged_columns, halves if adds else {}), paired=paired,
     )  # fmt: skip
 
 
