@@ -34,6 +34,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from logitless import spec
 from logitless.planning import MULTIPROCESSORS
@@ -90,6 +92,21 @@ def programs(paired: bool = True) -> int:
     return (int(device.core_count) if device.platform == "gpu" else MULTIPROCESSORS) // pair(paired)
 
 
+def _refuse(context: Any, *_: Any) -> Any:
+    device = " and ".join(context.module_context.platforms)
+    raise spec.unavailable_error("pallas", f"its kernels need a CUDA device, not {device}", usable="xla")
+
+
+# Its argument, in what is compiled for a CUDA device. Only then is the device known: what is traced on a machine that
+# has none may be compiled for another.
+_on_cuda: Any = Primitive("logitless_on_cuda")
+_on_cuda.def_impl(lambda array: array)
+_on_cuda.def_abstract_eval(lambda array: array)
+batching.defvectorized(_on_cuda)
+mlir.register_lowering(_on_cuda, lambda _, array: [array], platform="cuda")
+mlir.register_lowering(_on_cuda, _refuse)
+
+
 def _launch(
     body: Callable[[dict[str, Any]], None], arguments: dict[str, Any], outputs: dict[str, Any], *, name: str,
     grid: int, threads: int | None, scratch: dict[str, Any] | None = None, paired: bool = True,
@@ -123,7 +140,8 @@ def _launch(
         interpret=_PLGPU.InterpretGPUParams(detect_races=True) if interpreted() else None,
         name=name,
     )
-    given = [a if isinstance(a, jax.Ref) else lax.optimization_barrier(a) for a in arguments.values()]
+    known = (lambda a: a) if interpreted() else _on_cuda.bind
+    given = [a if isinstance(a, jax.Ref) else lax.optimization_barrier(known(a)) for a in arguments.values()]
     return dict(zip(outputs, lax.optimization_barrier(call(*given)), strict=True))
 
 

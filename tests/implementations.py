@@ -40,12 +40,29 @@ class LogProbOutcome:
     grads: dict[str, Any]
 
 
-class TorchEager:
+class Implementation:
+    """What tests ask of each."""
+
+    name: str
+    backend: str
+    on_gpu = False
+    dtype = "float32"
+    """What a test takes where the dtype is not its subject."""
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
+
+    def takes(self, dtype: str | None) -> str:
+        """The dtype, or the implementation's own; skips the test where its kernels lack that floating-point dtype."""
+        dtype = dtype or self.dtype
+        if dtype in Implementation.dtypes and dtype not in self.dtypes:
+            pytest.skip(f"{self.name} takes {', '.join(self.dtypes)}, not {dtype}")
+        return dtype
+
+
+class TorchEager(Implementation):
     """torch_impl with backend="eager"."""
 
     name = "torch_eager"
     backend = "eager"
-    on_gpu = False
 
     def array(self, values: Any, dtype: str | None = None) -> Any:
         import torch
@@ -66,11 +83,12 @@ class TorchEager:
         return tensor.detach().double().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
 
     def run(
-        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
-        upstream: Any = 1.0, **options: Any,
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
+        wrt: Any = ARGUMENTS, upstream: Any = 1.0, **options: Any,
     ) -> Outcome:  # fmt: skip
         import torch
 
+        dtype = self.takes(dtype)
         arrays = {
             "hidden": self.array(hidden, dtype),
             "weight": self.array(weight, dtype),
@@ -92,23 +110,25 @@ class TorchEager:
         return Outcome(self.numpy(loss), grads, None if stats is None else type(stats)(*map(self.numpy, stats)))
 
     def filtered_share(
-        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", **options: Any
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None, **options: Any
     ) -> float:
         from logitless import torch_impl
 
+        dtype = self.takes(dtype)
         for name in ("token_weight", "class_weight"):
             options[name] = self.array(options.get(name))
         x, w, b = (self.array(values, dtype) for values in (hidden, weight, bias))
         return float(torch_impl.filtered_share(x, w, self.array(target), b, backend=self.backend, **options))
 
     def run_log_probs(
-        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
-        log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
+        wrt: Any = ARGUMENTS, log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
     ) -> LogProbOutcome:  # fmt: skip
         import torch
 
         from logitless import torch_impl
 
+        dtype = self.takes(dtype)
         arrays = {
             "hidden": self.array(hidden, dtype),
             "weight": self.array(weight, dtype),
@@ -152,14 +172,17 @@ class TorchTritonCuda(TorchEagerCuda):
 
     name = "torch_triton_cuda"
     backend = "triton"
-
-    def array(self, values: Any, dtype: str | None = None) -> Any:
-        if dtype == "float64":
-            pytest.skip("the Triton kernels have no float64")
-        return super().array(values, dtype)
+    dtypes = ("float32", "bfloat16", "float16")
 
 
-class JaxXla:
+class TorchTritonCudaBfloat16(TorchTritonCuda):
+    """The same where the dtype is not the subject: kernels for 16 bits are others than those for 32."""
+
+    name = "torch_triton_cuda_bfloat16"
+    dtype = "bfloat16"
+
+
+class JaxXla(Implementation):
     """jax_impl with backend="xla", through jax.vjp; on the GPU where JAX has one."""
 
     name = "jax_xla"
@@ -194,12 +217,13 @@ class JaxXla:
         return np.asarray(array, np.float64) if array.dtype.kind not in "ib" else np.asarray(array)
 
     def run(
-        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
-        upstream: Any = 1.0, **options: Any,
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
+        wrt: Any = ARGUMENTS, upstream: Any = 1.0, **options: Any,
     ) -> Outcome:  # fmt: skip
         import jax
         import jax.numpy as jnp
 
+        dtype = self.takes(dtype)
         with self.precision(dtype):
             given = {"hidden": hidden, "weight": weight, "bias": bias}
             arrays = {name: self.array(values, dtype) for name, values in given.items()}
@@ -220,10 +244,11 @@ class JaxXla:
             return Outcome(self.numpy(value), grads, type(stats[0])(*map(self.numpy, stats[0])) if with_stats else None)
 
     def filtered_share(
-        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", **options: Any
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None, **options: Any
     ) -> float:
         from logitless import jax_impl
 
+        dtype = self.takes(dtype)
         with self.precision(dtype):
             for name in ("token_weight", "class_weight"):
                 options[name] = self.array(options.get(name))
@@ -231,14 +256,15 @@ class JaxXla:
             return float(jax_impl.filtered_share(x, w, self.array(target), b, backend=self.backend, **options))
 
     def run_log_probs(
-        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str = "float32", wrt: Any = ARGUMENTS,
-        log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
+        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
+        wrt: Any = ARGUMENTS, log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
     ) -> LogProbOutcome:  # fmt: skip
         import jax
         import jax.numpy as jnp
 
         from logitless import jax_impl
 
+        dtype = self.takes(dtype)
         with self.precision(dtype):
             given = {"hidden": hidden, "weight": weight, "bias": bias}
             arrays = {name: self.array(values, dtype) for name, values in given.items()}
@@ -267,11 +293,8 @@ class JaxPallas(JaxXla):
 
     name = "jax_pallas"
     backend = "pallas"
-
-    def array(self, values: Any, dtype: str | None = None) -> Any:
-        if dtype not in (None, "bfloat16", "float16"):
-            pytest.skip(f"the Pallas kernels take bfloat16 and float16, not {dtype}")
-        return super().array(values, dtype)
+    dtype = "bfloat16"
+    dtypes = ("bfloat16", "float16")
 
 
 class JaxPallasCuda(JaxPallas):
@@ -307,8 +330,8 @@ class JaxInTorch(TorchEager):
 
         return interop.jax_in_torch(jax_impl.linear_cross_entropy)
 
-    def run(self, *arguments: Any, dtype: str = "float32", **options: Any) -> Outcome:
-        with JaxXla().precision(dtype):
+    def run(self, *arguments: Any, dtype: str | None = None, **options: Any) -> Outcome:
+        with JaxXla().precision(self.takes(dtype)):
             return super().run(*arguments, dtype=dtype, **options)
 
 
@@ -329,10 +352,10 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _parameter(implementation: Any, framework: str) -> Any:
+def _parameter(implementation: Any, framework: str, *marks: Any) -> Any:
     missing = not _installed(framework)
     mark = pytest.mark.skipif(missing, reason=f"{framework} is not installed")
-    return pytest.param(implementation, id=implementation.name, marks=mark)
+    return pytest.param(implementation, id=implementation.name, marks=[mark, *marks])
 
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and _installed("torch") and _installed("triton")
@@ -353,13 +376,17 @@ beside_torch = pytest.mark.skipif(
 )
 
 ALL = [_parameter(TorchEager(), "torch"), _parameter(JaxXla(), "jax")]
+OWN_DTYPES = []
 if cuda_device_count():  # tests/test_gpu.py says so where there is none
-    for framework, impl in (("torch", TorchEagerCuda()), ("torch", TorchTritonCuda()), ("jax", JaxPallasCuda())):
-        missing = pytest.mark.skipif(not _installed(framework), reason=f"{framework} is not installed")
-        ALL.append(pytest.param(impl, id=impl.name, marks=[pytest.mark.gpu, missing]))
+    ALL.append(_parameter(TorchEagerCuda(), "torch", pytest.mark.gpu))
+    ALL.append(_parameter(TorchTritonCuda(), "torch", pytest.mark.gpu))
+    ALL.append(_parameter(JaxPallasCuda(), "jax", pytest.mark.gpu))
+    OWN_DTYPES.append(_parameter(TorchTritonCudaBfloat16(), "torch", pytest.mark.gpu))
 HAVE_BOTH = _installed("torch") and _installed("jax")
 
 every_implementation = pytest.mark.parametrize("impl", ALL)
+# For tests whose subject is not the dtype: they take ``impl.dtype``.
+in_its_own_dtype = pytest.mark.parametrize("impl", [*ALL, *OWN_DTYPES])
 
 
 def in_turn(firsts: Iterable[Any], dtypes: Sequence[str], always: Sequence[str] = ()) -> list[Any]:

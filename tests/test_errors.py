@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import every_implementation
+from implementations import every_implementation, in_its_own_dtype
 
 from logitless import plan, spec
 from logitless.spec import ArrayInfo, LossOptions
@@ -38,7 +38,7 @@ BAD_VALUES = {
 }
 
 
-@every_implementation
+@in_its_own_dtype
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_bad_options(impl: Any, name: str) -> None:
     if name == "backend":
@@ -52,7 +52,7 @@ def test_bad_options(impl: Any, name: str) -> None:
         call(impl, **{name: value})
 
 
-@every_implementation
+@in_its_own_dtype
 def test_other_infinities_and_types(impl: Any) -> None:
     for name in ("label_smoothing", "z_loss", "logit_scale", "softcap", "normalizer"):
         for value in (float("inf"), float("nan"), -float("inf")):
@@ -79,7 +79,7 @@ def test_backends_that_cannot_run_name_one_that_can(impl: Any, monkeypatch: pyte
             call(other)
 
 
-@every_implementation
+@in_its_own_dtype
 def test_bad_shapes(impl: Any) -> None:
     rng = np.random.default_rng(0)
     for change, words in (
@@ -96,7 +96,7 @@ def test_bad_shapes(impl: Any) -> None:
             call(impl, **change)
 
 
-@every_implementation
+@in_its_own_dtype
 def test_bad_dtypes(impl: Any) -> None:
     for change, words in (
         ({"target": np.zeros(6, np.float32)}, "target: got dtype float32, allowed are int32, int64"),
@@ -111,7 +111,7 @@ def test_bad_dtypes(impl: Any) -> None:
 
 
 @pytest.mark.case(9)
-@every_implementation
+@in_its_own_dtype
 @pytest.mark.parametrize("bad", [10, -1, 2**31 - 1, -(2**31)])
 def test_a_target_outside_the_vocabulary_is_named(impl: Any, bad: int) -> None:
     y = np.zeros((2, 3), np.int64)
@@ -126,20 +126,19 @@ def test_a_target_outside_the_vocabulary_is_named(impl: Any, bad: int) -> None:
     assert np.isfinite(call(impl, hidden=np.ones((2, 3, 4)), target=y, ignore_index=bad).loss)
 
 
-@every_implementation
+@in_its_own_dtype
 def test_a_plan_for_other_sizes(impl: Any) -> None:
-    made = plan(tokens=7, hidden=4, vocab=10, dtype="float32")
-    with pytest.raises(
-        ValueError, match=r"plan: got one for .*\(7, 4, 10, 'float32'\), allowed is .*\(6, 4, 10, 'float32'\)"
-    ):
+    made, name = plan(tokens=7, hidden=4, vocab=10, dtype=impl.dtype), impl.dtype
+    words = rf"plan: got one for .*\(7, 4, 10, '{name}'\), allowed is .*\(6, 4, 10, '{name}'\)"
+    with pytest.raises(ValueError, match=words):
         call(impl, plan=made)
     with pytest.raises(ValueError, match="memory_budget: got a value beside a plan"):
-        call(impl, plan=plan(tokens=6, hidden=4, vocab=10, dtype="float32"), memory_budget=10**9)
+        call(impl, plan=plan(tokens=6, hidden=4, vocab=10, dtype=impl.dtype), memory_budget=10**9)
     with pytest.raises(ValueError, match="memory_budget: got 10 bytes, allowed for tokens=6"):
         call(impl, memory_budget=10)
 
 
-@every_implementation
+@in_its_own_dtype
 def test_normalizer_belongs_to_mean(impl: Any) -> None:
     for reduction in ("sum", "none"):
         with pytest.raises(ValueError, match=f"normalizer: got a value beside reduction='{reduction}'"):
@@ -170,7 +169,7 @@ def functions(impl: Any) -> tuple[Any, Any]:
     return linear_cross_entropy, linear_log_probs
 
 
-@every_implementation
+@in_its_own_dtype
 def test_log_probs_check_the_same_things(impl: Any) -> None:
     x, w, y = np.ones((3, 4)), np.ones((5, 4)), np.zeros(3, np.int64)
     for change, words in (
@@ -333,7 +332,7 @@ def test_torch_ids_past_int32_are_not_wrapped() -> None:
 
 
 @pytest.mark.case(9)
-@every_implementation
+@in_its_own_dtype
 def test_unchecked_ids_make_nan_and_nothing_else(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ids are not looked at (GPU, compiled code) that token's loss is NaN; no other row is touched."""
     if impl.name.startswith("torch"):

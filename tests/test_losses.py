@@ -10,11 +10,11 @@ from typing import Any
 import full_losses
 import numpy as np
 import pytest
-from implementations import every_implementation, in_turn
+from implementations import every_implementation, in_its_own_dtype, in_turn
 
 from logitless.objectives import distillation_tile
 from logitless.rounding import round_to
-from logitless.tolerances import ON_TOP_GRADIENT, ON_TOP_LOSS, error
+from logitless.tolerances import GRADIENT, ON_TOP_GRADIENT, ON_TOP_LOSS, error
 
 ARGUMENTS = ("hidden", "weight", "bias")
 SEQUENCES, T, D, V, D_TEACHER = 6, 9, 12, 70, 17
@@ -105,7 +105,7 @@ def made(
 ) -> Any:
     """Loss and gradients of ``name`` of the implementation; constants: names of ``a`` that are handed to it."""
     package, _, framework, context = tools(impl)
-    loss = getattr(package, name)
+    loss, dtype = getattr(package, name), impl.takes(dtype)
     with context(dtype):
         known = {key: impl.array(a[key]) for key in constants if not key.startswith("teacher")}
         known |= {key: impl.array(a[key], dtype) for key in constants if key.startswith("teacher")}
@@ -174,12 +174,12 @@ def test_dpo(impl: Any, options: dict[str, Any], sums: bool, dtype: str) -> None
     assert not result[1]["hidden"][counted(a) == 0].any()
 
 
-@every_implementation
+@in_its_own_dtype
 def test_dpo_statistics_and_reductions(impl: Any) -> None:
-    a = arrays()
+    a = arrays(impl.dtype)
     package = tools(impl)[0]
-    floats = [impl.array(a[name], "float32") for name in ("hidden", "weight")]
-    given = [*floats, impl.array(a["target"]), impl.array(a["bias"], "float32")]
+    floats = [impl.array(a[name], impl.dtype) for name in ("hidden", "weight")]
+    given = [*floats, impl.array(a["target"]), impl.array(a["bias"], impl.dtype)]
     known = {"reference_log_prob": impl.array(a["reference_log_prob"]), "mask": impl.array(a["mask"]), "beta": 0.3}
     losses, stats = package.dpo_loss(*given, **known, reduction="none", return_stats=True, backend=impl.backend)
     log_prob, _ = package.linear_log_probs(
@@ -243,15 +243,16 @@ def test_clipped_policy(impl: Any, name: str, per_sequence: bool, dtype: str) ->
     assert not result[1]["hidden"][counted(a) == 0].any()
 
 
-@every_implementation
+@in_its_own_dtype
 def test_policy_on_its_own_samples_and_statistics(impl: Any) -> None:
     """Without old_log_prob the ratio is 1 and the gradient that of −A log p."""
-    a, (package, _, _, _) = arrays(), tools(impl)
+    a, (package, _, _, _) = arrays(impl.dtype), tools(impl)
     log_prob, entropy = package.linear_log_probs(
-        *(impl.array(a[n], "float32") for n in ("hidden", "weight")),
-        impl.array(np.where(counted(a) > 0, a["target"], -100)), impl.array(a["bias"], "float32"), with_entropy=True,
+        *(impl.array(a[n], impl.dtype) for n in ("hidden", "weight")),
+        impl.array(np.where(counted(a) > 0, a["target"], -100)), impl.array(a["bias"], impl.dtype), with_entropy=True,
     )  # fmt: skip
-    own = made(impl, "clipped_policy_loss", a, ("target", "mask", "advantage"), "float32", clip_low=0.0, clip_high=0.0)
+    constants = ("target", "mask", "advantage")
+    own = made(impl, "clipped_policy_loss", a, constants, impl.dtype, clip_low=0.0, clip_high=0.0)
     a["old_log_prob"] = impl.numpy(log_prob).astype(np.float32)
     upstream = -a["advantage"] * counted(a) / counted(a).sum()
     expected = impl.run_log_probs(
@@ -259,10 +260,10 @@ def test_policy_on_its_own_samples_and_statistics(impl: Any) -> None:
     )
     assert error(own[0], (upstream * 1.0).sum()) <= 1e-6
     for name in ARGUMENTS:
-        assert error(own[1][name], expected.grads[name]) <= 2e-6, name
+        assert error(own[1][name], expected.grads[name]) <= 2 * GRADIENT[impl.dtype], name
     a["old_log_prob"] = a["old_log_prob"] - np.where(np.arange(T) % 2, 0.5, 0.1).astype(np.float32)
     given = {key: impl.array(a[key]) for key in ("target", "mask", "advantage", "old_log_prob", "reference_log_prob")}
-    given |= {key: impl.array(a[key], "float32") for key in ARGUMENTS}
+    given |= {key: impl.array(a[key], impl.dtype) for key in ARGUMENTS}
     _, stats = package.clipped_policy_loss(
         **given, kl_coef=0.1, entropy_coef=0.1, return_stats=True, backend=impl.backend
     )  # fmt: skip
@@ -278,35 +279,35 @@ def test_policy_on_its_own_samples_and_statistics(impl: Any) -> None:
     assert 0 < stats.clipped.sum() < ones.sum()
 
 
-@every_implementation
+@in_its_own_dtype
 def test_policy_ratios_out_of_any_range_stay_finite(impl: Any) -> None:
-    a = arrays()
+    a = arrays(impl.dtype)
     a["old_log_prob"][:] = -500.0
     a["old_log_prob"][1::2] = 500.0
     a["reference_log_prob"][:] = 400.0
     constants = ("target", "mask", "old_log_prob", "advantage", "reference_log_prob")
-    loss, grads = made(impl, "clipped_policy_loss", a, constants, "float32", kl_coef=0.1)
+    loss, grads = made(impl, "clipped_policy_loss", a, constants, impl.dtype, kl_coef=0.1)
     assert np.isfinite(loss)
     for name in ARGUMENTS:
         assert np.isfinite(grads[name]).all(), name
 
 
-@every_implementation
+@in_its_own_dtype
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_policy_normalizer_joins_micro_batches(impl: Any, aggregation: str) -> None:
-    a = arrays()
+    a = arrays(impl.dtype)
     ones = counted(a)
     total = float(ones.sum() if aggregation == "token_mean" else (ones.sum(1) > 0).sum())
     constants = ("target", "mask", "old_log_prob", "advantage")
-    whole = made(impl, "clipped_policy_loss", a, constants, "float32", aggregation=aggregation)
+    whole = made(impl, "clipped_policy_loss", a, constants, impl.dtype, aggregation=aggregation)
     per_sequence = {key for key in a if key not in ("weight", "bias") and not key.startswith("teacher")}
     parts = [
         made(impl, "clipped_policy_loss", {k: v[rows] if k in per_sequence else v for k, v in a.items()}, constants,
-             "float32", aggregation=aggregation, normalizer=total)
+             impl.dtype, aggregation=aggregation, normalizer=total)
         for rows in (slice(0, 2), slice(2, 6))
     ]  # fmt: skip
     assert error(parts[0][0] + parts[1][0], whole[0]) <= 1e-6
-    assert error(parts[0][1]["weight"] + parts[1][1]["weight"], whole[1]["weight"]) <= 1e-6
+    assert error(parts[0][1]["weight"] + parts[1][1]["weight"], whole[1]["weight"]) <= GRADIENT[impl.dtype]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,39 +358,39 @@ def test_distillation(impl: Any, run: tuple[str, float], dtype: str, monkeypatch
     assert not result[1]["hidden"][a["mask"] == 0].any()
 
 
-@every_implementation
+@in_its_own_dtype
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation_from_itself_is_zero(impl: Any, beta: float) -> None:
-    a = arrays()
+    a = arrays(impl.dtype)
     for name in ARGUMENTS:
         a[f"teacher_{name}"] = a[name]
-    loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", beta=beta)
+    loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, impl.dtype, beta=beta)
     assert abs(loss) <= 1e-7
     assert max(np.abs(grad).max() for grad in grads.values()) <= 1e-7
 
 
-@every_implementation
+@in_its_own_dtype
 @pytest.mark.parametrize("wrt", [("hidden",), ("weight",), ("bias",), ("hidden", "bias")])
 def test_distillation_subsets_of_gradients(impl: Any, wrt: tuple[str, ...]) -> None:
-    a = arrays()
+    a = arrays(impl.dtype)
     options = {"beta": 0.4, "reduction": "sum"}
-    _, every = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", **options)
-    _, some = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", wrt=wrt, **options)
+    _, every = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, impl.dtype, **options)
+    _, some = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, impl.dtype, wrt=wrt, **options)
     assert set(some) == set(wrt)
     for name in wrt:
-        assert error(some[name], every[name]) <= 1e-6
+        assert error(some[name], every[name]) <= GRADIENT[impl.dtype]
 
 
-@every_implementation
+@in_its_own_dtype
 def test_distillation_reductions_and_normalizer(impl: Any) -> None:
-    a = arrays()
+    a = arrays(impl.dtype)
     truth = true(impl, a, full_distillation(a, 0.0, lambda d, m: (d * m).sum()))
     for options, factor in (({"reduction": "sum"}, 1.0), ({"normalizer": 7.0}, 1 / 7.0)):
-        loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", **options)
+        loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, impl.dtype, **options)
         assert error(loss, truth[0] * factor) <= 1e-6
-        assert error(grads["weight"], truth[1]["weight"] * factor) <= 2e-6
+        assert error(grads["weight"], truth[1]["weight"] * factor) <= 2 * GRADIENT[impl.dtype]
     package, _, _, _ = tools(impl)
-    given = {name: impl.array(a[name], "float32") for name in (*ARGUMENTS, *DISTILLATION_CONSTANTS[1:])}
+    given = {name: impl.array(a[name], impl.dtype) for name in (*ARGUMENTS, *DISTILLATION_CONSTANTS[1:])}
     losses = package.distillation_loss(**given, mask=impl.array(a["mask"]), reduction="none", backend=impl.backend)
     losses = impl.numpy(losses)
     assert losses.shape == (SEQUENCES, T)
@@ -398,20 +399,20 @@ def test_distillation_reductions_and_normalizer(impl: Any) -> None:
     assert error(losses.sum(), truth[0]) <= 1e-6
 
 
-@every_implementation
+@in_its_own_dtype
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation_with_ids_that_neither_side_has(impl: Any, beta: float) -> None:
     """A −inf bias takes an id out of a vocabulary: out of both it is as if it were not there."""
-    a = arrays()
+    a = arrays(impl.dtype)
     gone = np.isin(np.arange(V), [0, 31, V - 2, V - 1])
     few = {name: values[~gone] if name.endswith(("weight", "bias")) else values for name, values in a.items()}
     a["bias"][gone] = a["teacher_bias"][gone] = -np.inf
-    expected = made(impl, "distillation_loss", few, DISTILLATION_CONSTANTS, "float32", beta=beta)
-    result = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", beta=beta)
+    expected = made(impl, "distillation_loss", few, DISTILLATION_CONSTANTS, impl.dtype, beta=beta)
+    result = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, impl.dtype, beta=beta)
     assert np.isfinite(expected[0])
     assert error(result[0], expected[0]) <= 1e-6
-    assert error(result[1]["hidden"], expected[1]["hidden"]) <= 1e-6
-    assert error(result[1]["weight"][~gone], expected[1]["weight"]) <= 1e-6
+    assert error(result[1]["hidden"], expected[1]["hidden"]) <= GRADIENT[impl.dtype]
+    assert error(result[1]["weight"][~gone], expected[1]["weight"]) <= GRADIENT[impl.dtype]
     assert not result[1]["weight"][gone].any()
 
 
@@ -465,16 +466,16 @@ LOSSES: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.case(7)
-@every_implementation
+@in_its_own_dtype
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("empty", [False, True])
 def test_no_token_counts(impl: Any, name: str, empty: bool) -> None:
-    a = arrays()
+    a = arrays(impl.dtype)
     a["mask"][:] = 0
     if empty:
         none = {key for key in a if key not in ("weight", "bias", "teacher_weight", "teacher_bias")}
         a = {key: values[:0] if key in none else values for key, values in a.items()}
-    loss, grads = made(impl, name, a, LOSSES[name], "float32")
+    loss, grads = made(impl, name, a, LOSSES[name], impl.dtype)
     if name != "dpo_loss":
         assert loss == 0
     assert np.isfinite(loss)
@@ -514,21 +515,21 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@every_implementation
+@in_its_own_dtype
 @pytest.mark.parametrize(("name", "changes", "words"), BAD, ids=[f"{n}-{next(iter(c))}" for n, c, _ in BAD])
 def test_bad_arguments(impl: Any, name: str, changes: dict[str, Any], words: str) -> None:
-    a = arrays() | {key: value for key, value in changes.items() if isinstance(value, np.ndarray)}
+    a = arrays(impl.dtype) | {key: value for key, value in changes.items() if isinstance(value, np.ndarray)}
     options = {key: value for key, value in changes.items() if not isinstance(value, np.ndarray)}
     constants = dict.fromkeys((*LOSSES[name], *(key for key in changes if key not in options)))
     with pytest.raises(ValueError, match=words):
-        made(impl, name, a, constants, "float32", **options)
+        made(impl, name, a, constants, impl.dtype, **options)
 
 
-@every_implementation
+@in_its_own_dtype
 def test_bad_types_and_pairs(impl: Any) -> None:
-    a, (package, _, _, _) = arrays(), tools(impl)
+    a, (package, _, _, _) = arrays(impl.dtype), tools(impl)
     target = impl.array(np.where(counted(a) > 0, a["target"], -100))
-    given = {key: impl.array(a[key], "float32") for key in ARGUMENTS} | {"target": target}
+    given = {key: impl.array(a[key], impl.dtype) for key in ARGUMENTS} | {"target": target}
     for name, known in (("dpo_loss", "reference_log_prob"), ("clipped_policy_loss", "advantage")):
         with pytest.raises(TypeError, match=rf"{known}: got list, allowed is a"):
             getattr(package, name)(**given, **{known: [1.0]})

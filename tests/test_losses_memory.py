@@ -44,6 +44,7 @@ def floats_and_constants(impl: Any, name: str, dtype: str) -> tuple[dict[str, An
 
 def scratch(impl: Any, name: str, dtype: str, **options: Any) -> int:
     """Peak bytes beyond inputs and gradients of one forward and backward."""
+    dtype = impl.takes(dtype)
     options = OPTIONS[name] | options
     if impl.name.startswith("torch"):
         from logitless import torch_impl
@@ -98,8 +99,8 @@ def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> N
 def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The promise of the tile, for every tile (on a GPU the pass for the logsumexps has a promise of its own)."""
     sizes = {"tokens": N, "hidden": D, "teacher_hidden": D_TEACHER, "vocab": V, "dtype": dtype}
-    fused = impl.backend == "triton"
-    sums = plan(tokens=N, hidden=D_TEACHER, vocab=V, dtype=dtype, one_pass=False, fused=fused).scratch_bytes
+    kernels = {"fused": impl.backend in ("triton", "pallas"), "padded": impl.backend == "pallas"}
+    sums = plan(tokens=N, hidden=D_TEACHER, vocab=V, dtype=dtype, one_pass=False, **kernels).scratch_bytes
     monkeypatch.setattr("logitless.objectives.LARGEST_TILE", side)
     promised = distillation_tile(**sizes).scratch_bytes
     used = scratch(impl, "distillation_loss", dtype)

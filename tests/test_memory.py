@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import every_implementation, in_turn
+from implementations import every_implementation, in_its_own_dtype, in_turn
 
 from logitless import ChunkPlan, plan
 
@@ -32,7 +32,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def measured_scratch(impl: Any, chosen: ChunkPlan, dtype: str, with_bias: bool, options: dict[str, Any]) -> int:
     """Peak bytes beyond inputs and gradients of one forward and backward."""
-    rng = np.random.default_rng(0)
+    dtype, rng = impl.takes(dtype), np.random.default_rng(0)
     tokens, hidden, vocab = chosen.tokens, chosen.hidden, chosen.vocab
     x, w, b = (rng.standard_normal(shape) for shape in ((tokens, hidden), (vocab, hidden), (vocab,)))
     y = rng.integers(0, vocab, tokens)
@@ -132,12 +132,12 @@ def test_scratch_stays_within_the_promise_at_ragged_sizes(
     assert used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
 
 
-@every_implementation
+@in_its_own_dtype
 def test_scratch_falls_with_the_number_of_chunks(impl: Any) -> None:
-    used = {}
+    used, sizes = {}, {"tokens": N, "hidden": D, "vocab": V, "dtype": impl.dtype, "device": "cpu"}
     for chunks in (1, 2, 4, 8):
-        chosen = plan(tokens=N, hidden=D, vocab=V, dtype="float32", device="cpu", order="tokens", chunk=N // chunks)
-        used[chunks] = measured_scratch(impl, chosen, "float32", False, {})
+        chosen = plan(**sizes, order="tokens", chunk=N // chunks)
+        used[chunks] = measured_scratch(impl, chosen, impl.dtype, False, {})
     fixed = 5 * 2**20  # blocks of the weight do not shrink with the tokens
     for chunks in (2, 4, 8):
         assert used[chunks] <= used[1] / chunks + fixed, used

@@ -106,6 +106,23 @@ def test_lowers_for_cuda(name: str, compiled: None) -> None:
     assert ("logits_known" in text) == two_passes
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what JAX's first device, a GPU, runs is compiled for it")
+def test_compiled_for_a_cpu_says_what_can(compiled: None) -> None:
+    """What is traced might have been compiled for a GPU: the error comes when it is known that it is not."""
+    x, w, y = jnp.ones((3, 4), jnp.bfloat16), jnp.ones((9, 4), jnp.bfloat16), jnp.zeros(3, jnp.int32)
+
+    def loss(x: Any) -> Any:
+        return linear_cross_entropy(x, w, y, backend="pallas")
+
+    words = "'pallas' cannot run here: its kernels need a CUDA device, not cpu; backend='xla' can"
+    for run in (loss, jax.grad(loss), jax.jit(loss), jax.jit(jax.grad(loss))):
+        with pytest.raises(NotImplementedError, match=words):
+            run(x)
+    if jax.__version_info__ >= (0, 11):  # before, jax.vmap refuses the kernels wherever they would run
+        with pytest.raises(NotImplementedError, match=words):
+            jax.vmap(jax.grad(loss))(x[None])
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_filtered_share_lowers_for_cuda_without_a_gradient(reduction: Any, compiled: None) -> None:
     shape = jax.ShapeDtypeStruct
