@@ -760,7 +760,7 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
     rows = c.rows_at(jnp.int32((c.chunks - 1) * c.chunk))
     if held.x is None:
         p, held = _arrived(c, g, held, rows, needs, jnp.where(c.inputs.valid, upstream.reshape(-1), 0.0))
-        upstream = jnp.ones(())
+        upstream = jnp.ones((), jnp.float32)
     else:
         p = _Products(c, needs, g, _unit(g))
     assert held.x is not None

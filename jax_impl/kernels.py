@@ -142,7 +142,9 @@ def _launch(
     )
     known = (lambda a: a) if interpreted() else _on_cuda.bind
     given = [a if isinstance(a, jax.Ref) else lax.optimization_barrier(known(a)) for a in arguments.values()]
-    return dict(zip(outputs, lax.optimization_barrier(call(*given)), strict=True))
+    with jax.enable_x64(False):  # kernels count in 32 bits
+        made = call(*given)
+    return dict(zip(outputs, lax.optimization_barrier(made), strict=True))
 
 
 def written(reference: Any) -> Array:

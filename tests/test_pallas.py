@@ -7,6 +7,7 @@ On a GPU of compute capability 9, tests/implementations.py adds the kernels to e
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,15 @@ jax = pytest.importorskip("jax", reason="these tests are about JAX")
 pytest.importorskip("absl", reason="absl-py is not installed, which JAX's Pallas modules for GPUs import")
 
 import jax.numpy as jnp  # noqa: E402
-from implementations import JaxPallas, JaxPallasCuda, assert_within, problem_named, run_case, truth  # noqa: E402
+from implementations import (  # noqa: E402
+    JaxPallas,
+    JaxPallasCuda,
+    assert_within,
+    plan_for,
+    problem_named,
+    run_case,
+    truth,
+)
 
 from logitless import plan, reference  # noqa: E402
 from logitless.jax_impl import filtered_share, fused, kernels, linear_cross_entropy, linear_log_probs, vjp  # noqa: E402
@@ -82,8 +91,8 @@ def lowered(function: Any, *arguments: Any) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_lowers_for_cuda(name: str, compiled: None) -> None:
+def lowered_configuration(name: str, ids: str = "int32") -> str:
+    """A loss and its gradients, lowered for CUDA."""
     options = dict(CONFIGURATIONS[name])
     tokens, hidden, vocab = options.pop("sizes", (200, 192, 1000))
     dtype, wanted = options.pop("dtype", "bfloat16"), options.pop("plan", None)
@@ -91,7 +100,7 @@ def test_lowers_for_cuda(name: str, compiled: None) -> None:
     chosen = None if wanted is None else plan(**sizes, **wanted)
     with_bias, with_classes = options.pop("bias", False), options.pop("class_weight", False)
     shape = jax.ShapeDtypeStruct
-    x, w, y = shape((tokens, hidden), dtype), shape((vocab, hidden), dtype), shape((tokens,), jnp.int32)
+    x, w, y = shape((tokens, hidden), dtype), shape((vocab, hidden), dtype), shape((tokens,), ids)
     b = shape((vocab,), dtype) if with_bias else None
     k = shape((vocab,), jnp.float32) if with_classes else None
 
@@ -99,11 +108,25 @@ def test_lowers_for_cuda(name: str, compiled: None) -> None:
         made = linear_cross_entropy(x, w, y, b, class_weight=k, plan=chosen, backend="pallas", **options)
         return made[0].sum() if isinstance(made, tuple) else made.sum()
 
-    text = lowered(jax.value_and_grad(loss, (0, 1, 2) if with_bias else (0, 1)), x, w, b, y, k)
+    return lowered(jax.value_and_grad(loss, (0, 1, 2) if with_bias else (0, 1)), x, w, b, y, k)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_lowers_for_cuda(name: str, compiled: None) -> None:
+    text = lowered_configuration(name)
     assert "mosaic_gpu" in text
     assert "dot_general" not in text  # no product is left to XLA
     two_passes = name in ("two_pass_smooth", "vocab_all", "all", "none", "float16", "filter_vocab_all")
     assert ("logits_known" in text) == two_passes
+
+
+@pytest.mark.case(32)
+@pytest.mark.parametrize("name", ["chunks_smooth", "vocab_all", "none_held", "filter"])
+def test_lowers_with_x64_and_strict_promotion(name: str, compiled: None) -> None:
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        text = lowered_configuration(name, "int64")
+    assert "mosaic_gpu" in text
+    assert not re.search(r"\dxf64>", text)  # but for scalars, nothing is wider than without
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what JAX's first device, a GPU, runs is compiled for it")
@@ -465,6 +488,21 @@ def test_vmap_of_grad_is_each_problem_by_itself(reduction: Any, hopper: None) ->
     mapped = jax.jit(jax.vmap(one, (0, None, 0)))(x, w, y)
     for i in range(len(x)):
         assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], mapped), jax.jit(one)(x[i], w, y[i]))
+
+
+class WithX64(JaxPallasCuda):
+    def precision(self, _: str) -> Any:
+        return jax.enable_x64(True)
+
+
+@pytest.mark.gpu
+@pytest.mark.case(32)
+@pytest.mark.parametrize("order", ["tokens", "vocab"])
+@pytest.mark.parametrize("name", ["odd_most", "odd_none_all"])
+def test_x64_changes_nothing(name: str, order: Any, hopper: None) -> None:
+    one = problem_named(name).with_dtype("bfloat16")
+    chosen = plan_for(one, order=order, chunk=64, fused=True, padded=True, one_pass=False)
+    assert_within(one, run_case(WithX64(), one.case(), plan=chosen, return_stats=True))
 
 
 @pytest.mark.gpu
