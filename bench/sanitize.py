@@ -1,0 +1,178 @@
+"""The kernels under compute-sanitizer: ``python bench/sanitize.py --output DIR``.
+
+Every call of CALLS runs forward and backward on a small problem, a process for every tool, framework and dtype, side by
+side. sanitizer.json holds what each tool found, with the kernels that it names. No allocator keeps memory back, so that
+memcheck sees the end of every tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+TOOLS = ("memcheck", "racecheck")
+PROCESSES = (("torch", "bfloat16"), ("torch", "float16"), ("torch", "float32"), ("jax", "bfloat16"))
+TOKENS, HIDDEN, VOCAB = 333, 136, 1111
+EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "return_stats": True}
+# Options; of them "plan" makes one of logitless.plan's and "recipe" belongs to the data.
+CALLS: dict[str, dict[str, Any]] = {
+    "one chunk": {},
+    "chunks": {"plan": {"order": "tokens", "chunk": 128}},
+    "slices": {"plan": {"order": "vocab", "chunk": 512}},
+    "everything": EVERYTHING,
+    "smoothing in chunks": {"label_smoothing": 0.1, "plan": {"order": "tokens", "chunk": 128}},
+    "per token": {"reduction": "none", "memory_budget": 2**40},
+    "filter": {"filter_eps": 1e-3, "recipe": "low_runs"},
+    "filter in chunks": {"filter_eps": 1e-3, "recipe": "low_runs", "plan": {"order": "tokens", "chunk": 128}},
+    "rescue": {"recipe": "confident_wrong"},
+    "no gradient": {"return_stats": True, "wrt": ()},
+}
+
+
+def arguments(name: str, framework: str, dtype: str) -> tuple[Any, dict[str, Any]]:
+    """The data of a call, and its options."""
+    from logitless import plan
+    from logitless.problems import Problem
+
+    options = dict(CALLS[name])
+    recipe, wanted = options.pop("recipe", "random"), options.pop("plan", None)
+    problem = Problem(
+        name, (TOKENS,), HIDDEN, VOCAB, dtype, bias=True, ignored=0.2, class_weight="positive", recipe=recipe
+    )
+    if wanted is not None:
+        sizes = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB, "dtype": dtype}
+        options["plan"] = plan(**sizes, **wanted, fused=True, padded=framework == "jax")
+    return problem.case(), options
+
+
+def torch_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
+    import torch
+
+    from logitless.torch_impl import cross_entropy, linear_cross_entropy
+
+    wrt = options.pop("wrt", ("hidden", "weight", "bias"))
+    floats = {key: torch.tensor(getattr(case, key)).to("cuda", getattr(torch, dtype)) for key in ("hidden", "weight")}
+    floats["bias"] = torch.tensor(case.bias).to("cuda", getattr(torch, dtype))
+    for key in wrt:
+        floats[key].requires_grad_()
+    target, k = torch.tensor(case.target).cuda(), torch.tensor(case.class_weight).cuda()
+    made = linear_cross_entropy(**floats, target=target, class_weight=k, backend="triton", **options)
+    loss = made[0] if isinstance(made, tuple) else made
+    if wrt:
+        loss.sum().backward()
+    if not options:
+        logits = torch.randn(TOKENS, VOCAB, device="cuda", dtype=getattr(torch, dtype)).requires_grad_()
+        cross_entropy(logits, target, class_weight=k, backend="triton").backward()
+    torch.cuda.synchronize()
+
+
+def jax_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import cross_entropy, linear_cross_entropy
+
+    wrt = options.pop("wrt", ("hidden", "weight", "bias"))
+    floats = {key: jnp.asarray(getattr(case, key), dtype) for key in ("hidden", "weight", "bias")}
+    target, k = jnp.asarray(case.target, jnp.int32), jnp.asarray(case.class_weight)
+
+    def loss(floats: Any) -> Any:
+        made = linear_cross_entropy(**floats, target=target, class_weight=k, backend="pallas", **options)
+        return (made[0] if isinstance(made, tuple) else made).sum()
+
+    jax.block_until_ready(jax.jit(jax.grad(loss) if wrt else loss)(floats))
+    if not options:
+        logits = jax.random.normal(jax.random.key(0), (TOKENS, VOCAB), jnp.dtype(dtype))
+        whole = jax.grad(lambda z: cross_entropy(z, target, class_weight=k, backend="pallas"))
+        jax.block_until_ready(jax.jit(whole)(logits))
+
+
+def child(framework: str, dtype: str, seconds: float) -> None:
+    """Every call for which there is time."""
+    end = time.monotonic() + seconds
+    call = torch_call if framework == "torch" else jax_call
+    for name in CALLS:
+        if time.monotonic() < end:
+            case, options = arguments(name, framework, dtype)
+            call(case, dtype, options)
+            print(f"ran: {name}", flush=True)
+
+
+def findings(text: str) -> dict[str, Any]:
+    """What a tool's output says: its summary, how often it names which kernel, and its first report."""
+    lines = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
+    summary = [line for line in lines if "SUMMARY" in line]
+    kernels: dict[str, int] = {}
+    for line in lines:
+        for kernel in re.findall(r"(?:at|in|access by .* at) ([A-Za-z_]\w+)(?:\(|\+0x)", line):
+            kernels[kernel] = kernels.get(kernel, 0) + 1
+    first = next((i for i, line in enumerate(lines) if re.match(r"(Error|Warning|Invalid|.*hazard)", line)), None)
+    return {
+        "summary": summary[-1] if summary else None,
+        "ran": re.findall(r"^ran: (.*)$", text, re.MULTILINE),
+        "kernels": kernels,
+        "first_report": [] if first is None else lines[first : first + 8],
+    }
+
+
+def run_tool(tool: str, framework: str, dtype: str, seconds: float) -> tuple[dict[str, Any], str]:
+    """A row of the results, and the tool's own output."""
+    environment = os.environ | {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]),
+    }
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "200", sys.executable, __file__]
+    command += ["--child", framework, dtype, "--seconds", str(seconds)]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=2 * seconds
+        )
+        status, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as late:
+        status, output = None, late.stdout or b""
+    text = output.decode(errors="replace")
+    row = {"tool": tool, "framework": framework, "dtype": dtype, "exit_status": status}
+    row |= {"seconds": round(time.monotonic() - began, 1)} | findings(text)
+    print(row["tool"], framework, dtype, row["summary"], f"{len(row['ran'])} of {len(CALLS)} calls", flush=True)
+    return row, text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, help="folder for sanitizer.json, and sanitizer.txt with the tools' own output"
+    )
+    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
+    parser.add_argument("--seconds", type=float, default=240, help="after which a process begins no other call")
+    parser.add_argument("--child", nargs=2, metavar=("FRAMEWORK", "DTYPE"), help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.child:
+        child(*chosen.child, chosen.seconds)
+        return
+    if chosen.output is None:
+        parser.error("--output is needed")
+    from bench import checkout
+
+    with checkout.results(chosen.output / "sanitizer.json", chosen.commit) as found, ThreadPoolExecutor() as pool:
+        runs = [pool.submit(run_tool, tool, *one, chosen.seconds) for tool in TOOLS for one in PROCESSES]
+        found["sizes"] = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB}
+        found["calls"] = CALLS
+        rows, texts = zip(*(run.result() for run in runs), strict=True)
+        found["rows"] = list(rows)
+        (chosen.output / "sanitizer.txt").write_text("\n".join(texts))
+
+
+if __name__ == "__main__":
+    main()
