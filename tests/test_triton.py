@@ -6,7 +6,9 @@ Triton's interpreter cuts float32 off where it should round it to bfloat16, so t
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,14 @@ from implementations import TorchTriton, assert_within, problem_named, run_case,
 
 from logitless import plan, reference  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
-from logitless.torch_impl import linear_cross_entropy  # noqa: E402
+from logitless.torch_impl import (  # noqa: E402
+    cross_entropy,
+    fused,
+    kernels,
+    linear_cross_entropy,
+    logits_fused,
+    logits_kernels,
+)
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
@@ -57,6 +66,41 @@ def plans(problem: Any) -> dict[str, Any]:
 def test_within_the_rule(name: str, dtype: str, order: str) -> None:
     problem = problem_named(name).with_dtype(dtype)
     assert_within(problem, run_case(TRITON, problem.case(), plan=plans(problem)[order]))
+
+
+@pytest.mark.case(28)
+def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device: each launch is made inside of what makes the tensors' own current."""
+    inside: list[torch.device] = []
+    launched: set[str] = set()
+
+    @contextlib.contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.pop()
+
+    def checked(kernel: Any, *grid: int) -> Any:
+        launched.add(kernel.__name__)
+        assert inside, f"{kernel.__name__} is launched on whatever device is current"
+        return launch(kernel, *grid)
+
+    launch = fused.launch
+    monkeypatch.setattr(fused, "_on_device", on_device)
+    for module in (fused, logits_fused):
+        monkeypatch.setattr(module, "launch", checked)
+    for name, order, options in (
+        ("odd_all", "default", {"return_stats": True}),
+        ("odd_most", "tokens", {"filter_eps": 1e-3}),
+        ("odd_none", "held", {}),
+        ("odd_none_all", "vocab", {}),
+    ):
+        problem = problem_named(name)
+        run_case(TRITON, problem.case(), plan=plans(problem)[order], **options)
+    logits = torch.randn(6, 40, requires_grad=True)
+    cross_entropy(logits, torch.arange(6), backend="triton").backward()
+    every = {name for module in (kernels, logits_kernels) for name in vars(module) if name.endswith("_kernel")}
+    assert launched == every - {"combine_hidden_kernel"}  # which adds what Hopper's kernels leave
 
 
 @pytest.mark.parametrize("name", ["odd_all", "odd_softcap", "confident_wrong"])

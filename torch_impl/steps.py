@@ -26,6 +26,9 @@ from logitless.torch_impl.parallel import Shard
 # No gradient, but what a filter would leave out of them.
 SHARE = eager.Needs(None, None, None, filtered_share=True)
 
+# Options of which kernels know whether they are given.
+_SWITCHES = tuple(field.name for field in dataclasses.fields(LossOptions))[2:]
+
 # Backends are modules with the same functions.
 MODULES: dict[str, Any] = {"eager": eager, "triton": fused}
 
@@ -121,7 +124,7 @@ def _rehearse(step: str, arrays: Arrays, call: Call, needs: eager.Needs, run: Ca
     sizes = (arrays.target.numel(), *arrays.weight.shape, *arrays.weight.stride(), plan.vocab_chunk)
     given = tuple(None if array is None else array.dtype for array in arrays)
     flags = (plan.order, plan.one_pass, plan.chunks > 1, plan.splits_hidden, call.statistics, call.compute_dtype)
-    chosen = (options.reduction, options.separable, *(bool(v) for v in dataclasses.astuple(options)[2:]))
+    chosen = (options.reduction, options.separable, *(bool(getattr(options, name)) for name in _SWITCHES))
     own = (needs, needs.into is None, call.shard is None, call.shard is not None and call.shard.sequence_parallel)
     kind = (step, arrays.hidden.device, given, tuple((n % 16 == 0, n == 1) for n in sizes), flags, chosen, own)
     if call.shard is not None:
