@@ -3,7 +3,7 @@
 Every call of CALLS runs forward and backward on a small problem, a process for every tool, framework and dtype, side by
 side. sanitizer.json holds what each tool found, with the kernels that it names. No allocator keeps memory back, so that
 memcheck sees the end of every tensor. A process that does not end within twice ``--seconds`` is left without a summary,
-as JAX's was on an H200 after five minutes.
+as JAX's was on an H200 after five minutes. Beside the 16-bit kernels runs a control, two_groups.py.
 """
 
 from __future__ import annotations
@@ -102,6 +102,11 @@ def child(framework: str, dtype: str, seconds: float) -> None:
     """Every call for which there is time."""
     end = time.monotonic() + seconds
     call = torch_call if framework == "torch" else jax_call
+    if framework == "torch" and dtype != "float32":  # whose kernels are specialised by groups of warps
+        from bench import two_groups
+
+        two_groups.run()
+        print("the control ran", flush=True)
     for name in CALLS:
         if time.monotonic() < end:
             case, options = arguments(name, framework, dtype)

@@ -13,7 +13,7 @@ from implementations import interpreted
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import gpu_check, report, timing
+from bench import gpu_check, report, sanitize, timing
 from bench.shapes import SHAPES, Shape
 from bench.variants import Variant, measured_rows
 
@@ -246,3 +246,29 @@ def test_steps_in_place_leave_the_gradient_where_the_logits_were() -> None:
     donated()
     assert given.is_deleted()
     assert np.array_equal(donated.logits, true)
+
+
+def test_what_a_sanitizer_found() -> None:
+    text = """
+========= COMPUTE-SANITIZER
+ran: one chunk
+========= Error: Race reported between Read access at logits_kernel+0x110 in hopper.py:470
+=========     and Write access at logits_kernel+0xaf40 in hopper.py:470 [235 hazards]
+=========
+ran: chunks
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+    found = sanitize.findings(text)
+    assert found["summary"] == "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+    assert found["ran"] == ["one chunk", "chunks"]
+    assert found["kernels"] == {"logits_kernel": 2}
+    assert found["first_report"][0].startswith("Error: Race reported between Read access at logits_kernel")
+    assert sanitize.findings("killed")["summary"] is None
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_runs_under_a_sanitizer_is_a_call(framework: str) -> None:
+    for name in sanitize.CALLS:
+        case, options = sanitize.arguments(name, framework, "bfloat16")
+        assert case.hidden.shape == (sanitize.TOKENS, sanitize.HIDDEN)
+        assert "plan" not in options or options["plan"].padded == (framework == "jax")
