@@ -17,13 +17,13 @@ TOKENS, SIZE, VOCAB = 40, 16, 70
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "ignore_index": 3}
 
 
-def tensors(dtype: Any = torch.float32) -> dict[str, Any]:
+def tensors(dtype: Any = torch.float32, device: str = "cpu") -> dict[str, Any]:
     made = torch.Generator().manual_seed(1)
     return {
-        "hidden": torch.randn(TOKENS, SIZE, generator=made).to(dtype).requires_grad_(),
-        "weight": torch.randn(VOCAB, SIZE, generator=made).mul(0.3).to(dtype).requires_grad_(),
-        "target": torch.randint(0, VOCAB, (TOKENS,), generator=made),
-        "bias": torch.randn(VOCAB, generator=made).to(dtype).requires_grad_(),
+        "hidden": torch.randn(TOKENS, SIZE, generator=made).to(device, dtype).requires_grad_(),
+        "weight": torch.randn(VOCAB, SIZE, generator=made).mul(0.3).to(device, dtype).requires_grad_(),
+        "target": torch.randint(0, VOCAB, (TOKENS,), generator=made).to(device),
+        "bias": torch.randn(VOCAB, generator=made).to(device, dtype).requires_grad_(),
     }
 
 
@@ -46,8 +46,33 @@ WAYS: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
         "triton", torch.float32, torch.float32,
         OPTIONS | {"plan": sizes(order="tokens", chunk=16, one_pass=False, fused=True)},
     ),
+    # On a GPU, where the memory itself adds to a float32 buffer.
+    "gpu": ("triton", torch.float32, torch.float32, OPTIONS),
+    "gpu, wide": ("triton", torch.bfloat16, torch.float32, OPTIONS),
+    "gpu, narrow": ("triton", torch.bfloat16, torch.bfloat16, OPTIONS),
+    "gpu, wide, none": ("triton", torch.bfloat16, torch.float32, OPTIONS | {"reduction": "none"}),
+    "gpu, wide, chunks": (
+        "triton", torch.bfloat16, torch.float32,
+        OPTIONS | {"plan": sizes(order="tokens", chunk=16, dtype="bfloat16", fused=True)},
+    ),
+    "gpu, wide, vocab": (
+        "triton", torch.bfloat16, torch.float32,
+        OPTIONS | {"softcap": 3.0, "plan": sizes(order="vocab", chunk=32, dtype="bfloat16", fused=True)},
+    ),
 }  # fmt: skip
-ways = pytest.mark.parametrize("way", WAYS)
+
+
+def in_ways(*cases: Any) -> Any:
+    """Tests of WAYS' names, or of tuples that begin with one; those on a GPU are marked."""
+    marked = [
+        pytest.param(*case, marks=pytest.mark.gpu if device_of(case[0]) == "cuda" else ())
+        for case in (case if isinstance(case, tuple) else (case,) for case in cases)
+    ]
+    return pytest.mark.parametrize(("way", "into") if len(marked[0].values) > 1 else "way", marked)
+
+
+def device_of(way: str) -> str:
+    return "cuda" if way.startswith("gpu") else "cpu"
 
 
 def expected(options: dict[str, Any], dtype: Any) -> dict[str, Any]:
@@ -65,16 +90,16 @@ def skip_without_triton(backend: str) -> None:
 
 def close(made: Any, true: Any, dtype: Any) -> None:
     limit = 4 * TINY["float32"] if dtype == torch.float32 else 2.0**-8
-    assert error(made.detach().double().numpy(), true.detach().double().numpy()) <= limit
+    assert error(made.detach().double().cpu().numpy(), true.detach().double().numpy()) <= limit
 
 
-@ways
+@in_ways(*WAYS)
 def test_added_to_what_is_there(way: str) -> None:
     backend, dtype, buffer_dtype, options = WAYS[way]
     skip_without_triton(backend)
-    t = tensors(dtype)
+    t = tensors(dtype, device_of(way))
     start = 0.5 if buffer_dtype == torch.float32 else 0.0  # beside 0.5 bfloat16 has no room for a gradient
-    buffer = torch.full((VOCAB, SIZE), start, dtype=buffer_dtype)
+    buffer = torch.full((VOCAB, SIZE), start, dtype=buffer_dtype, device=device_of(way))
     loss = linear_cross_entropy(**t, backend=backend, accumulate_into=buffer, **options)
     assert bool((buffer == start).all())  # nothing before the upstream gradient is known
     loss.backward(torch.full_like(loss, 3.0), retain_graph=True)
@@ -139,18 +164,17 @@ def test_what_does_not_go_with_a_buffer() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("way", "into"),
-    [
-        *((way, into) for way in ("eager", "none") for into in (False, True)),
-        *(("vocab", True), ("wide", True), ("narrow", False), ("kernels", False)),
-    ],
+@in_ways(
+    *((way, into) for way in ("eager", "none") for into in (False, True)),
+    *(("vocab", True), ("wide", True), ("narrow", False), ("kernels", False)),
+    *((way, into) for way in ("gpu, wide", "gpu, wide, none") for into in (False, True)),
+    *(("gpu, wide, vocab", True), ("gpu, narrow", True)),
 )
 def test_deferred(way: str, into: bool) -> None:
     backend, dtype, buffer_dtype, options = WAYS[way]
     skip_without_triton(backend)
-    t = tensors(dtype)
-    more = {"accumulate_into": torch.zeros(VOCAB, SIZE, dtype=buffer_dtype)} if into else {}
+    t, device = tensors(dtype, device_of(way)), device_of(way)
+    more = {"accumulate_into": torch.zeros(VOCAB, SIZE, dtype=buffer_dtype, device=device)} if into else {}
     loss, handle = linear_cross_entropy(**t, backend=backend, defer_weight_grad=True, **more, **options)
     loss.backward(torch.full_like(loss, 3.0))
     true = expected(options, dtype)
