@@ -88,7 +88,8 @@ def linear_cross_entropy(
         backend: "pallas" (kernels for bfloat16 and float16 on Hopper GPUs, or on a CPU under
             LOGITLESS_PALLAS_INTERPRET=1; float32 and float64 have none), "xla" (plain operations, anywhere), or None:
             the kernels where they run on a GPU, else "xla". While a function is traced, None asks JAX's default device,
-            and "pallas" is taken as it is: what is traced may be compiled for another one.
+            and "pallas" is taken as it is: what is traced may be compiled for another one. Compiled for one that is no
+            CUDA device, it is a NotImplementedError that names "xla".
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
         axis_name: inside of jax.shard_map, the mesh axis (or axes) over which the vocabulary is cut: weight, bias and
             class_weight are this device's part of it in the axis's order, hidden and target are the same on all its
