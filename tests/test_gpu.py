@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch on a GPU")
 
+from logitless import plan  # noqa: E402
 from logitless.torch_impl import filtered_share, linear_cross_entropy, linear_log_probs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -161,6 +162,35 @@ def test_the_same_bits_from_run_to_run() -> None:
         results.append([loss.detach(), x.grad, w.grad, b.grad])
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one chunk": {"order": "tokens", "chunk": 700},
+    "chunks": {"order": "tokens", "chunk": 256},
+    "two passes": {"order": "tokens", "chunk": 256, "one_pass": False},
+    "slices": {"order": "vocab", "chunk": 1024},
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "reduction": "none"}, {"filter_eps": 1e-3}], ids=str)
+def test_what_is_not_written_is_read_nowhere(options: dict[str, Any], dtype: Any, kind: str) -> None:
+    """The same bits where PyTorch fills what it allocates with NaN, as it does for deterministic algorithms."""
+    made = []
+    for deterministic in (False, True):
+        x, w, b, y = tensors(dtype)
+        sizes = {"tokens": 700, "hidden": 128, "vocab": 3001, "dtype": str(dtype).removeprefix("torch.")}
+        chosen = plan(**sizes, **PLANS[kind], fused=True)
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            loss = linear_cross_entropy(x, w, y, b, plan=chosen, backend="triton", **options)
+            loss.sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        made.append([loss.detach(), x.grad, w.grad, b.grad])
+    assert all(bool(values.isfinite().all()) for values in made[0])
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 
 
 def test_ids_outside_the_vocabulary_make_nan() -> None:
