@@ -8,12 +8,12 @@ as JAX's was on an H200 after five minutes. Beside the 16-bit kernels runs a con
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,12 @@ sys.path.insert(0, str(ROOT))
 TOOLS = ("memcheck", "racecheck")
 PROCESSES = (("torch", "bfloat16"), ("torch", "float16"), ("torch", "float32"), ("jax", "bfloat16"))
 TOKENS, HIDDEN, VOCAB = 333, 136, 1111
-EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "return_stats": True}
 # Options; of them "plan" makes one of logitless.plan's and "recipe" belongs to the data.
 CALLS: dict[str, dict[str, Any]] = {
     "one chunk": {},
     "chunks": {"plan": {"order": "tokens", "chunk": 128}},
     "slices": {"plan": {"order": "vocab", "chunk": 512}},
-    "everything": EVERYTHING,
+    "everything": {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "return_stats": True},
     "smoothing in chunks": {"label_smoothing": 0.1, "plan": {"order": "tokens", "chunk": 128}},
     "per token": {"reduction": "none", "memory_budget": 2**40},
     "filter": {"filter_eps": 1e-3, "recipe": "low_runs"},
@@ -62,8 +61,8 @@ def torch_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
     from logitless.torch_impl import cross_entropy, linear_cross_entropy
 
     wrt = options.pop("wrt", ("hidden", "weight", "bias"))
-    floats = {key: torch.tensor(getattr(case, key)).to("cuda", getattr(torch, dtype)) for key in ("hidden", "weight")}
-    floats["bias"] = torch.tensor(case.bias).to("cuda", getattr(torch, dtype))
+    low = getattr(torch, dtype)
+    floats = {key: torch.tensor(getattr(case, key)).to("cuda", low) for key in ("hidden", "weight", "bias")}
     for key in wrt:
         floats[key].requires_grad_()
     target, k = torch.tensor(case.target).cuda(), torch.tensor(case.class_weight).cuda()
@@ -72,7 +71,7 @@ def torch_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
     if wrt:
         loss.sum().backward()
     if not options:
-        logits = torch.randn(TOKENS, VOCAB, device="cuda", dtype=getattr(torch, dtype)).requires_grad_()
+        logits = torch.randn(TOKENS, VOCAB, device="cuda", dtype=low).requires_grad_()
         cross_entropy(logits, target, class_weight=k, backend="triton").backward()
     torch.cuda.synchronize()
 
@@ -98,7 +97,7 @@ def jax_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
         jax.block_until_ready(jax.jit(whole)(logits))
 
 
-def child(framework: str, dtype: str, seconds: float) -> None:
+def run_calls(framework: str, dtype: str, seconds: float) -> None:
     """Every call for which there is time."""
     end = time.monotonic() + seconds
     call = torch_call if framework == "torch" else jax_call
@@ -118,15 +117,12 @@ def findings(text: str) -> dict[str, Any]:
     """What a tool's output says: its summary, how often it names which kernel, and its first report."""
     lines = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
     summary = [line for line in lines if "SUMMARY" in line]
-    kernels: dict[str, int] = {}
-    for line in lines:
-        for kernel in re.findall(r"(?:at|in|access by .* at) ([A-Za-z_]\w+)(?:\(|\+0x)", line):
-            kernels[kernel] = kernels.get(kernel, 0) + 1
+    kernels = Counter(kernel for line in lines for kernel in re.findall(r"(?:at|in) ([A-Za-z_]\w+)(?:\(|\+0x)", line))
     first = next((i for i, line in enumerate(lines) if re.match(r"(Error|Warning|Invalid|.*hazard)", line)), None)
     return {
         "summary": summary[-1] if summary else None,
         "ran": re.findall(r"^ran: (.*)$", text, re.MULTILINE),
-        "kernels": kernels,
+        "kernels": dict(kernels),
         "first_report": [] if first is None else lines[first : first + 8],
     }
 
@@ -136,10 +132,10 @@ def run_tool(tool: str, framework: str, dtype: str, seconds: float) -> tuple[dic
     environment = os.environ | {
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-        "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "200", sys.executable, __file__]
-    command += ["--child", framework, dtype, "--seconds", str(seconds)]
+    calls = f"from bench import sanitize; sanitize.run_calls({framework!r}, {dtype!r}, {seconds})"
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "200", sys.executable, "-c", calls]
     began = time.monotonic()
     try:
         done = subprocess.run(
@@ -156,21 +152,11 @@ def run_tool(tool: str, framework: str, dtype: str, seconds: float) -> tuple[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output", type=Path, help="folder for sanitizer.json, and sanitizer.txt with the tools' own output"
-    )
-    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
-    parser.add_argument("--seconds", type=float, default=240, help="after which a process begins no other call")
-    parser.add_argument("--child", nargs=2, metavar=("FRAMEWORK", "DTYPE"), help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.child:
-        child(*chosen.child, chosen.seconds)
-        return
-    if chosen.output is None:
-        parser.error("--output is needed")
     from bench import checkout
 
+    parser = checkout.parser(__doc__, "sanitizer.json, and sanitizer.txt with the tools' own output")
+    parser.add_argument("--seconds", type=float, default=240, help="after which a process begins no other call")
+    chosen = parser.parse_args()
     with checkout.results(chosen.output / "sanitizer.json", chosen.commit) as found, ThreadPoolExecutor() as pool:
         runs = [pool.submit(run_tool, tool, *one, chosen.seconds) for tool in TOOLS for one in PROCESSES]
         found["sizes"] = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB}

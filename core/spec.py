@@ -234,6 +234,11 @@ def unavailable_error(name: str, reason: str, usable: str) -> NotImplementedErro
     return NotImplementedError(f"backend: {name!r} cannot run here: {reason}; backend={usable!r} can")
 
 
+def needs_cuda(device: str) -> str:
+    """The reason of an :func:`unavailable_error` on another kind of device."""
+    return f"its kernels need a CUDA device, not {device}"
+
+
 def out_of_range_error(position: tuple[int, ...], target: int, vocab: int, ignore_index: int) -> ValueError:
     """The error for a target outside the vocabulary, found where looking costs no synchronisation."""
     where = ", ".join(map(str, position))

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from logitless import spec
 from logitless.jax_impl import xla
 from logitless.jax_impl.filtering import any_in_tiles
 from logitless.jax_impl.xla import Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
@@ -64,7 +65,7 @@ def unusable(device: Any, dtype: str, dtypes: tuple[str, ...]) -> str | None:
     if device.platform == "cpu" and kernels.interpreted():
         return None if kernels.can_interpret() else f"jax {jax.__version__} cannot interpret its kernels, 0.11 can"
     if device.platform != "gpu":
-        return f"its kernels need a CUDA device, not {device.platform}"
+        return spec.needs_cuda(device.platform)
     return None
 
 

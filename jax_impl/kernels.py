@@ -94,7 +94,7 @@ def programs(paired: bool = True) -> int:
 
 def _refuse(context: Any, *_: Any) -> Any:
     device = " and ".join(context.module_context.platforms)
-    raise spec.unavailable_error("pallas", f"its kernels need a CUDA device, not {device}", usable="xla")
+    raise spec.unavailable_error("pallas", spec.needs_cuda(device), usable="xla")
 
 
 # Its argument, in what is compiled for a CUDA device. Only then is the device known: what is traced on a machine that

@@ -50,6 +50,15 @@ class Implementation:
     """What a test takes where the dtype is not its subject."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
 
+    @property
+    def fused(self) -> bool:
+        """Of the plans that it makes."""
+        return self.backend in ("triton", "pallas")
+
+    @property
+    def padded(self) -> bool:
+        return self.backend == "pallas"
+
     def takes(self, dtype: str | None) -> str:
         """The dtype, or the implementation's own; skips the test where its kernels lack that floating-point dtype."""
         dtype = dtype or self.dtype
@@ -188,6 +197,8 @@ class JaxXla(Implementation):
     name = "jax_xla"
     backend = "xla"
     on_gpu = cuda_device_count() > 0
+    x64 = False
+    """Whether x64 is on also where the dtype does not ask for it."""
 
     def function(self) -> Any:
         from logitless import jax_impl
@@ -198,7 +209,7 @@ class JaxXla(Implementation):
     def precision(self, dtype: str) -> Iterator[None]:
         import jax
 
-        with jax.enable_x64(dtype == "float64"):
+        with jax.enable_x64(self.x64 or dtype == "float64"):
             yield
 
     def array(self, values: Any, dtype: str | None = None) -> Any:
@@ -331,7 +342,8 @@ class JaxInTorch(TorchEager):
         return interop.jax_in_torch(jax_impl.linear_cross_entropy)
 
     def run(self, *arguments: Any, dtype: str | None = None, **options: Any) -> Outcome:
-        with JaxXla().precision(self.takes(dtype)):
+        dtype = self.takes(dtype)
+        with JaxXla().precision(dtype):
             return super().run(*arguments, dtype=dtype, **options)
 
 
@@ -376,17 +388,30 @@ beside_torch = pytest.mark.skipif(
 )
 
 ALL = [_parameter(TorchEager(), "torch"), _parameter(JaxXla(), "jax")]
-OWN_DTYPES = []
+# Implementations once more, with another dtype of their own.
+MORE_DTYPES = []
 if cuda_device_count():  # tests/test_gpu.py says so where there is none
     ALL.append(_parameter(TorchEagerCuda(), "torch", pytest.mark.gpu))
     ALL.append(_parameter(TorchTritonCuda(), "torch", pytest.mark.gpu))
     ALL.append(_parameter(JaxPallasCuda(), "jax", pytest.mark.gpu))
-    OWN_DTYPES.append(_parameter(TorchTritonCudaBfloat16(), "torch", pytest.mark.gpu))
+    MORE_DTYPES.append(_parameter(TorchTritonCudaBfloat16(), "torch", pytest.mark.gpu))
 HAVE_BOTH = _installed("torch") and _installed("jax")
 
 every_implementation = pytest.mark.parametrize("impl", ALL)
 # For tests whose subject is not the dtype: they take ``impl.dtype``.
-in_its_own_dtype = pytest.mark.parametrize("impl", [*ALL, *OWN_DTYPES])
+in_its_own_dtype = pytest.mark.parametrize("impl", [*ALL, *MORE_DTYPES])
+
+
+@contextlib.contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """PyTorch fills what it allocates with NaN, as it does for deterministic algorithms."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def in_turn(firsts: Iterable[Any], dtypes: Sequence[str], always: Sequence[str] = ()) -> list[Any]:

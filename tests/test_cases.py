@@ -495,7 +495,7 @@ def test_token_weight_zero_equals_ignored(impl: Any) -> None:
 def test_a_memory_budget_is_enough(impl: Any, budget_share: float) -> None:
     problem = Problem("budget", (600,), 32, 5000, dtype=impl.dtype)
     case = problem.case()
-    roomy = plan_for(problem, fused=impl.backend in ("triton", "pallas"))
+    roomy = plan_for(problem, fused=impl.fused)
     outcome = run_case(impl, case, memory_budget=int(roomy.scratch_bytes * budget_share))
     assert_within(problem, outcome)
 

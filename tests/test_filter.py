@@ -30,6 +30,7 @@ from implementations import (
     run_case,
     truth,
     truth_outputs,
+    unwritten_is_nan,
 )
 from test_memory import measured_scratch
 
@@ -88,21 +89,19 @@ def chosen_plan(impl: Any, problem: Problem, kind: str) -> ChunkPlan:
     wanted = dict(KINDS[kind])
     if kind == "one_chunk":
         wanted["chunk"] = problem.tokens
-    kernels = impl.backend in ("triton", "pallas")
-    if problem.options.reduction == "none" and not (kernels and kind == "one_chunk"):  # there exponentials wait
+    if problem.options.reduction == "none" and not (impl.fused and kind == "one_chunk"):  # there exponentials wait
         wanted["one_pass"] = False
-    return plan_for(problem, fused=kernels, padded=impl.backend == "pallas", **wanted)
+    return plan_for(problem, fused=impl.fused, padded=impl.padded, **wanted)
 
 
 def cut_of(impl: Any, problem: Problem, chosen: ChunkPlan) -> FilterCut:
     """How this implementation counts tiles under this plan."""
-    kernels = impl.backend in ("triton", "pallas")
     one_pass = chosen.one_pass and problem.options.separable
     return FilterCut(
         chunk=chosen.token_chunk,
         block=None if chosen.order == "tokens" else chosen.vocab_chunk,
-        drops_ignored=kernels,
-        keeps_targets=not one_pass or (kernels and problem.dtype == "float16"),
+        drops_ignored=impl.fused,
+        keeps_targets=not one_pass or (impl.fused and problem.dtype == "float16"),
     )
 
 
@@ -147,7 +146,7 @@ def test_low_tiles_are_left_out_and_nothing_else(impl: Any, kind: str, options: 
 @every_filtering_one
 def test_low_tiles_of_exponentials_that_wait(impl: Any) -> None:
     """reduction="none" in one pass: a tile with a target is left out as any other."""
-    if impl.backend not in ("triton", "pallas"):
+    if not impl.fused:
         pytest.skip("the portable backends' exponentials never wait")
     problem = fitting(impl, made_of(SMALL, OPTIONS["none"]).with_dtype("float32"))
     chosen = chosen_plan(impl, problem, "one_chunk")
@@ -404,16 +403,11 @@ def test_scattered_tiles(device: str, backend: str, kind: str) -> None:
 @interpreted
 def test_rows_that_do_not_exist_are_not_read() -> None:
     """56 of 140 tokens are valid, so the second half of the first tile's rows was never written."""
-    import torch
-
     problem = dataclasses.replace(SMALL, name="few_rows", hidden=4)
     case = problem.case()
     case.target[56:] = problem.options.ignore_index
-    torch.use_deterministic_algorithms(True)  # what is not written is NaN
-    try:
+    with unwritten_is_nan():
         made = run_case(TorchTriton(), case, plan=chosen_plan(TorchTriton(), problem, "one_chunk"))
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(np.isfinite(grad).all() for grad in made.grads.values())
 
 

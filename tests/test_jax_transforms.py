@@ -162,12 +162,9 @@ def test_donated_buffers() -> None:
 def test_x64_changes_nothing_for_lower_dtypes(x64: bool, dtype: str) -> None:
     problem = problem_named("odd_most").with_dtype(dtype)
     case = problem.case()
-
-    class WithX64(JaxXla):
-        def precision(self, _: str) -> Any:
-            return jax.enable_x64(x64)
-
-    outcome = run_case(WithX64(), case, return_stats=True)
+    impl = JaxXla()
+    impl.x64 = x64
+    outcome = run_case(impl, case, return_stats=True)
     assert_within(problem, outcome)
     with jax.enable_x64(x64):
         x, w, y = arrays()

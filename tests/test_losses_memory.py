@@ -99,7 +99,7 @@ def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> N
 def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The promise of the tile, for every tile (on a GPU the pass for the logsumexps has a promise of its own)."""
     sizes = {"tokens": N, "hidden": D, "teacher_hidden": D_TEACHER, "vocab": V, "dtype": dtype}
-    kernels = {"fused": impl.backend in ("triton", "pallas"), "padded": impl.backend == "pallas"}
+    kernels = {"fused": impl.fused, "padded": impl.padded}
     sums = plan(tokens=N, hidden=D_TEACHER, vocab=V, dtype=dtype, one_pass=False, **kernels).scratch_bytes
     monkeypatch.setattr("logitless.objectives.LARGEST_TILE", side)
     promised = distillation_tile(**sizes).scratch_bytes

@@ -86,10 +86,10 @@ def used_and_promised(impl: Any, sizes: tuple[int, int, int], dtype: str, kind: 
     wanted = dict(PLANS[kind])
     if kind == "one_chunk":
         wanted["chunk"] = tokens
-    wanted["fused"] = impl.backend in ("triton", "pallas")
+    wanted["fused"] = impl.fused
     if options == "none" and not (wanted["fused"] and kind == "one_chunk"):  # there exponentials can wait
         wanted["one_pass"] = False  # per-token gradients take a plan that knows lse first
-    wanted["padded"] = impl.backend == "pallas"
+    wanted["padded"] = impl.padded
     chosen = plan(tokens=tokens, hidden=hidden, vocab=vocab, dtype=dtype, device="cpu", **wanted)
     return measured_scratch(impl, chosen, dtype, options != "plain", OPTIONS[options]), chosen.scratch_bytes
 

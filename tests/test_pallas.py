@@ -490,11 +490,6 @@ def test_vmap_of_grad_is_each_problem_by_itself(reduction: Any, hopper: None) ->
         assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], mapped), jax.jit(one)(x[i], w, y[i]))
 
 
-class WithX64(JaxPallasCuda):
-    def precision(self, _: str) -> Any:
-        return jax.enable_x64(True)
-
-
 @pytest.mark.gpu
 @pytest.mark.case(32)
 @pytest.mark.parametrize("order", ["tokens", "vocab"])
@@ -502,7 +497,9 @@ class WithX64(JaxPallasCuda):
 def test_x64_changes_nothing(name: str, order: Any, hopper: None) -> None:
     one = problem_named(name).with_dtype("bfloat16")
     chosen = plan_for(one, order=order, chunk=64, fused=True, padded=True, one_pass=False)
-    assert_within(one, run_case(WithX64(), one.case(), plan=chosen, return_stats=True))
+    impl = JaxPallasCuda()
+    impl.x64 = True
+    assert_within(one, run_case(impl, one.case(), plan=chosen, return_stats=True))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import ALL, OWN_DTYPES, TorchEager, interpreted
+from implementations import ALL, MORE_DTYPES, TorchEager, interpreted
 
 from logitless import plan, reference
 from logitless.rounding import round_to
@@ -30,7 +30,7 @@ EVERY = [
     ),
 ]  # fmt: skip
 every_implementation = pytest.mark.parametrize("impl", EVERY)
-in_its_own_dtype = pytest.mark.parametrize("impl", [*EVERY, *OWN_DTYPES])
+in_its_own_dtype = pytest.mark.parametrize("impl", [*EVERY, *MORE_DTYPES])
 
 
 def some(tokens: int = 40, hidden: int = 16, vocab: int = 90, dtype: str = "float32", seed: int = 0) -> tuple[Any, ...]:
@@ -181,7 +181,7 @@ def test_ties_take_the_first_index_wherever_blocks_end(impl: Any, order: str) ->
         w[list(pair), token] = 3.0
     first, second = np.array(pairs).T
     sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": impl.dtype}
-    chosen = plan(**sizes, order=order, chunk=128, fused=impl.backend in ("triton", "pallas"))
+    chosen = plan(**sizes, order=order, chunk=128, fused=impl.fused)
     for y, right in ((first, True), (second, False)):
         stats = impl.run(x, w, y, return_stats=True, plan=chosen).stats
         assert stats.argmax.tolist() == first.tolist()
@@ -235,7 +235,7 @@ def test_mask_weights_per_token(impl: Any) -> None:
 
 
 # Pallas's are in test_pallas.py.
-every_triton = pytest.mark.parametrize("impl", [i for i in [*EVERY, *OWN_DTYPES] if i.values[0].backend == "triton"])
+every_triton = pytest.mark.parametrize("impl", [i for i in [*EVERY, *MORE_DTYPES] if i.values[0].backend == "triton"])
 LARGE = 2**40
 
 

@@ -62,17 +62,13 @@ WAYS: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def in_ways(*cases: Any) -> Any:
-    """Tests of WAYS' names, or of tuples that begin with one; those on a GPU are marked."""
-    marked = [
-        pytest.param(*case, marks=pytest.mark.gpu if device_of(case[0]) == "cuda" else ())
-        for case in (case if isinstance(case, tuple) else (case,) for case in cases)
-    ]
-    return pytest.mark.parametrize(("way", "into") if len(marked[0].values) > 1 else "way", marked)
-
-
 def device_of(way: str) -> str:
     return "cuda" if way.startswith("gpu") else "cpu"
+
+
+def in_way(way: str, *more: Any) -> Any:
+    """A parameter that begins with one of WAYS' names."""
+    return pytest.param(way, *more, marks=[pytest.mark.gpu] if device_of(way) == "cuda" else [])
 
 
 def expected(options: dict[str, Any], dtype: Any) -> dict[str, Any]:
@@ -93,7 +89,7 @@ def close(made: Any, true: Any, dtype: Any) -> None:
     assert error(made.detach().double().cpu().numpy(), true.detach().double().numpy()) <= limit
 
 
-@in_ways(*WAYS)
+@pytest.mark.parametrize("way", map(in_way, WAYS))
 def test_added_to_what_is_there(way: str) -> None:
     backend, dtype, buffer_dtype, options = WAYS[way]
     skip_without_triton(backend)
@@ -164,16 +160,19 @@ def test_what_does_not_go_with_a_buffer() -> None:
         )
 
 
-@in_ways(
-    *((way, into) for way in ("eager", "none") for into in (False, True)),
-    *(("vocab", True), ("wide", True), ("narrow", False), ("kernels", False)),
-    *((way, into) for way in ("gpu, wide", "gpu, wide, none") for into in (False, True)),
-    *(("gpu, wide, vocab", True), ("gpu, narrow", True)),
+@pytest.mark.parametrize(
+    ("way", "into"),
+    [
+        *(in_way(way, into) for way in ("eager", "none", "gpu, wide", "gpu, wide, none") for into in (False, True)),
+        *(in_way(way, True) for way in ("vocab", "wide", "gpu, wide, vocab", "gpu, narrow")),
+        *(in_way(way, False) for way in ("narrow", "kernels")),
+    ],
 )
 def test_deferred(way: str, into: bool) -> None:
     backend, dtype, buffer_dtype, options = WAYS[way]
     skip_without_triton(backend)
-    t, device = tensors(dtype, device_of(way)), device_of(way)
+    device = device_of(way)
+    t = tensors(dtype, device)
     more = {"accumulate_into": torch.zeros(VOCAB, SIZE, dtype=buffer_dtype, device=device)} if into else {}
     loss, handle = linear_cross_entropy(**t, backend=backend, defer_weight_grad=True, **more, **options)
     loss.backward(torch.full_like(loss, 3.0))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless import spec
 from logitless.planning import SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
 from logitless.spec import FILTER_COLUMNS, FILTER_ROWS, LossOptions
 from logitless.torch_impl import eager, parallel
@@ -65,7 +66,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"its kernels take bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda":
-        return None if interpreted() and device.type == "cpu" else f"its kernels need a CUDA device, not {device.type}"
+        return None if interpreted() and device.type == "cpu" else spec.needs_cuda(device.type)
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
         return "its kernels need an NVIDIA GPU of compute capability 9.0 or newer"
     return None
