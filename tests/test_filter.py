@@ -39,7 +39,7 @@ from logitless import plan as make_plan
 from logitless.problems import Problem
 from logitless.reference import FilterCut
 from logitless.spec import LossOptions
-from logitless.tolerances import TINY, allowance, error
+from logitless.tolerances import ROUNDING, TINY, allowance, error
 
 # The kernels of PyTorch interpreted beside all others; those of JAX, slower still, are in tests/test_pallas.py.
 IMPLEMENTATIONS = [*ALL, pytest.param(TorchTriton(), id="torch_triton", marks=interpreted)]
@@ -223,8 +223,6 @@ drawn = st.builds(
     upstream=st.sampled_from([1.0, -2.0]),
     seed=st.integers(0, 10**6),
 )
-# What one rounding, and in float32 the order of a sum, may add to the threshold of every element.
-ROUNDING = {"float64": 1e-13, "float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def assert_bounded(impl: Any, problem: Problem, kind: str) -> None:
