@@ -3,7 +3,8 @@
 Every call of CALLS runs forward and backward on a small problem, a process for every tool, framework and dtype, side by
 side. sanitizer.json holds what each tool found, with the kernels that it names. No allocator keeps memory back, so that
 memcheck sees the end of every tensor. A process that does not end within twice ``--seconds`` is left without a summary,
-as JAX's was on an H200 after five minutes. Beside the 16-bit kernels runs a control, two_groups.py.
+as JAX's was on an H200 after five minutes. Beside them runs a control, warp_groups.py: there, too, racecheck reports
+what the compiler writes for ``gl.warp_specialize``, so that races between such accesses alone are also counted apart.
 """
 
 from __future__ import annotations
@@ -22,8 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck")
-PROCESSES = (("torch", "bfloat16"), ("torch", "float16"), ("torch", "float32"), ("jax", "bfloat16"))
+PROCESSES = (
+    ("control", "int32"),
+    ("torch", "bfloat16"),
+    ("torch", "float16"),
+    ("torch", "float32"),
+    ("jax", "bfloat16"),
+)
 TOKENS, HIDDEN, VOCAB = 333, 136, 1111
+# The sources with kernels of several groups of warps, by the names that a tool gives them.
+SPECIALISED = {"hopper.py": ROOT / "torch_impl" / "hopper.py", "warp_groups.py": ROOT / "bench" / "warp_groups.py"}
 # Options; of them "plan" makes one of logitless.plan's and "recipe" belongs to the data.
 CALLS: dict[str, dict[str, Any]] = {
     "one chunk": {},
@@ -98,14 +107,15 @@ def jax_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
 
 
 def run_calls(framework: str, dtype: str, seconds: float) -> None:
-    """Every call for which there is time."""
+    """Every call for which there is time, or the control."""
+    if framework == "control":
+        from bench import warp_groups
+
+        warp_groups.run()
+        print("ran: control", flush=True)
+        return
     end = time.monotonic() + seconds
     call = torch_call if framework == "torch" else jax_call
-    if framework == "torch" and dtype != "float32":  # whose kernels are specialised by groups of warps
-        from bench import two_groups
-
-        two_groups.run()
-        print("the control ran", flush=True)
     for name in CALLS:
         if time.monotonic() < end:
             case, options = arguments(name, framework, dtype)
@@ -113,8 +123,27 @@ def run_calls(framework: str, dtype: str, seconds: float) -> None:
             print(f"ran: {name}", flush=True)
 
 
+def is_dispatch(name: str, line: int) -> bool:
+    """Whether what the compiler writes for ``gl.warp_specialize`` is at this line: there, and at a kernel's ``def``."""
+    if name not in SPECIALISED:
+        return False
+    text = SPECIALISED[name].read_text().splitlines()[line - 1].strip()
+    return text.startswith("def ") or text == "gl.warp_specialize("
+
+
+def races(lines: list[str]) -> dict[str, int]:
+    """How many races are reported, and how many of them are of the dispatch's accesses alone."""
+    reports: list[list[bool]] = []
+    for line in lines:
+        if "Race reported" in line:
+            reports.append([])
+        if place := re.search(r"(?:Read|Write) access at .* in (\S+):(\d+)", line):
+            reports[-1].append(is_dispatch(place[1], int(place[2])))
+    return {"races": len(reports), "races_of_dispatch": sum(map(all, reports))}
+
+
 def findings(text: str) -> dict[str, Any]:
-    """What a tool's output says: its summary, how often it names which kernel, and its first report."""
+    """What a tool's output says: its summary, its races, how often it names which kernel, and its first report."""
     lines = [line.removeprefix("=========").strip() for line in text.splitlines() if line.startswith("=========")]
     summary = [line for line in lines if "SUMMARY" in line]
     kernels = Counter(kernel for line in lines for kernel in re.findall(r"(?:at|in) ([A-Za-z_]\w+)(?:\(|\+0x)", line))
@@ -122,6 +151,7 @@ def findings(text: str) -> dict[str, Any]:
     return {
         "summary": summary[-1] if summary else None,
         "ran": re.findall(r"^ran: (.*)$", text, re.MULTILINE),
+        **races(lines),
         "kernels": dict(kernels),
         "first_report": [] if first is None else lines[first : first + 8],
     }
@@ -147,7 +177,7 @@ def run_tool(tool: str, framework: str, dtype: str, seconds: float) -> tuple[dic
     text = output.decode(errors="replace")
     row = {"tool": tool, "framework": framework, "dtype": dtype, "exit_status": status}
     row |= {"seconds": round(time.monotonic() - began, 1)} | findings(text)
-    print(row["tool"], framework, dtype, row["summary"], f"{len(row['ran'])} of {len(CALLS)} calls", flush=True)
+    print({key: value for key, value in row.items() if key not in ("kernels", "first_report")}, flush=True)
     return row, text
 
 

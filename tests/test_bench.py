@@ -249,19 +249,30 @@ def test_steps_in_place_leave_the_gradient_where_the_logits_were() -> None:
 
 
 def test_what_a_sanitizer_found() -> None:
-    text = """
+    """Two races: one between accesses of the dispatch, one with a write of the kernel's own."""
+    lines = sanitize.SPECIALISED["hopper.py"].read_text().splitlines()
+    kernel, dispatch, own = (
+        1 + next(i for i, line in enumerate(lines) if text in line)
+        for text in ("def logits_kernel(", "gl.warp_specialize(", "stage.store(piece)")
+    )
+    text = f"""
 ========= COMPUTE-SANITIZER
 ran: one chunk
-========= Error: Race reported between Read access at logits_kernel+0x110 in hopper.py:470
-=========     and Write access at logits_kernel+0xaf40 in hopper.py:470 [235 hazards]
+========= Error: Race reported between Read access at logits_kernel+0x110 in hopper.py:{kernel}
+=========     and Write access at logits_kernel+0xaf40 in hopper.py:{kernel} [235 hazards]
+=========     and Write access at logits_kernel+0xbf40 in hopper.py:{dispatch} [2 hazards]
 =========
 ran: chunks
-========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+========= Error: Race reported between Read access at logits_kernel+0x110 in hopper.py:{kernel}
+=========     and Write access at logits_kernel+0xcf40 in hopper.py:{own} [2 hazards]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
     found = sanitize.findings(text)
-    assert found["summary"] == "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+    assert found["summary"] == "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"
     assert found["ran"] == ["one chunk", "chunks"]
-    assert found["kernels"] == {"logits_kernel": 2}
+    assert (found["races"], found["races_of_dispatch"]) == (2, 1)
+    assert found["kernels"] == {"logits_kernel": 5}
     assert found["first_report"][0].startswith("Error: Race reported between Read access at logits_kernel")
     assert sanitize.findings("killed")["summary"] is None
 
