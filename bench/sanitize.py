@@ -3,8 +3,12 @@
 Every call of CALLS runs forward and backward on a small problem, a process for every tool, framework and dtype, side by
 side. sanitizer.json holds what each tool found, with the kernels that it names. No allocator keeps memory back, so that
 memcheck sees the end of every tensor. A process that does not end within twice ``--seconds`` is left without a summary,
-as JAX's was on an H200 after five minutes. Beside them runs a control, warp_groups.py: there, too, racecheck reports
-what the compiler writes for ``gl.warp_specialize``, so that races between such accesses alone are also counted apart.
+as JAX's was on an H200 after five minutes.
+
+Beside them run controls, in which nothing of logitless is: racecheck reports races in a kernel of several groups of
+warps (warp_groups.py), and in a program that does no more than what dispatches such groups (barriers.cu, which nvcc
+compiles), as soon as a group has met at a barrier of its own. So races between accesses of ``gl.warp_specialize``'s
+dispatch alone are also counted apart.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck")
-PROCESSES = (
-    ("control", "int32"),
-    ("torch", "bfloat16"),
-    ("torch", "float16"),
-    ("torch", "float32"),
-    ("jax", "bfloat16"),
-)
+PROCESSES = (("torch", "bfloat16"), ("torch", "float16"), ("torch", "float32"), ("jax", "bfloat16"))
 TOKENS, HIDDEN, VOCAB = 333, 136, 1111
 # The sources with kernels of several groups of warps, by the names that a tool gives them.
 SPECIALISED = {"hopper.py": ROOT / "torch_impl" / "hopper.py", "warp_groups.py": ROOT / "bench" / "warp_groups.py"}
@@ -107,13 +106,7 @@ def jax_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
 
 
 def run_calls(framework: str, dtype: str, seconds: float) -> None:
-    """Every call for which there is time, or the control."""
-    if framework == "control":
-        from bench import warp_groups
-
-        warp_groups.run()
-        print("ran: control", flush=True)
-        return
+    """Every call for which there is time."""
     end = time.monotonic() + seconds
     call = torch_call if framework == "torch" else jax_call
     for name in CALLS:
@@ -157,15 +150,29 @@ def findings(text: str) -> dict[str, Any]:
     }
 
 
-def run_tool(tool: str, framework: str, dtype: str, seconds: float) -> tuple[dict[str, Any], str]:
+def programs(folder: Path, seconds: float) -> dict[str, list[str]]:
+    """What runs under the tools, by name; ``folder`` is for what is compiled."""
+    barriers = str(folder / "barriers")
+    source = str(ROOT / "bench" / "barriers.cu")
+    subprocess.run(["nvcc", "-arch=native", "-lineinfo", "-o", barriers, source], check=True)
+    python = [sys.executable, "-c"]
+    controls = {
+        "control: barriers of all threads": [barriers],
+        "control: a group's barrier before": [barriers, "group"],
+        "control: groups of warps": [*python, "from bench import warp_groups; warp_groups.run()"],
+    }
+    calls = "from bench import sanitize; sanitize.run_calls({!r}, {!r}, {})"
+    return controls | {" ".join(one): [*python, calls.format(*one, seconds)] for one in PROCESSES}
+
+
+def run_tool(tool: str, program: str, command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
     """A row of the results, and the tool's own output."""
     environment = os.environ | {
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    calls = f"from bench import sanitize; sanitize.run_calls({framework!r}, {dtype!r}, {seconds})"
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "200", sys.executable, "-c", calls]
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "200", *command]
     began = time.monotonic()
     try:
         done = subprocess.run(
@@ -175,7 +182,7 @@ def run_tool(tool: str, framework: str, dtype: str, seconds: float) -> tuple[dic
     except subprocess.TimeoutExpired as late:
         status, output = None, late.stdout or b""
     text = output.decode(errors="replace")
-    row = {"tool": tool, "framework": framework, "dtype": dtype, "exit_status": status}
+    row = {"tool": tool, "program": program, "exit_status": status}
     row |= {"seconds": round(time.monotonic() - began, 1)} | findings(text)
     print({key: value for key, value in row.items() if key not in ("kernels", "first_report")}, flush=True)
     return row, text
@@ -187,8 +194,13 @@ def main() -> None:
     parser = checkout.parser(__doc__, "sanitizer.json, and sanitizer.txt with the tools' own output")
     parser.add_argument("--seconds", type=float, default=240, help="after which a process begins no other call")
     chosen = parser.parse_args()
-    with checkout.results(chosen.output / "sanitizer.json", chosen.commit) as found, ThreadPoolExecutor() as pool:
-        runs = [pool.submit(run_tool, tool, *one, chosen.seconds) for tool in TOOLS for one in PROCESSES]
+    with (
+        checkout.results(chosen.output / "sanitizer.json", chosen.commit) as found,
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor() as pool,
+    ):
+        commands = programs(Path(folder), chosen.seconds)
+        runs = [pool.submit(run_tool, tool, *one, chosen.seconds) for tool in TOOLS for one in commands.items()]
         found["sizes"] = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB}
         found["calls"] = CALLS
         rows, texts = zip(*(run.result() for run in runs), strict=True)
