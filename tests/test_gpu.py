@@ -167,6 +167,36 @@ def test_the_same_bits_from_run_to_run() -> None:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
+@pytest.mark.case(28)
+def test_other_arguments_get_their_own_kernels() -> None:
+    """Aligned tensors and tensors that are not, in turn: each is what it is where nothing is known of earlier calls."""
+    from logitless.torch_impl import launches
+
+    x, w, b, y = tensors()
+    weights = torch.rand(701, device="cuda")
+    shifted = torch.empty(701, 128, device="cuda", dtype=torch.bfloat16).view(-1)[1 : 1 + 700 * 128].view(700, 128)
+    later = torch.cat((y[:1], y))[1:]
+    cases = [
+        {"hidden": x, "bias": b, "target": y, "token_weight": weights[:700]},
+        {"hidden": shifted.copy_(x.detach()).requires_grad_(), "bias": b, "target": y, "token_weight": weights[1:]},
+        {"hidden": x, "bias": torch.cat((b[:1], b))[1:].detach().requires_grad_(), "target": later},
+        {"hidden": x, "bias": b, "target": y.int(), "logit_scale": 0.5, "softcap": 30.0},
+        {"hidden": x[:699], "bias": b, "target": y[:699]},
+    ]
+
+    def made(case: dict[str, Any]) -> list[Any]:
+        loss = linear_cross_entropy(weight=w, **case)
+        return [loss.detach(), *torch.autograd.grad(loss, (case["hidden"], w, case["bias"]))]
+
+    alone = []
+    for case in cases:
+        launches._compiled.clear()
+        alone.append(made(case))
+    for _ in range(2):
+        for case, expected in zip(cases, alone, strict=True):
+            assert all(torch.equal(one, two) for one, two in zip(made(case), expected, strict=True))
+
+
 PLANS: dict[str, dict[str, Any]] = {
     "one chunk": {"order": "tokens", "chunk": 700},
     "chunks": {"order": "tokens", "chunk": 256},

@@ -378,11 +378,6 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
 # From sums to losses and row factors
 
 
-def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
-    """Nothing is compiled here."""
-    del kind, device, step
-
-
 def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None) -> Inputs:
     """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
     hidden, weight, bias, target, token_weight, class_weight = arrays

@@ -14,9 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from logitless.planning import SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
 from logitless.spec import FILTER_COLUMNS, FILTER_ROWS, LossOptions
 from logitless.torch_impl import eager, parallel
 from logitless.torch_impl.eager import Arrays, Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
+from logitless.torch_impl.launches import launch, rehearsing
 from logitless.torch_impl.parallel import Shard
 
 try:
@@ -36,11 +35,6 @@ try:
     from logitless.torch_impl import kernels
 except ImportError:  # a CPU-only install; unavailable() says so before anything here is called
     triton = None
-
-try:
-    from triton import AsyncCompileMode
-except ImportError:  # a Triton that compiles one kernel at a time
-    AsyncCompileMode = None
 
 try:
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -70,56 +64,6 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
         return "its kernels need an NVIDIA GPU of compute capability 9.0 or newer"
     return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Launches, and their rehearsal
-
-
-class _Rehearsal(threading.local):
-    """What takes the kernels that this thread's launches only compile, while a call is rehearsed; else None."""
-
-    load: Callable[[Any], None] | None = None
-
-
-_rehearsal = _Rehearsal()
-_rehearsed: set[Any] = set()
-COMPILERS, LOADERS = 16, 32  # threads
-
-
-def launch(kernel: Any, *grid: int) -> Any:
-    """What launches ``kernel`` on the grid; while a call is rehearsed, what has it compiled."""
-    return kernel[grid] if _rehearsal.load is None else functools.partial(_compile, kernel, grid)
-
-
-def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    assert _rehearsal.load is not None
-    _rehearsal.load(kernel.warmup(*arguments, grid=grid, **options))
-
-
-def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
-    """Run ``step`` once for each ``kind`` of call, launching nothing: its kernels are compiled and loaded side by side
-    and not one after another, so that a first call waits for the slowest and not for all."""
-    if AsyncCompileMode is None or device.type != "cuda" or kind in _rehearsed:
-        return
-    _rehearsed.add(kind)
-    loads: list[Any] = []
-
-    def load(kernel: Any) -> None:
-        with torch.cuda.device(device):
-            made = kernel.result() if hasattr(kernel, "result") else kernel
-            _ = made.run  # builds what launches it
-
-    try:
-        # A compiled kernel is loaded while others are still compiled.
-        with ThreadPoolExecutor(LOADERS) as loaders, ThreadPoolExecutor(COMPILERS) as compilers:
-            _rehearsal.load = lambda kernel: loads.append(loaders.submit(load, kernel))
-            with AsyncCompileMode(compilers):
-                step()
-            for loaded in loads:
-                loaded.result()
-    finally:
-        _rehearsal.load = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,7 +187,7 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     hidden, weight, bias, target, token_weight, class_weight = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
     flat = target.reshape(-1)
-    make = torch.empty if _rehearsal.load is None else torch.zeros  # what indexes must be an index, also in a rehearsal
+    make = torch.zeros if rehearsing() else torch.empty  # what indexes must be an index, also in a rehearsal
     wide, whole, flag = (make(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
     inside, key = torch.empty_like(flag), torch.empty_like(whole)
     order, count = (make(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
@@ -747,11 +691,12 @@ class _Products:
         if split and self.parts is None:
             self.parts = c.empty(c.programs, t.bm, t.bn)
         options: dict[str, Any] = t.options
+        own: tuple[Any, ...] = ()  # arguments that only Hopper's kernel has
         if c.specialized:
             block = t.block_rows, t.block_columns
             summed = None if scale is not None or self.hidden_sum is None else c.describe(self.hidden_sum, *block)
             options |= {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split}
-            options |= {"parts_ptr": self.parts, "sum_desc": summed}
+            own = self.parts, summed
         else:
             options |= {"FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision, "DEEP": t.deep}
             options["num_stages"] = 2 if s else t.stages
@@ -765,7 +710,7 @@ class _Products:
         kinds |= {"SMOOTH": s is not None, "GROUP": t.group, "PROGRAMS": c.programs}
         launch(c.products.hidden_kernel, c.programs)(
             c.describe(e, t.block_rows, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries], *results,
-            self.filter.row_lists if self.filter else None,
+            self.filter.row_lists if self.filter else None, *own,
             FILTER=FILTER_COLUMNS // t.bk if self.filter else 0, **kinds, **options,
         )  # fmt: skip
         if split:

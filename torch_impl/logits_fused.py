@@ -10,7 +10,8 @@ from torch import Tensor
 from logitless.spec import LossOptions
 from logitless.torch_impl import fused
 from logitless.torch_impl.eager import TokenSums
-from logitless.torch_impl.fused import Rows, launch, losses, normalizer, prepare, total_loss
+from logitless.torch_impl.fused import Rows, losses, normalizer, prepare, total_loss
+from logitless.torch_impl.launches import launch
 from logitless.torch_impl.logits_eager import LogitRows, logit_rows
 
 with contextlib.suppress(ImportError):  # without triton fused.unavailable() says so before anything here is called

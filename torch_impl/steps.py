@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from logitless.spec import LossOptions, TokenStats
-from logitless.torch_impl import eager, fused
+from logitless.torch_impl import eager, fused, launches
 from logitless.torch_impl.deferred import DeferredWeightGrad
 from logitless.torch_impl.eager import Arrays
 from logitless.torch_impl.parallel import Shard
@@ -120,6 +120,8 @@ def _no_autocast(arrays: Arrays) -> torch.autocast:
 
 def _rehearse(step: str, arrays: Arrays, call: Call, needs: eager.Needs, run: Callable[[Call], Any]) -> None:
     """Have the kernels of a step compiled that is the first of its kind: a kind is what kernels are compiled for."""
+    if call.backend != "triton":
+        return
     plan, options = call.plan, call.options
     sizes = (arrays.target.numel(), *arrays.weight.shape, *arrays.weight.stride(), plan.vocab_chunk)
     given = tuple(None if array is None else array.dtype for array in arrays)
@@ -135,7 +137,7 @@ def _rehearse(step: str, arrays: Arrays, call: Call, needs: eager.Needs, run: Ca
         if waiting is not None:
             waiting.finish(torch.ones((), device=arrays.hidden.device))
 
-    MODULES[call.backend].rehearse(kind, arrays.hidden.device, rehearsal)
+    launches.rehearse(kind, arrays.hidden.device, rehearsal)
 
 
 def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
