@@ -1,9 +1,9 @@
-"""The kernels under compute-sanitizer: ``python bench/sanitize.py --output DIR``.
+"""PyTorch's kernels under compute-sanitizer: ``python bench/sanitize.py --output DIR``.
 
-Every call of CALLS runs forward and backward on a small problem, a process for every tool, framework and dtype, side by
-side. sanitizer.json holds what each tool found, with the kernels that it names. No allocator keeps memory back, so that
-memcheck sees the end of every tensor. A process that does not end within twice ``--seconds`` is left without a summary,
-as JAX's was on an H200 after five minutes.
+Every call of CALLS runs forward and backward on a small problem, a process for every tool and dtype, side by side.
+sanitizer.json holds what each tool found, with the kernels that it names. No allocator keeps memory back, so that
+memcheck sees the end of every tensor. A process that does not end within twice ``--seconds`` is left without a summary.
+(JAX's never ended: under the tools XLA compiles a program for minutes.)
 
 Beside them run controls, in which nothing of logitless is: racecheck reports races in a kernel of several groups of
 warps (warp_groups.py), and in a program that does no more than what dispatches such groups (barriers.cu, which nvcc
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck")
-PROCESSES = (("torch", "bfloat16"), ("torch", "float16"), ("torch", "float32"), ("jax", "bfloat16"))
+DTYPES = ("bfloat16", "float16", "float32")
 TOKENS, HIDDEN, VOCAB = 333, 136, 1111
 # The sources with kernels of several groups of warps, by the names that a tool gives them.
 SPECIALISED = {"hopper.py": ROOT / "torch_impl" / "hopper.py", "warp_groups.py": ROOT / "bench" / "warp_groups.py"}
@@ -47,7 +47,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def arguments(name: str, framework: str, dtype: str) -> tuple[Any, dict[str, Any]]:
+def arguments(name: str, dtype: str) -> tuple[Any, dict[str, Any]]:
     """The data of a call, and its options."""
     from logitless import plan
     from logitless.problems import Problem
@@ -59,11 +59,12 @@ def arguments(name: str, framework: str, dtype: str) -> tuple[Any, dict[str, Any
     )
     if wanted is not None:
         sizes = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB, "dtype": dtype}
-        options["plan"] = plan(**sizes, **wanted, fused=True, padded=framework == "jax")
+        options["plan"] = plan(**sizes, **wanted, fused=True)
     return problem.case(), options
 
 
-def torch_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
+def call(case: Any, options: dict[str, Any], dtype: str) -> None:
+    """Forward and backward; where there are no options, also from given logits."""
     import torch
 
     from logitless.torch_impl import cross_entropy, linear_cross_entropy
@@ -84,35 +85,12 @@ def torch_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
     torch.cuda.synchronize()
 
 
-def jax_call(case: Any, dtype: str, options: dict[str, Any]) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    from logitless.jax_impl import cross_entropy, linear_cross_entropy
-
-    wrt = options.pop("wrt", ("hidden", "weight", "bias"))
-    floats = {key: jnp.asarray(getattr(case, key), dtype) for key in ("hidden", "weight", "bias")}
-    target, k = jnp.asarray(case.target, jnp.int32), jnp.asarray(case.class_weight)
-
-    def loss(floats: Any) -> Any:
-        made = linear_cross_entropy(**floats, target=target, class_weight=k, backend="pallas", **options)
-        return (made[0] if isinstance(made, tuple) else made).sum()
-
-    jax.block_until_ready(jax.jit(jax.grad(loss) if wrt else loss)(floats))
-    if not options:
-        logits = jax.random.normal(jax.random.key(0), (TOKENS, VOCAB), jnp.dtype(dtype))
-        whole = jax.grad(lambda z: cross_entropy(z, target, class_weight=k, backend="pallas"))
-        jax.block_until_ready(jax.jit(whole)(logits))
-
-
-def run_calls(framework: str, dtype: str, seconds: float) -> None:
+def run_calls(dtype: str, seconds: float) -> None:
     """Every call for which there is time."""
     end = time.monotonic() + seconds
-    call = torch_call if framework == "torch" else jax_call
     for name in CALLS:
         if time.monotonic() < end:
-            case, options = arguments(name, framework, dtype)
-            call(case, dtype, options)
+            call(*arguments(name, dtype), dtype)
             print(f"ran: {name}", flush=True)
 
 
@@ -161,15 +139,14 @@ def programs(folder: Path, seconds: float) -> dict[str, list[str]]:
         "control: a group's barrier before": [barriers, "group"],
         "control: groups of warps": [*python, "from bench import warp_groups; warp_groups.run()"],
     }
-    calls = "from bench import sanitize; sanitize.run_calls({!r}, {!r}, {})"
-    return controls | {" ".join(one): [*python, calls.format(*one, seconds)] for one in PROCESSES}
+    calls = "from bench import sanitize; sanitize.run_calls({!r}, {})"
+    return controls | {dtype: [*python, calls.format(dtype, seconds)] for dtype in DTYPES}
 
 
 def run_tool(tool: str, program: str, command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
     """A row of the results, and the tool's own output."""
     environment = os.environ | {
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "200", *command]

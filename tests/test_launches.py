@@ -88,13 +88,20 @@ def test_what_kinds_have_in_common() -> None:
 
 
 class Compiled:
-    """What was compiled for a kind; its launches."""
+    """What was compiled for a kind; its launches, and those that a profiler could see."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
+        self.seen: list[tuple[Any, ...]] = []
+
+    def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        assert rest[:5] == ("function", "metadata", None, None, None)
+        self.launched.append(((x, y, z), stream, *rest[5:]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *values, stream: self.launched.append((grid, stream, *values))
+        return lambda *values, stream: self.seen.append((grid, stream, *values))
 
 
 class Kernel(JITFunction):
@@ -136,6 +143,20 @@ def test_triton_is_asked_once_for_a_kind(current: SimpleNamespace) -> None:
     current.device = 1
     launch(y, x, None, 7, 2.0, SIZE=16, FLAG=True, num_warps=4)
     assert len(kernel.made) == 4
+
+
+def test_a_profiler_sees_every_launch(current: SimpleNamespace) -> None:
+    """Which Triton tells of launches."""
+    kernel, x, looks = Kernel(), torch.empty(64), print
+    for number in range(3):
+        if number == 1:
+            triton.knobs.runtime.launch_enter_hook.add(looks)
+        try:
+            launches.launch(kernel, 3)(x, x, None, 7, 1.0, SIZE=16, FLAG=True)
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(looks)
+    (made,) = kernel.made
+    assert made.seen == made.launched == [((3, 1, 1), 5, x, x, None, 7, 1.0, True, 16)]
 
 
 def test_kinds_do_not_pile_up(current: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
