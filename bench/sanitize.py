@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,13 +152,16 @@ def run_tool(tool: str, program: str, command: list[str], seconds: float) -> tup
     }
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "200", *command]
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=2 * seconds
-        )
-        status, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as late:
-        status, output = None, late.stdout or b""
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=2 * seconds)
+            status: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the program under the tool, which would go on alone
+            output, _ = process.communicate()
+            status = None
     text = output.decode(errors="replace")
     row = {"tool": tool, "program": program, "exit_status": status}
     row |= {"seconds": round(time.monotonic() - began, 1)} | findings(text)
