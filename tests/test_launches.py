@@ -77,11 +77,16 @@ def test_one_kind_is_compiled_once(name: str) -> None:
             assert launches.kind_of(PROBE, 0, *calls[0]) != launches.kind_of(PROBE, 0, *calls[1]), (one, other)
 
 
+class Marked(torch.Tensor):
+    """A user's own class of tensors."""
+
+
 def test_what_kinds_have_in_common() -> None:
-    """New tensors of the same dtype and alignment, other shapes of them, and other floats are of one kind."""
+    """New tensors of the same dtype and alignment, other shapes and classes of them, and other floats are of one kind,
+    which holds no tensor."""
     given = torch.empty(64), torch.empty(64), None, 7, 1.0
     kind = launches.kind_of(PROBE, 0, given, {"FLAG": True})
-    again = torch.empty(16, 4), torch.nn.Parameter(torch.empty(64)), None, 7, 2.5
+    again = torch.empty(16, 4), torch.nn.Parameter(torch.empty(64)).as_subclass(Marked), None, 7, 2.5
     assert launches.kind_of(PROBE, 0, again, {"FLAG": True}) == kind
     assert launches.kind_of(PROBE, 1, again, {"FLAG": True}) != kind
     assert launches.kind_of(JITFunction(probe), 0, again, {"FLAG": True}) != kind

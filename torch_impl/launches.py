@@ -63,8 +63,8 @@ def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """``kernel[grid](*arguments, **options)``, which looks at every argument to find what it has compiled: that takes
-    longer than a small step's products. So Triton is only asked about kinds of launches that are new."""
+    """``kernel[grid](*arguments, **options)``, which looks at every argument to find what it has compiled, and takes
+    longer over that than over the launch. So Triton is only asked about kinds of launches that are new."""
     device = driver.active.get_current_device()
     key = kind_of(kernel, device, arguments, options)
     found = _compiled.get(key)
@@ -104,7 +104,7 @@ def kind_of(kernel: Any, device: int, arguments: tuple[Any, ...], options: dict[
         of = type(value)
         if value is None:
             add(None)
-        elif of is Tensor or of is torch.nn.Parameter:
+        elif isinstance(value, Tensor):
             add(value.dtype)
             add(value.data_ptr() % 16)
         elif of is int:
