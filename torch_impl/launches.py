@@ -39,7 +39,8 @@ class _Rehearsal(threading.local):
 
 _rehearsal = _Rehearsal()
 _rehearsed: set[Any] = set()
-# By kind: the kernel, what was compiled of it, and the options that this takes as arguments, in its order.
+# By kind: the kernel (so that no other one gets its id), what was compiled of it, and the options that this takes as
+# arguments, in its order.
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, list[str]]] = {}
 
 
@@ -107,12 +108,9 @@ def kind_of(kernel: Any, device: int, arguments: tuple[Any, ...], options: dict[
         elif isinstance(value, Tensor):
             add(value.dtype)
             add(value.data_ptr() % 16)
-        elif of is int:
-            add(of)
-            add(value)
         elif of is float:
             add(of)
-        elif hasattr(value, "block_shape"):
+        elif of is not int and hasattr(value, "block_shape"):
             add(value.base.dtype)
             kind += value.block_shape
         else:
