@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck")
+# By default the tool follows a program's children, too; and while compilers come and go side by side, it crashes.
+OPTIONS = ("--target-processes", "application-only", "--print-limit", "200")
 DTYPES = ("bfloat16", "float16", "float32")
 TOKENS, HIDDEN, VOCAB = 333, 136, 1111
 # The sources with kernels of several groups of warps, by the names that a tool gives them.
@@ -95,12 +97,12 @@ def run_calls(dtype: str, seconds: float) -> None:
             print(f"ran: {name}", flush=True)
 
 
-def is_dispatch(name: str, line: int) -> bool:
-    """Whether what the compiler writes for ``gl.warp_specialize`` is at this line: there, and at a kernel's ``def``."""
+def is_dispatch(kernel: str, name: str, line: int) -> bool:
+    """Whether what the compiler writes for ``gl.warp_specialize`` is at this line: there or at the kernel's ``def``."""
     if name not in SPECIALISED:
         return False
     text = SPECIALISED[name].read_text().splitlines()[line - 1].strip()
-    return text.startswith("def ") or text == "gl.warp_specialize("
+    return text.startswith(f"def {kernel}(") or text == "gl.warp_specialize("
 
 
 def races(lines: list[str]) -> dict[str, int]:
@@ -109,8 +111,8 @@ def races(lines: list[str]) -> dict[str, int]:
     for line in lines:
         if "Race reported" in line:
             reports.append([])
-        if place := re.search(r"(?:Read|Write) access at .* in (\S+):(\d+)", line):
-            reports[-1].append(is_dispatch(place[1], int(place[2])))
+        if place := re.search(r"(?:Read|Write) access at (.*)\+0x\w+ in (\S+):(\d+)", line):
+            reports[-1].append(is_dispatch(place[1], place[2], int(place[3])))
     return {"races": len(reports), "races_of_dispatch": sum(map(all, reports))}
 
 
@@ -150,7 +152,7 @@ def run_tool(tool: str, program: str, command: list[str], seconds: float) -> tup
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "200", *command]
+    command = ["compute-sanitizer", "--tool", tool, *OPTIONS, *command]
     began = time.monotonic()
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

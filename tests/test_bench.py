@@ -249,11 +249,11 @@ def test_steps_in_place_leave_the_gradient_where_the_logits_were() -> None:
 
 
 def test_what_a_sanitizer_found() -> None:
-    """Two races: one between accesses of the dispatch, one with a write of the kernel's own."""
+    """Three races: one between accesses of the dispatch, one with a write of the kernel's own, one in a helper."""
     lines = sanitize.SPECIALISED["hopper.py"].read_text().splitlines()
-    kernel, dispatch, own = (
+    kernel, helper, dispatch, own = (
         1 + next(i for i, line in enumerate(lines) if text in line)
-        for text in ("def logits_kernel(", "gl.warp_specialize(", "stage.store(piece)")
+        for text in ("def logits_kernel(", "def put(", "gl.warp_specialize(", "stage.store(piece)")
     )
     text = f"""
 ========= COMPUTE-SANITIZER
@@ -266,13 +266,16 @@ ran: chunks
 ========= Error: Race reported between Read access at logits_kernel+0x110 in hopper.py:{kernel}
 =========     and Write access at logits_kernel+0xcf40 in hopper.py:{own} [2 hazards]
 =========
-========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+========= Error: Race reported between Read access at logits_kernel+0x110 in hopper.py:{kernel}
+=========     and Write access at logits_kernel+0xdf40 in hopper.py:{helper} [2 hazards]
+=========
+========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)
 """
     found = sanitize.findings(text)
-    assert found["summary"] == "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"
+    assert found["summary"] == "RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)"
     assert found["ran"] == ["one chunk", "chunks"]
-    assert (found["races"], found["races_of_dispatch"]) == (2, 1)
-    assert found["kernels"] == {"logits_kernel": 5}
+    assert (found["races"], found["races_of_dispatch"]) == (3, 1)
+    assert found["kernels"] == {"logits_kernel": 7}
     assert found["first_report"][0].startswith("Error: Race reported between Read access at logits_kernel")
     assert sanitize.findings("killed")["summary"] is None
 
