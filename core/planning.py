@@ -6,7 +6,7 @@ Two orders (docs/design.md):
 
 ``tokens``  chunks of C tokens, the whole vocabulary each. In one pass the C × V exponentials are held, 6·N·D·V flops;
             a dW accumulator [V, D] is needed only when there is more than one chunk and dW's own buffer is not precise
-            enough to add in (the kernels keep the upper halves of its float32 there all the same).
+            enough to add in (the kernels keep 24 bits of a sum, and the upper 16 of them there all the same).
 ``vocab``   first the statistics of all tokens (2·N·D·V), then slices of the vocabulary, 6 more. Holds N × slice; dX is
             accumulated, each slice of dW is finished at once, so nothing of size V × D exists beside the gradient.
 
@@ -205,8 +205,8 @@ class ChunkPlan:
         vectors = 4 * (2 * ROW_VECTORS * self.tokens + 16 * rows + VOCAB_VECTORS * self.vocab + 16 * self.hidden)
         sums = 0
         if self.token_chunk < self.tokens:
-            # Of dW's float32 sum the lower halves; the upper ones lie where dW will be.
-            sums += self.vocab * self.hidden * 2 if item < 4 else 0
+            # Of dW's sum the lower 8 bits; the upper 16 lie where dW will be.
+            sums += self.vocab * round_up(self.hidden, 16) if item < 4 else 0
             sums += self.tokens * self.hidden * 4 if self.one_pass else 0
         if self.fused_columns < self.vocab:
             sums += self.tokens * self.hidden * 4
@@ -239,7 +239,7 @@ class ChunkPlan:
         positions = self.tokens + self.token_chunk  # whole chunks, each begun at a multiple of 8
         sums = 0
         if self.token_chunk < self.tokens:
-            sums += vocab * hidden * 2 if item < 4 else 0
+            sums += vocab * hidden if item < 4 else 0
             sums += positions * hidden * (4 if self.one_pass else item)  # dX in the order of the positions
         if self.fused_columns < self.vocab:
             sums += self.tokens * hidden * 4

@@ -427,8 +427,8 @@ class _State(NamedTuple):
     """dX by position, dW and db as far as they are; None where not wanted or not begun."""
 
     hidden: Array | None = None  # [≥ N, D]
-    weight: Array | None = None  # [V, D], or the upper halves of its float32 sum
-    low: Array | None = None  # [V, D] int16: the lower halves
+    weight: Array | None = None  # [V, D], or the upper 16 bits of its sum
+    low: Array | None = None  # [V, D] int8: the next 8
     bias: Array | None = None  # [V] float32
     tiles: Array | None = None  # [2] int32: how many filter_eps left out, and of how many
 
@@ -536,7 +536,7 @@ class _Products:
         outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(c.weight.shape, c.dtype)}
         adds = state.low is not None
         if scale is None:
-            outs["low"], shapes["low"] = state.low, jax.ShapeDtypeStruct(c.weight.shape, jnp.int16)
+            outs["low"], shapes["low"] = state.low, jax.ShapeDtypeStruct(c.weight.shape, jnp.int8)
         else:
             arguments["scale"] = scale.reshape(1)
             if state.low is not None:

@@ -429,12 +429,12 @@ def _store(
     tile: _Tile, piece: Callable[[int, int], Any], width: int, staging: dict[str, Any], to: dict[str, Any], size: int
 ) -> None:  # fmt: skip
     """A warpgroup's part of a tile, piece(column, width) at a time, by TMA ``to`` its part of a matrix of ``size``
-    columns: rounded to "out", or in two halves to "out" and "low"."""
+    columns: rounded to "out", or to "out" and "low" (:func:`_parted`)."""
     pieces = _pieces(tile, size, width)
     for number in range(pieces):
         slot = number % 2
         value, dtype = piece(number * width, width), staging["out"].dtype
-        parts = _halves(value, dtype) if "low" in to else (value.astype(dtype),)
+        parts = _parted(value, dtype) if "low" in to else (value.astype(dtype),)
         # One piece may be on its way, but not from this slot: an odd number of pieces ends where the next tile begins.
         plgpu.wait_smem_to_gmem(0 if number == 0 and pieces % 2 else 1, wait_read_only=True)
         for name, part in zip(to, parts, strict=True):
@@ -701,17 +701,21 @@ def gradient_columns(row_tiles: int, size: int, paired: bool = True) -> int:
     return min(GRADIENT_COLUMNS, key=turns)
 
 
-def _halves(value: Any, dtype: Any) -> tuple[Any, Any]:
-    """The upper 16 bits of float32, as ``dtype``, and the lower ones, as int16."""
+def _parted(value: Any, dtype: Any) -> tuple[Any, Any]:
+    """The upper 16 bits of float32, as ``dtype``, and the next 8, rounded. (A NaN as it is: what is added would run
+    into its sign.)"""
     bits = lax.bitcast_convert_type(value, jnp.int32)
+    bits = jnp.where(value == value, bits + 0x80, bits)
     high = lax.shift_right_logical(bits, jnp.int32(16)).astype(jnp.int16)
-    return lax.bitcast_convert_type(high, dtype), (bits & 0xFFFF).astype(jnp.int16)
+    low = lax.shift_right_logical(bits, jnp.int32(8)).astype(jnp.int8)
+    return lax.bitcast_convert_type(high, dtype), low
 
 
 def _joined(high: Any, low: Any) -> Any:
-    """float32 from its two halves."""
+    """float32 from its upper 16 and the next 8 bits."""
     upper = lax.bitcast_convert_type(high, jnp.int16).astype(jnp.int32)
-    bits = lax.shift_left(upper, jnp.int32(16)) | (low.astype(jnp.int32) & 0xFFFF)
+    lower = low.astype(jnp.int32) & 0xFF
+    bits = lax.shift_left(upper, jnp.int32(16)) | lax.shift_left(lower, jnp.int32(8))
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -721,7 +725,7 @@ def _with_sums(
     """How a product's tile gets what was summed before: (begin, add), with the next pieces always on their way.
 
     add(tile, number, piece): piece plus the number-th [64, 32] of the warpgroup's part of the sum: the matrix
-    ``names`` names, or its two halves.
+    ``names`` names, or both of its parts.
     """
     if "arrived" not in r:
         return lambda tile: None, lambda tile, number, piece: piece
@@ -857,21 +861,21 @@ def weight(
         without scale:  sum = eᵀ x (+ sum with ``adds``)
         with it:        out = scale · (eᵀ x + sum with ``adds`` − k_j smooth_x)
 
-    The float32 sum lies in two matrices of 16 bits, its upper halves in ``out`` and its lower ones in ``low``.
+    The sum has 24 bits of float32, in two matrices: the upper 16 in ``out`` and the next 8 in ``low``.
 
     Arguments:
         rows, start: [1] int32: how many rows of e and x there are; the first vocabulary entry.
         e [C, S], x [C, D]; lists [⌈S / 256⌉, 1 + row tiles] int32 as for :func:`hidden`, of 256 entries each, and the
         order [⌈S / 256⌉] int32 in which they are worked on.
-        low [V, D] int16 where ``adds``; scale [1] float32; smooth_x [tiles of D] and class_weight [tiles of V] float32
+        low [V, D] int8 where ``adds``; scale [1] float32; smooth_x [tiles of D] and class_weight [tiles of V] float32
         with label smoothing.
     ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Without rows, sums stay as they
     are.
     """
     final = "scale" in arguments
     paired = "lists" not in arguments
-    halves = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int16}
-    staged = {"out": halves["out"]} if final else halves
+    parts = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int8}
+    staged = {"out": parts["out"]} if final else parts
     staged_columns = _staged_columns(staged, adds)
 
     def body(r: dict[str, Any]) -> None:
@@ -922,7 +926,7 @@ def weight(
 
     return _launch(
         body, arguments, outputs, name="weight", grid=programs(paired), threads=MULTIPLYING + 1,
-        scratch=_gradient_scratch(staged, staged_columns, halves if adds else {}), paired=paired,
+        scratch=_gradient_scratch(staged, staged_columns, parts if adds else {}), paired=paired,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ READS = {
 
 
 def block(dtype: str, rows: int, columns: int) -> str:
-    layout = NVMMASharedLayout(128, 32 if dtype == "fp32" else 16, rank=2)
+    layout = NVMMASharedLayout(128, {"fp32": 32, "i8": 8}.get(dtype, 16), rank=2)
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
 
@@ -76,22 +76,22 @@ def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
 
 def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, Any]:
     into = chosen.get("INTO", False) and not chosen.pop("NARROW", False)  # a float32 buffer
-    halves = chosen.get("HALVES", False)
+    parted = chosen.get("PARTED", False)
     t = HOPPER_TILES[WEIGHT if final and not into else WEIGHT_SUM]
-    options = {"ADD": False, "FINAL": final, "INTO": False, "HALVES": False, "SMOOTH": False, "HAS_CLASS": False}
+    options = {"ADD": False, "FINAL": final, "INTO": False, "PARTED": False, "SMOOTH": False, "HAS_CLASS": False}
     options["FILTER"] = 0
-    half = block("i16", t.block_rows, t.block_columns)
-    summed = half if halves else block("fp32", t.block_rows, t.block_columns)
+    high, low = (block(bits, t.block_rows, t.block_columns) for bits in ("i16", "i8"))
+    summed = high if parted else block("fp32", t.block_rows, t.block_columns)
     return {
         "kernel": hopper.weight_kernel,
         "tiles": t,
         "constants": options | chosen | {"PIECES": pieces, "PARTS": t.bn // t.block_columns},
-        "none": (() if final else ("scale_ptr",)) + (() if halves else ("low_ptr",))
-        + (() if halves and not final else ("low_desc",)),
+        "none": (() if final else ("scale_ptr",)) + (() if parted else ("low_ptr",))
+        + (() if parted and not final else ("low_desc",)),
         "blocks": {
             "e_desc": block(dtype, t.bk, t.block_rows),
             "x_desc": block(dtype, t.bk, t.bn),
-            "low_desc": half,
+            "low_desc": low,
             "out_desc": block(dtype, t.block_rows, t.block_columns) if final and not into else summed,
         },
         "dtype": dtype,
@@ -119,9 +119,9 @@ CONFIGURATIONS = {
     "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
     "weight sum": lambda: weight("bf16", False, 2),
     "weight sum, add": lambda: weight("bf16", False, 2, ADD=True),
-    "weight halves": lambda: weight("bf16", False, 8, HALVES=True),
-    "weight halves added": lambda: weight("bf16", False, 8, HALVES=True, ADD=True),
-    "weight from halves": lambda: weight("bf16", True, 8, HALVES=True, ADD=True, SMOOTH=True),
+    "weight parted": lambda: weight("bf16", False, 8, PARTED=True),
+    "weight parted, added": lambda: weight("bf16", False, 8, PARTED=True, ADD=True),
+    "weight from parts": lambda: weight("bf16", True, 8, PARTED=True, ADD=True, SMOOTH=True),
     "hidden, filtered": lambda: hidden("bf16", True, ROWS=True, FILTER=4),
     "hidden sum, filtered, add": lambda: hidden("bf16", False, ADD=True, FILTER=4),
     "weight, filtered": lambda: weight("bf16", True, 1, FILTER=2),
@@ -142,14 +142,15 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
     if constants.get("INTO"):
         out["sum_ptr"] = out["out_ptr"]
-    if constants.get("HALVES"):
-        out |= dict.fromkeys(("sum_ptr", "low_ptr"), "*i16") | ({} if narrow else {"out_ptr": "*i16"})
+    if constants.get("PARTED"):
+        out |= {"sum_ptr": "*i16", "low_ptr": "*i8"} | ({} if narrow else {"out_ptr": "*i16"})
     kinds = own | whole | out | what["blocks"] | {"scale": "fp32", "cap": "fp32"}
     signature = {
         n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names
     }
     paths = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")}
+    multiples = [name for name in names if signature[name].startswith("*") or name == "size"]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = GluonASTSource(kernel, signature, paths, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     ptx, sass = made.asm["ptx"], made.asm["sass"]

@@ -28,10 +28,10 @@ PLAIN = (
     "weight",
 )
 PLAIN += ("weight sum", "weight sum, add")
-PLAIN += ("weight into, add", "weight halves")
+PLAIN += ("weight into, add", "weight parted", "weight parted, added")
 PLAIN += ("hidden, filtered", "hidden sum, filtered, add", "weight, filtered", "weight sum, filtered, add")
 OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all", "weight into narrow")
-OTHERS += ("weight halves added", "weight from halves")
+OTHERS += ("weight from parts",)
 
 
 @pytest.fixture(scope="session")

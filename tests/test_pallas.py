@@ -366,10 +366,10 @@ def assert_lists_leave_out(kept: Any, rows: int, size: int, step: int) -> None:
 
     def weight(e: Any, more: Any) -> Any:
         sums = {"out": jax.new_ref(jnp.ones((vocab, size), jnp.bfloat16))}
-        sums["low"] = jax.new_ref(jnp.ones((vocab, size), jnp.int16))
+        sums["low"] = jax.new_ref(jnp.ones((vocab, size), jnp.int8))
         arguments = {"rows": index(rows), "start": index(0), "e": e, "x": x}
         kernels.weight(arguments | sums | more, {}, columns=vocab, adds=True)
-        return [kernels.written(half) for half in sums.values()]
+        return [kernels.written(part) for part in sums.values()]
 
     along_vocab, along_rows = (kept, 256 // step, vocab // step), (kept.T, 128 // step, -(-index(rows) // step))
     lists = fused._lists(*along_vocab), fused._lists(*along_rows)
@@ -434,7 +434,7 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(kernels.plgpu, "wait_smem_to_gmem", lambda n, **more: None if n else wait(n, **more))
     e, x = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
     numbers = {"rows": jnp.full(1, 8, jnp.int32), "start": jnp.zeros(1, jnp.int32)}
-    out = {"out": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), "low": jax.ShapeDtypeStruct((64, 256), jnp.int16)}
+    out = {"out": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), "low": jax.ShapeDtypeStruct((64, 256), jnp.int8)}
     jax.block_until_ready(kernels.weight(numbers | {"e": e, "x": x}, out, columns=64, adds=False))
     assert "RACE DETECTED" in capsys.readouterr().out
 

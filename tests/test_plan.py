@@ -216,10 +216,10 @@ def test_known_plans_for_the_kernels() -> None:
     exponentials = 4096 * 128256 * 2
     assert exponentials < default.scratch_bytes < 1.1 * exponentials
     assert (lean.order, lean.one_pass) == ("vocab", False)
-    lower_halves = 128256 * 4096 * 2
+    lower_bits = 128256 * 4096
     for padded in (False, True):
         several = plan(**sizes, order="tokens", chunk=2048, padded=padded)
-        assert lower_halves < several.scratch_bytes - exponentials // 2 < 1.2 * lower_halves
+        assert lower_bits < several.scratch_bytes - exponentials // 2 < 1.4 * lower_bits
 
 
 def test_chunks_may_be_unequal_where_their_tiles_fill_the_turns() -> None:

@@ -594,8 +594,8 @@ def _longest_first(lists: Tensor, tiles: int, others: int) -> None:
     lists[:tiles] = lengths.argsort(descending=True, stable=True)
 
 
-def _in_halves(needs: Needs, several: bool) -> bool:
-    """Of a dW in 16 bits, several chunks' float32 sum lies in two halves: the upper one where dW will be."""
+def _is_parted(needs: Needs, several: bool) -> bool:
+    """Of a dW in 16 bits, several chunks' sum has 24 bits: the upper 16 where dW will be, the next 8 in a matrix."""
     return several and needs.weight is not None and needs.into is None and needs.weight.itemsize == 2
 
 
@@ -606,7 +606,7 @@ class _Products:
         self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
         self.hidden_sum: Tensor | None = None
         self.weight_sum: Tensor | None = None
-        self.halves = _in_halves(needs, c.tokens > c.chunk)
+        self.parted = _is_parted(needs, c.tokens > c.chunk)
         self.high: Tensor | None = None
         self.low: Tensor | None = None
         self.parts: Tensor | None = None
@@ -627,7 +627,7 @@ class _Products:
     @property
     def adds_targets_last(self) -> bool:
         """Whether the targets' elements are added to the finished dW, where no float32 sum in one matrix takes them."""
-        return self.halves or self.call.chunk >= self.call.tokens
+        return self.parted or self.call.chunk >= self.call.tokens
 
     def add_smooth_x(self, first: int, x: Tensor) -> None:
         """Σ_i g_i x_i of the chunk, from x as it came."""
@@ -723,7 +723,7 @@ class _Products:
         c, into, final = self.call, self.needs.into is not None, scale is not None
         smooth = self.smoothing is not None and not (into and first + c.chunk < c.tokens)
         out: Any = self.weight if final else self._weight_accumulator()
-        halves = self.halves and (first > 0 or not final)
+        parted = self.parted and (first > 0 or not final)
         t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
         through_tma = c.tma and (c.size * out.element_size()) % 16 == 0
         block = t.block_rows, t.block_columns
@@ -732,29 +732,29 @@ class _Products:
             parts = t.bn // t.block_columns
             reads = first > 0 if not into else out.dtype != torch.float32
             several = final and (reads or smooth)
-            options |= {"PARTS": parts, "PIECES": 8 if halves else 4 if several else parts}
+            options |= {"PARTS": parts, "PIECES": 8 if parted else 4 if several else parts}
         else:
-            through_tma = through_tma and (final or not halves)
+            through_tma = through_tma and (final or not parted)
             options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": through_tma, "PRECISION": c.precision}
             options |= {"DEEP": t.deep}
-        low = c.describe(self.low, *block) if c.specialized and halves and not final and self.low is not None else None
+        low = c.describe(self.low, *block) if c.specialized and parted and not final and self.low is not None else None
         launch(c.products.weight_kernel, c.programs)(
             c.describe(e, t.bk, t.block_rows), c.describe(x, t.bk, t.bn),
-            out if into else self.high if halves else self.weight_sum, self.low if halves else None, low,
+            out if into else self.high if parted else self.weight_sum, self.low if parted else None, low,
             c.describe(out[entries], *block) if through_tma else None, out, c.count, scale,
             c.class_weight, self.smooth_x_scaled if final and smooth else None,
             first, c.chunk, entries.start, entries.stop - entries.start, c.size,
             self.filter.column_lists if self.filter else None, FILTER=FILTER_ROWS // t.bk if self.filter else 0,
-            ADD=first > 0 or into, FINAL=final, INTO=into, HALVES=halves, SMOOTH=smooth,
+            ADD=first > 0 or into, FINAL=final, INTO=into, PARTED=parted, SMOOTH=smooth,
             HAS_CLASS=c.class_weight is not None, GROUP=t.group, PROGRAMS=c.programs, **options,
         )  # fmt: skip
 
     def _weight_accumulator(self) -> Tensor:
-        """What a chunk's dW is added to that is not the last: the upper halves of the sum, or all of it."""
+        """What a chunk's dW is added to that is not the last: the upper 16 bits of the sum, or all of it."""
         c, weight = self.call, self.weight
-        if self.halves:
+        if self.parted:
             if self.low is None and weight is not None:
-                self.high, self.low = weight.view(torch.int16), c.empty(c.vocab, c.size, torch.int16)
+                self.high, self.low = weight.view(torch.int16), c.empty(c.vocab, round_up(c.size, 16), torch.int8)
             assert self.high is not None
             return self.high
         if self.weight_sum is None:  # a float32 result is its own accumulator
@@ -855,8 +855,8 @@ def held_layout(
         layout |= {"weighted_rows": ((size,), full), "weighted_bias": ((), full), "smooth_x": ((size,), full)}
     if several and needs.hidden:
         layout["hidden_sum"] = ((tokens, size), full)
-    if _in_halves(needs, several):
-        layout |= dict.fromkeys(("high", "low"), ((vocab, size), torch.int16))
+    if _is_parted(needs, several):
+        layout |= {"high": ((vocab, size), torch.int16), "low": ((vocab, round_up(size, 16)), torch.int8)}
     elif several and needs.weight:
         layout["weight_sum"] = ((vocab, size), full)
     if several and needs.bias:

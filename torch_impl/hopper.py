@@ -641,27 +641,40 @@ def hidden_kernel(
 
 
 @gluon.jit
-def upper_half(value):
-    """The upper 16 bits of float32."""
-    return (value.to(gl.int32, bitcast=True) >> 16).to(gl.int16)
+def low_stride(size):
+    """Of the matrix of the lower bits: its rows start on 16 bytes."""
+    return (size + 15) // 16 * 16
 
 
 @gluon.jit
-def lower_half(value):
-    return (value.to(gl.int32, bitcast=True) & 0xFFFF).to(gl.int16)
+def rounded(value):
+    """The bits of float32, rounded to the upper 24. (A NaN as it is: what is added would run into its sign.)"""
+    bits = value.to(gl.int32, bitcast=True)
+    return gl.where(value == value, bits + 0x80, bits)
+
+
+@gluon.jit
+def upper_bits(bits):
+    return (bits >> 16).to(gl.int16)
+
+
+@gluon.jit
+def lower_bits(bits):
+    """The 8 bits below the upper 16."""
+    return (bits >> 8).to(gl.int8)
 
 
 @gluon.jit
 def joined(high, low):
-    """float32 from its two halves."""
-    return ((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF)).to(gl.float32, bitcast=True)
+    """float32 from its upper 16 and the next 8 bits."""
+    return ((high.to(gl.int32) << 16) | ((low.to(gl.int32) & 0xFF) << 8)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def weight_tiles(
     out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr, scale_ptr,
     class_weight_ptr, smooth_x_ptr, lists_ptr, count_ptr, first, chunk, start, columns, size, HALF: gl.constexpr,
-    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, HALVES: gl.constexpr, SMOOTH: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
     HAS_CLASS: gl.constexpr, FILTER: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
@@ -693,15 +706,16 @@ def weight_tiles(
         top = m * BM + HALF * (BM // 2)
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
-            if FINAL or (HALVES and ADD):
+            if FINAL or (PARTED and ADD):
                 entry = top + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
                 column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
                 column += n * BN + q * (BN // PIECES)
                 mask = (entry < columns)[:, None] & (column < size)[None, :]
                 place = (start + entry).to(gl.int64)[:, None] * size + column[None, :]
-                if HALVES and ADD:
+                if PARTED and ADD:
                     high = gl.load(sum_ptr + place, mask=mask, other=0)
-                    value += joined(high, gl.load(low_ptr + place, mask=mask, other=0))
+                    low_place = (start + entry).to(gl.int64)[:, None] * low_stride(size) + column[None, :]
+                    value += joined(high, gl.load(low_ptr + low_place, mask=mask, other=0))
                 elif ADD and not INTO:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0)
             if FINAL:
@@ -714,9 +728,10 @@ def weight_tiles(
                 value = value * gl.load(scale_ptr)
                 if INTO and not IN_MEMORY:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
-            if HALVES and not FINAL:
-                put(out_desc, staging.index(HALF), upper_half(value), top, n * BN, q, PIECES, False)
-                put(low_desc, low_staging.index(HALF), lower_half(value), top, n * BN, q, PIECES, False)
+            if PARTED and not FINAL:
+                bits = rounded(value)
+                put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False)
+                put(low_desc, low_staging.index(HALF), lower_bits(bits), top, n * BN, q, PIECES, False)
             else:
                 put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, (ADD and not FINAL) or IN_MEMORY)
     tma.store_wait(0)
@@ -726,7 +741,7 @@ def weight_tiles(
 def weight_kernel(
     e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
     first, chunk, start, columns, size, lists_ptr,
-    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, HALVES: gl.constexpr, SMOOTH: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
     HAS_CLASS: gl.constexpr, FILTER: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
@@ -738,7 +753,7 @@ def weight_kernel(
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout)
     staging = gl.allocate_shared_memory(out_desc.dtype, [2, BM // 2, BN // PARTS], out_desc.layout)
     low_staging = staging
-    if HALVES and not FINAL:
+    if PARTED and not FINAL:
         low_staging = gl.allocate_shared_memory(low_desc.dtype, [2, BM // 2, BN // PARTS], low_desc.layout)
     ready, free, turn = barriers(STAGES)
     gl.warp_specialize(
@@ -746,12 +761,12 @@ def weight_kernel(
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
                 scale_ptr, class_weight_ptr, smooth_x_ptr, lists_ptr, count_ptr, first, chunk, start, columns, size, 0,
-                ADD, FINAL, INTO, HALVES, SMOOTH, HAS_CLASS, FILTER, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, FILTER, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
                 scale_ptr, class_weight_ptr, smooth_x_ptr, lists_ptr, count_ptr, first, chunk, start, columns, size, 1,
-                ADD, FINAL, INTO, HALVES, SMOOTH, HAS_CLASS, FILTER, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, FILTER, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, lists_ptr, count_ptr, first, chunk, columns, size, True,

@@ -831,27 +831,40 @@ def finish_hidden_kernel(
 
 
 @triton.jit
-def upper_half(value):
-    """The upper 16 bits of float32."""
-    return (value.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+def low_stride(size):
+    """Of the matrix of the lower bits: its rows start on 16 bytes."""
+    return (size + 15) // 16 * 16
 
 
 @triton.jit
-def lower_half(value):
-    return (value.to(tl.int32, bitcast=True) & 0xFFFF).to(tl.int16)
+def rounded(value):
+    """The bits of float32, rounded to the upper 24. (A NaN as it is: what is added would run into its sign.)"""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(value == value, bits + 0x80, bits)
+
+
+@triton.jit
+def upper_bits(bits):
+    return (bits >> 16).to(tl.int16)
+
+
+@triton.jit
+def lower_bits(bits):
+    """The 8 bits below the upper 16."""
+    return (bits >> 8).to(tl.int8)
 
 
 @triton.jit
 def joined(high, low):
-    """float32 from its two halves."""
-    return ((high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+    """float32 from its upper 16 and the next 8 bits."""
+    return ((high.to(tl.int32) << 16) | ((low.to(tl.int32) & 0xFF) << 8)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
     first, chunk, start, columns, size, lists_ptr,
-    ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, HALVES: tl.constexpr, SMOOTH: tl.constexpr,
+    ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, PARTED: tl.constexpr, SMOOTH: tl.constexpr,
     HAS_CLASS: tl.constexpr, FILTER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
@@ -861,10 +874,10 @@ def weight_kernel(
     not FINAL: sum = eᵀ x (+ sum with ADD), float32
     FINAL:     out = scale · (eᵀ x + sum with ADD − k_j Σ_i smooth_i x_i)
     INTO too:  out = sum + scale · (eᵀ x − k_j Σ_i smooth_i x_i), in sum's own dtype; sum is out
-    HALVES:    the float32 sum lies in two matrices of 16 bits: its upper halves (sum) and its lower ones (low)
+    PARTED:    the sum has 24 bits of float32, in two matrices: the upper 16 (sum) and the next 8 (low)
     FILTER:    (steps in a tile of the filter) eᵀ x of the rows in the tile's list of :func:`lists_kernel` only
 
-    low_desc is what hopper.py writes the lower halves through.
+    low_desc is what hopper.py writes the lower bits through.
     """
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     row_tiles = tl.cdiv(columns, BM)
@@ -894,9 +907,11 @@ def weight_kernel(
         column = n * BN + tl.arange(0, BN)
         mask = (entry < columns)[:, None] & (column < size)[None, :]
         place = (start + entry).to(tl.int64)[:, None] * size + column[None, :]
-        if ADD and HALVES:
+        if PARTED:
+            low_place = (start + entry).to(tl.int64)[:, None] * low_stride(size) + column[None, :]
+        if ADD and PARTED:
             high = tl.load(sum_ptr + place, mask=mask, other=0)
-            value += joined(high, tl.load(low_ptr + place, mask=mask, other=0))
+            value += joined(high, tl.load(low_ptr + low_place, mask=mask, other=0))
         elif ADD and (FINAL or not TMA) and not INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0)
         if FINAL:
@@ -910,9 +925,10 @@ def weight_kernel(
             value = value * tl.load(scale_ptr)
         if INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        if HALVES and not FINAL:
-            tl.store(sum_ptr + place, upper_half(value), mask=mask)
-            tl.store(low_ptr + place, lower_half(value), mask=mask)
+        if PARTED and not FINAL:
+            bits = rounded(value)
+            tl.store(sum_ptr + place, upper_bits(bits), mask=mask)
+            tl.store(low_ptr + low_place, lower_bits(bits), mask=mask)
         elif TMA:
             store_tile(out_desc, value, m * BM, n * BN, BN, SPLIT, ADD and not FINAL)
         else:
