@@ -1,9 +1,9 @@
-"""PyTorch's kernels under compute-sanitizer: ``python bench/sanitize.py --output DIR``.
+"""The kernels of both frameworks under compute-sanitizer: ``python bench/sanitize.py --output DIR``.
 
-Every call of CALLS runs forward and backward on a small problem, a process for every tool and dtype, side by side.
-sanitizer.json holds what each tool found, with the kernels that it names. No allocator keeps memory back, so that
-memcheck sees the end of every tensor. A process that does not end within twice ``--seconds`` is left without a summary.
-(JAX's never ended: under the tools XLA compiles a program for minutes.)
+Every call of CALLS runs forward and backward on a small problem: a process for every tool and dtype of PyTorch's, and,
+because JAX takes its time to compile a call, one for every tool and call of JAX's; side by side. sanitizer.json holds
+what each tool found, with the kernels that it names. No allocator keeps memory back, so that memcheck sees the end of
+every array. A process that does not end within twice ``--seconds`` is left without a summary.
 
 Beside them run controls, in which nothing of logitless is: racecheck reports races in a kernel of several groups of
 warps (warp_groups.py), and in a program that does no more than what dispatches such groups (barriers.cu, which nvcc
@@ -29,9 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck")
-# By default the tool follows a program's children, too; and while compilers come and go side by side, it crashes.
-OPTIONS = ("--target-processes", "application-only", "--print-limit", "200")
-DTYPES = ("bfloat16", "float16", "float32")
+# By default the tool follows a program's children, too, and while compilers come and go side by side, it crashes; and
+# it waits ten seconds for a program's first use of the GPU, then leaves the program waiting for the tool.
+OPTIONS = ("--target-processes", "application-only", "--launch-timeout", "0", "--print-limit", "200")
+DTYPES = ("bfloat16", "float16", "float32")  # of PyTorch's programs; JAX's are in the first
+PROCESSES = 32  # side by side
 TOKENS, HIDDEN, VOCAB = 333, 136, 1111
 # The sources with kernels of several groups of warps, by the names that a tool gives them.
 SPECIALISED = {"hopper.py": ROOT / "torch_impl" / "hopper.py", "warp_groups.py": ROOT / "bench" / "warp_groups.py"}
@@ -50,7 +52,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def arguments(name: str, dtype: str) -> tuple[Any, dict[str, Any]]:
+def arguments(name: str, framework: str, dtype: str) -> tuple[Any, dict[str, Any]]:
     """The data of a call, and its options."""
     from logitless import plan
     from logitless.problems import Problem
@@ -62,11 +64,11 @@ def arguments(name: str, dtype: str) -> tuple[Any, dict[str, Any]]:
     )
     if wanted is not None:
         sizes = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB, "dtype": dtype}
-        options["plan"] = plan(**sizes, **wanted, fused=True)
+        options["plan"] = plan(**sizes, **wanted, fused=True, padded=framework == "jax")
     return problem.case(), options
 
 
-def call(case: Any, options: dict[str, Any], dtype: str) -> None:
+def torch_call(case: Any, options: dict[str, Any], dtype: str) -> None:
     """Forward and backward; where there are no options, also from given logits."""
     import torch
 
@@ -88,12 +90,35 @@ def call(case: Any, options: dict[str, Any], dtype: str) -> None:
     torch.cuda.synchronize()
 
 
-def run_calls(dtype: str, seconds: float) -> None:
+def jax_call(case: Any, options: dict[str, Any], dtype: str) -> None:
+    """As :func:`torch_call`."""
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import cross_entropy, linear_cross_entropy
+
+    wrt = options.pop("wrt", ("hidden", "weight", "bias"))
+    floats = {key: jnp.asarray(getattr(case, key), dtype) for key in ("hidden", "weight", "bias")}
+    target, k = jnp.asarray(case.target, jnp.int32), jnp.asarray(case.class_weight)
+
+    def loss(floats: Any) -> Any:
+        made = linear_cross_entropy(**floats, target=target, class_weight=k, backend="pallas", **options)
+        return (made[0] if isinstance(made, tuple) else made).sum()
+
+    jax.block_until_ready(jax.jit(jax.grad(loss) if wrt else loss)(floats))
+    if not options:
+        logits = jax.random.normal(jax.random.key(0), (TOKENS, VOCAB), jnp.dtype(dtype))
+        whole = jax.grad(lambda z: cross_entropy(z, target, class_weight=k, backend="pallas"))
+        jax.block_until_ready(jax.jit(whole)(logits))
+
+
+def run_calls(framework: str, dtype: str, names: tuple[str, ...], seconds: float) -> None:
     """Every call for which there is time."""
     end = time.monotonic() + seconds
-    for name in CALLS:
+    call = torch_call if framework == "torch" else jax_call
+    for name in names:
         if time.monotonic() < end:
-            call(*arguments(name, dtype), dtype)
+            call(*arguments(name, framework, dtype), dtype)
             print(f"ran: {name}", flush=True)
 
 
@@ -142,14 +167,19 @@ def programs(folder: Path, seconds: float) -> dict[str, list[str]]:
         "control: a group's barrier before": [barriers, "group"],
         "control: groups of warps": [*python, "from bench import warp_groups; warp_groups.run()"],
     }
-    calls = "from bench import sanitize; sanitize.run_calls({!r}, {})"
-    return controls | {dtype: [*python, calls.format(dtype, seconds)] for dtype in DTYPES}
+
+    def calls(framework: str, dtype: str, *names: str) -> list[str]:
+        return [*python, f"from bench import sanitize; sanitize.run_calls{framework, dtype, names, seconds}"]
+
+    in_torch = {f"torch, {dtype}": calls("torch", dtype, *CALLS) for dtype in DTYPES}
+    return controls | in_torch | {f"jax, {DTYPES[0]}, {name}": calls("jax", DTYPES[0], name) for name in CALLS}
 
 
 def run_tool(tool: str, program: str, command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
     """A row of the results, and the tool's own output."""
     environment = os.environ | {
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = ["compute-sanitizer", "--tool", tool, *OPTIONS, *command]
@@ -180,7 +210,7 @@ def main() -> None:
     with (
         checkout.results(chosen.output / "sanitizer.json", chosen.commit) as found,
         tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor() as pool,
+        ThreadPoolExecutor(PROCESSES) as pool,
     ):
         commands = programs(Path(folder), chosen.seconds)
         runs = [pool.submit(run_tool, tool, *one, chosen.seconds) for tool in TOOLS for one in commands.items()]

@@ -280,8 +280,10 @@ ran: chunks
     assert sanitize.findings("killed")["summary"] is None
 
 
-def test_what_runs_under_a_sanitizer_is_a_call() -> None:
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_runs_under_a_sanitizer_is_a_call(framework: str) -> None:
     for name in sanitize.CALLS:
-        case, options = sanitize.arguments(name, "bfloat16")
+        case, options = sanitize.arguments(name, framework, "bfloat16")
         assert case.hidden.shape == (sanitize.TOKENS, sanitize.HIDDEN)
         assert "plan" not in options or options["plan"].chunks > 1
+        assert "plan" not in options or options["plan"].padded == (framework == "jax")
