@@ -58,7 +58,8 @@ def run_tests(overlay: Path, selection: list[str]) -> int:
     folders = [str(overlay), str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     paths = os.pathsep.join(filter(None, folders))
     environment = os.environ | {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", *selection]
+    plugins = ["-p", "no:cacheprovider", "-p", "bench.tracebacks"]
+    command = [sys.executable, "-m", "pytest", *plugins, "--no-header", *selection]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

@@ -248,6 +248,25 @@ def test_steps_in_place_leave_the_gradient_where_the_logits_were() -> None:
     assert np.array_equal(donated.logits, true)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_of_tests_that_is_cut_short_has_told_its_failures(
+    workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second test ends its process, and with it pytest: as a time limit would."""
+    if workers:
+        pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    tests = tmp_path / "test_two.py"
+    end = "os.kill(os.getppid() if os.environ.get('PYTEST_XDIST_WORKER') else os.getpid(), 9)"
+    tests.write_text(
+        f"import os, time\n\ndef test_one():\n    assert 1 == 2\n\ndef test_two():\n    time.sleep(2)\n    {end}\n"
+    )
+    more = ["-n", str(workers)] if workers else []
+    assert gpu_check.run_tests(tmp_path, [str(tests), *more]) != 0
+    told = capfd.readouterr().out
+    assert "assert 1 == 2" in told
+    assert "failed in" not in told
+
+
 def test_what_a_sanitizer_found() -> None:
     """Three races: one between accesses of the dispatch, one with a write of the kernel's own, one in a helper."""
     lines = sanitize.SPECIALISED["hopper.py"].read_text().splitlines()
