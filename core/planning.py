@@ -50,7 +50,7 @@ ROW_ALIGNMENT_BYTES = 128
 # T of the cost formula. gpu: from one H200, bf16, 16384 × 4096 × 128256 at C = 1024 to 8192 (150 to 163).
 # cpu: from a 2-core AVX-512 machine, fp32, 2048 × 512 × 32768 at C = 128 to 1024.
 ACCUMULATOR_TOKENS = {"gpu": 150, "cpu": 12}
-# T of the kernels, by two and six chunks of the same shape and of 32768 × 768 × 128256 (240 to 253): the first chunk's dW
+# T of the kernels, by two chunks of the same shape and six of 32768 × 768 × 128256 (253 and 240): the first chunk's dW
 # is a sum of 24 bits instead of its own dtype, too.
 FUSED_ACCUMULATOR_TOKENS = 240
 

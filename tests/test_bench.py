@@ -256,7 +256,7 @@ def test_a_run_of_tests_that_is_cut_short_has_told_its_failures(
     if workers:
         pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     tests = tmp_path / "test_two.py"
-    end = "os.kill(os.getppid() if os.environ.get('PYTEST_XDIST_WORKER') else os.getpid(), 9)"
+    end = f"os.kill(os.get{'ppid' if workers else 'pid'}(), 9)"  # xdist's workers are its children
     tests.write_text(
         f"import os, time\n\ndef test_one():\n    assert 1 == 2\n\ndef test_two():\n    time.sleep(2)\n    {end}\n"
     )
