@@ -134,7 +134,7 @@ def draw_chunk() -> Any:
     box(50, 16, 25, 13, f"E = exp(x wᵀ − a): C × V\n{chunk} × {vocab}\n{held}, nothing else is C × V", LIVE)
     box(50, 35, 25, 8, "s = Σ E,  loss = log1p(s)\nu = g / (1 + s)")
     box(85, 30, 18, 9, "dX = u ⊙ (E w)\nthe rows of this chunk")
-    box(85, 6, 18, 9, "dW += Eᵀ (u ⊙ x)\nfloat32, " + format_bytes(4 * vocab * hidden))
+    box(85, 6, 18, 9, "dW += Eᵀ (u ⊙ x)\n24 bits, " + format_bytes(3 * vocab * hidden))
     arrow((18, 34.5), (25, 34.5))
     arrow((42, 33), (50, 27.5))
     arrow((18, 31), (50, 24))
