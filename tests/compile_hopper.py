@@ -149,8 +149,7 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
         n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names
     }
     paths = {(names.index(name),): value for name, value in constants.items()}
-    multiples = [name for name in names if signature[name].startswith("*") or name == "size"]
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")}
     source = GluonASTSource(kernel, signature, paths, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     ptx, sass = made.asm["ptx"], made.asm["sass"]
