@@ -74,6 +74,9 @@ SLICE_OVERHEAD_FLOPS = 4e9
 # The Pallas kernels work on matrices whose sizes are multiples of these.
 PADDED_HIDDEN, PADDED_VOCAB = 64, 8
 
+# Rows of the lower bits of a dW that several chunks add up to start on such a boundary (bytes, of one element each).
+LOW_ROW_ALIGNMENT = 16
+
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
 
@@ -207,7 +210,7 @@ class ChunkPlan:
         sums = 0
         if self.token_chunk < self.tokens:
             # Of dW's sum the lower 8 bits; the upper 16 lie where dW will be.
-            sums += self.vocab * round_up(self.hidden, 16) if item < 4 else 0
+            sums += self.vocab * round_up(self.hidden, LOW_ROW_ALIGNMENT) if item < 4 else 0
             sums += self.tokens * self.hidden * 4 if self.one_pass else 0
         if self.fused_columns < self.vocab:
             sums += self.tokens * self.hidden * 4

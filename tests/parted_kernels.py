@@ -1,5 +1,5 @@
-"""Kernels of one program around the functions of torch_impl/kernels.py and hopper.py that part float32: used by
-test_parted_sum.py."""
+"""Kernels of one program around the functions of torch_impl/kernels.py that part float32, in Triton and in Gluon, which
+hopper.py calls them from: used by test_parted_sum.py."""
 
 from __future__ import annotations
 

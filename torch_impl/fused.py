@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from logitless import spec
-from logitless.planning import SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
+from logitless.planning import LOW_ROW_ALIGNMENT, SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
 from logitless.spec import FILTER_COLUMNS, FILTER_ROWS, LossOptions
 from logitless.torch_impl import eager, parallel
 from logitless.torch_impl.eager import Arrays, Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
@@ -599,6 +599,11 @@ def _is_parted(needs: Needs, several: bool) -> bool:
     return several and needs.weight is not None and needs.into is None and needs.weight.itemsize == 2
 
 
+def _low_layout(vocab: int, size: int) -> tuple[tuple[int, int], torch.dtype]:
+    """Of that matrix of 8 bits; its rows are kernels.low_stride apart."""
+    return (vocab, round_up(size, LOW_ROW_ALIGNMENT)), torch.int8
+
+
 class _Products:
     """dX, dW and db of a call, chunk by chunk and slice by slice."""
 
@@ -754,7 +759,8 @@ class _Products:
         c, weight = self.call, self.weight
         if self.parted:
             if self.low is None and weight is not None:
-                self.high, self.low = weight.view(torch.int16), c.empty(c.vocab, round_up(c.size, 16), torch.int8)
+                shape, dtype = _low_layout(c.vocab, c.size)
+                self.high, self.low = weight.view(torch.int16), c.empty(*shape, dtype)
             assert self.high is not None
             return self.high
         if self.weight_sum is None:  # a float32 result is its own accumulator
@@ -856,7 +862,7 @@ def held_layout(
     if several and needs.hidden:
         layout["hidden_sum"] = ((tokens, size), full)
     if _is_parted(needs, several):
-        layout |= {"high": ((vocab, size), torch.int16), "low": ((vocab, round_up(size, 16)), torch.int8)}
+        layout |= {"high": ((vocab, size), torch.int16), "low": _low_layout(vocab, size)}
     elif several and needs.weight:
         layout["weight_sum"] = ((vocab, size), full)
     if several and needs.bias:

@@ -28,6 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from logitless.torch_impl import kernels
+from logitless.torch_impl.kernels import (
+    joined,
+    listed_steps,
+    low_stride,
+    lower_bits,
+    rounded,
+    tile_of,
+    turns_of,
+    upper_bits,
+)
 
 LOG2E = gl.constexpr(kernels.LOG2E.value)
 LOWEST_ANCHOR = gl.constexpr(kernels.LOWEST_ANCHOR.value)
@@ -62,16 +72,6 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @gluon.jit
-def tile_of(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
-    """Tile number to (row tile, column tile): groups of GROUP row tiles walk the columns together, for the L2 cache."""
-    width = GROUP * column_tiles
-    group = tile // width
-    first = group * GROUP
-    rows = gl.minimum(row_tiles - first, GROUP)
-    return first + (tile % width) % rows, (tile % width) // rows
-
-
-@gluon.jit
 def unit_of(unit, tiles, steps, PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
     """A program's piece of work: (tile, its first step, how many steps, whether it is a part of a tile).
 
@@ -101,15 +101,6 @@ def units_of(tiles, steps, PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def turns_of(tiles, steps, PROGRAMS: gl.constexpr):
-    """(tiles of the full turns, tiles that are left, parts that each of these is split into); see kernels.turns_of."""
-    whole = tiles // PROGRAMS * PROGRAMS
-    left = tiles - whole
-    parts = gl.minimum(gl.minimum(PROGRAMS // gl.maximum(left, 1), MOST_PARTS), gl.maximum(steps // 8, 1))
-    return whole, left, parts
-
-
-@gluon.jit
 def list_of(lists_ptr, row, chunk, other, COUNTS_DEPTH: gl.constexpr):
     """The list of kernels.lists_kernel for the result's tile that starts at ``row``: what of its depth is kept."""
     in_rows = (chunk + FILTER_ROWS - 1) // FILTER_ROWS
@@ -132,16 +123,6 @@ def listed_tile(lists_ptr, m, COUNTS_DEPTH: gl.constexpr, BM: gl.constexpr):
     """kernels.listed_tile."""
     PER: gl.constexpr = (FILTER_COLUMNS if COUNTS_DEPTH else FILTER_ROWS) // BM
     return gl.load(lists_ptr + m // PER) * PER + m % PER
-
-
-@gluon.jit
-def listed_steps(list_ptr, steps, PER: gl.constexpr):
-    """kernels.listed_steps."""
-    length = gl.load(list_ptr)
-    last = gl.load(list_ptr + length)
-    tiles = (steps + PER - 1) // PER
-    short = gl.where((length > 0) & (last == tiles - 1), tiles * PER - steps, 0)
-    return length * PER - short
 
 
 @gluon.jit
@@ -638,36 +619,6 @@ def hidden_kernel(
         ],
         [4, 1], [REGISTERS, 24],
     )  # fmt: skip
-
-
-@gluon.jit
-def low_stride(size):
-    """Of the matrix of the lower bits: its rows start on 16 bytes."""
-    return (size + 15) // 16 * 16
-
-
-@gluon.jit
-def rounded(value):
-    """The bits of float32, rounded to the upper 24. (A NaN as it is: what is added would run into its sign.)"""
-    bits = value.to(gl.int32, bitcast=True)
-    return gl.where(value == value, bits + 0x80, bits)
-
-
-@gluon.jit
-def upper_bits(bits):
-    return (bits >> 16).to(gl.int16)
-
-
-@gluon.jit
-def lower_bits(bits):
-    """The 8 bits below the upper 16."""
-    return (bits >> 8).to(gl.int8)
-
-
-@gluon.jit
-def joined(high, low):
-    """float32 from its upper 16 and the next 8 bits."""
-    return ((high.to(gl.int32) << 16) | ((low.to(gl.int32) & 0xFF) << 8)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

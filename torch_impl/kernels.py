@@ -21,7 +21,7 @@ import os
 import triton
 import triton.language as tl
 
-from logitless import spec
+from logitless import planning, spec
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
@@ -44,6 +44,8 @@ ELSEWHERE = tl.constexpr(-2)
 # The tiles of e that filter_eps leaves out of the products.
 FILTER_ROWS = tl.constexpr(spec.FILTER_ROWS)
 FILTER_COLUMNS = tl.constexpr(spec.FILTER_COLUMNS)
+
+LOW_ROW_ALIGNMENT = tl.constexpr(planning.LOW_ROW_ALIGNMENT)
 
 # What the epilogue of the first product makes.
 SUMS = tl.constexpr(0)  # sums per row only
@@ -832,8 +834,8 @@ def finish_hidden_kernel(
 
 @triton.jit
 def low_stride(size):
-    """Of the matrix of the lower bits: its rows start on 16 bytes."""
-    return (size + 15) // 16 * 16
+    """Of the matrix of a sum's lower bits (fused._low_layout)."""
+    return (size + LOW_ROW_ALIGNMENT - 1) // LOW_ROW_ALIGNMENT * LOW_ROW_ALIGNMENT
 
 
 @triton.jit
