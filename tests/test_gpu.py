@@ -143,16 +143,20 @@ def test_compiled_into_a_cuda_graph() -> None:
     assert all(torch.equal(one, two) for one, two in zip(made, expected, strict=True))
 
 
-def test_a_device_that_is_not_current() -> None:
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_device_that_is_not_current(current: int) -> None:
+    """The same bits on the current device and on another; which one that is stays the caller's."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    x, w, b, y = tensors(device="cuda:1")
-    assert torch.cuda.current_device() == 0
-    linear_cross_entropy(x, w, y, b).backward()
-    one = x.grad.clone()
-    x, w, b, y = tensors(device="cuda:0")
-    linear_cross_entropy(x, w, y, b).backward()
-    assert torch.equal(one.cpu(), x.grad.cpu())
+    made = []
+    with torch.cuda.device(current):  # JAX, where it ran before, leaves any
+        for device in ("cuda:1", "cuda:0"):
+            x, w, b, y = tensors(device=device)
+            loss = linear_cross_entropy(x, w, y, b)
+            loss.backward()
+            assert torch.cuda.current_device() == current
+            made.append([part.cpu() for part in (loss.detach(), x.grad, w.grad, b.grad)])
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 
 
 @pytest.mark.case(31)
