@@ -8,10 +8,12 @@ first, and every copy is made here, finished before the function returns.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from logitless.interop.lifetime import leased_to_jax, leased_to_torch
 
@@ -53,7 +55,33 @@ _ENABLE_X64 = 'jax.config.update("jax_enable_x64", True)'
 # JAX's CPU client takes over only buffers that start on such a boundary (bytes); torch's allocator always gives one.
 _JAX_CPU_ALIGNMENT = 64
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
+
+def keeps_current_device(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """``function``, after which torch's current device is what it was before.
+
+    CUDA knows one current device a thread, torch's; JAX leaves current there whichever GPU it used last.
+    """
+
+    @functools.wraps(function)
+    def keeping(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with _current_device():
+            return function(*args, **kwargs)
+
+    return keeping
+
+
+def _current_device() -> AbstractContextManager[Any]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return nullcontext()  # torch has chosen none yet
+    kept: AbstractContextManager[Any] = torch.cuda.device(torch.cuda.current_device())
+    return kept
+
+
+@keeps_current_device
 def to_jax(tensor: torch.Tensor, *, copy: bool | None = None, lease: bool = True) -> jax.Array:
     """The same values as a ``jax.Array`` on the same device, bit for bit.
 
@@ -94,6 +122,7 @@ def share(tensor: torch.Tensor, *, lease: bool = True) -> jax.Array:
     return to_jax(plain, lease=lease)
 
 
+@keeps_current_device
 def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
     """The same values as a ``torch.Tensor`` on the same device, bit for bit.
 

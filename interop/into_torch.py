@@ -79,6 +79,7 @@ class JaxInTorch:
         self.forward = jax.jit(self._forward, static_argnums=(0, 1))
         self.backward = jax.jit(_pull_back, static_argnums=(0, 1))
 
+    @dlpack.keeps_current_device
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """``fn`` of the tensors; see interop.jax_in_torch."""
         if self.signature is not None:
@@ -185,6 +186,7 @@ class _Call(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @dlpack.keeps_current_device
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph=True; without a graph a second derivative would be 0, silently
             raise NotImplementedError(

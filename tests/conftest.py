@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import sys
 
 import pytest
 
@@ -56,3 +57,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 raise pytest.UsageError(f"{item.nodeid}: case takes numbers of docs/cases.md, got {mark}")
         if item.get_closest_marker("gpu") is not None and not cuda_device_count():
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def _first_gpu_is_current() -> None:
+    """JAX leaves the GPU it used last current, for torch too; a test's "cuda" is the first."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.set_device(0)

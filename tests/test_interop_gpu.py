@@ -263,3 +263,43 @@ class TestSharing:
         cpu = jax.device_put(jnp.ones(2), jax.devices("cpu")[0])
         with pytest.raises(ValueError, match=r"several devices: got argument 0 on .*, argument 1 on "):
             torch_in_jax(lambda x, w: x + w)(jnp.ones(2), cpu)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("current", [0, 1])
+class TestCurrentDevice:
+    """torch's current device stays, whichever GPU JAX has used meanwhile."""
+
+    def test_of_the_exchange(self, current: int, used: int) -> None:
+        tensor = torch.ones(64, device=f"cuda:{used}")
+        with torch.cuda.device(current):
+            array = to_jax({"x": tensor})
+            assert torch.cuda.current_device() == current
+            for copy in (None, True):
+                assert to_torch(array, copy=copy)["x"].device == tensor.device
+                assert torch.cuda.current_device() == current
+
+    def test_of_jax_in_torch(self, current: int, used: int) -> None:
+        function = jax_in_torch(lambda x: (x**2).sum())
+        tensor = torch.ones(64, device=f"cuda:{used}", requires_grad=True)
+        with torch.cuda.device(current):
+            function(tensor.detach())
+            assert torch.cuda.current_device() == current
+            loss = function(tensor)
+            assert torch.cuda.current_device() == current
+            loss.backward()
+            assert torch.cuda.current_device() == current
+        assert bool((tensor.grad == 2).all())
+
+    def test_in_the_function_of_torch_in_jax(self, current: int, used: int) -> None:
+        seen = []
+
+        def square(x: Any) -> Any:
+            seen.append(torch.cuda.current_device())
+            return x**2
+
+        array = jax.block_until_ready(jax.device_put(jnp.ones(64), jax.devices()[used]))
+        with torch.cuda.device(current):
+            torch_in_jax(square)(array)
+        assert seen == [current]
