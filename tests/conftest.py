@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import sys
 
 import pytest
 
@@ -60,8 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _first_gpu_is_current() -> None:
-    """JAX leaves the GPU it used last current, for torch too; a test's "cuda" is the first."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.set_device(0)
+def _first_gpu_is_current(request: pytest.FixtureRequest) -> None:
+    """JAX leaves the GPU it used last current, for torch too; in every test "cuda" is the first."""
+    if request.node.get_closest_marker("gpu") is not None and importlib.util.find_spec("torch") is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)
