@@ -149,7 +149,7 @@ def test_a_device_that_is_not_current(current: int) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     made = []
-    with torch.cuda.device(current):  # JAX, where it ran before, leaves any
+    with torch.cuda.device(current):
         for device in ("cuda:1", "cuda:0"):
             x, w, b, y = tensors(device=device)
             loss = linear_cross_entropy(x, w, y, b)

@@ -68,7 +68,7 @@ class TestOrder:
     def test_jax_waits_for_torchs_stream(self, side: bool) -> None:
         stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
         tensor = torch.zeros(COUNT, device="cuda")
-        to_jax(tensor).block_until_ready()  # the first takes longer than the kernel in front, on a busy host
+        to_jax(tensor).block_until_ready()  # the first may take longer than the kernel in front
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             busy_torch()
