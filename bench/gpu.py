@@ -197,7 +197,8 @@ def _errors(made: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
 
 
 def first_call_seconds() -> dict[str, float]:
-    """Wall time of the first forward and backward at a new shape in a fresh process, compilation included."""
+    """Wall time of this process's first forward and backward, then of the first at another shape, with all that has to
+    be compiled."""
     made = {}
     for name in ("small", "odd"):
         arrays = Arrays(SHAPES[name])

@@ -4,17 +4,17 @@ Runs from a checkout without installing anything (an overlay folder of links nam
 pytest on everything marked for the GPU, then timings beside the floor, written as DIR/gpu_check.json.
 
 There are two parts, PyTorch's (``--shapes``, ``--sweeps``) and JAX's (``--jax-shapes``). A part without a shape is left
-out, as JAX's is by default. JAX alone, and both:
+out, as JAX's is by default. ``--first-calls N``: PyTorch's first calls in N fresh processes. JAX alone, and both:
 
     python bench/gpu_check.py --output DIR --peers --shapes --jax-shapes liger gist gemma llama --rounds 4
     python bench/gpu_check.py --output DIR --peers --jax-shapes liger gist gemma llama
 
 ``--update FILE`` takes what this call does not run from an earlier results file: each part keeps the machine, versions
-and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``tests_commit``). More files may
-follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in place of what came before. (With
-``--tests "" --shapes`` nothing is run, and they are put together.) ``--rows-only`` keeps the other shapes of a part,
-too: the rows of this call's shapes (and with "small" the errors) take the place of the earlier ones, and say their own
-commit.
+and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``first_call_machine``;
+``tests_commit``). More files may follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in
+place of what came before. (With ``--tests "" --shapes`` nothing is run, and they are put together.) ``--rows-only``
+keeps the other shapes of a part, too: the rows of this call's shapes (and with "small" the errors) take the place of
+the earlier ones, and say their own commit.
 """
 
 from __future__ import annotations
@@ -35,11 +35,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ("liger", "gist", "gemma", "llama", "odd", "even", "small")
 
 # What a results file holds of each part.
-TORCH_KEYS = ("machine", "first_call_s", "rows", "sweeps", "errors")
+TORCH_KEYS = ("machine", "rows", "sweeps", "errors")
+FIRST_CALL_KEYS = ("first_call_machine", "first_call_s")
 TOKEN_KEYS = ("token_machine", "token_rows")
 JAX_TOKEN_KEYS = ("jax_token_machine", "jax_token_rows")
 JAX_KEYS = ("jax_machine", "jax_first_call_s", "jax_rows", "jax_errors")
-PARTS = {"torch": TORCH_KEYS, "tokens": TOKEN_KEYS, "jax": JAX_KEYS, "jax_tokens": JAX_TOKEN_KEYS}
+PARTS = {
+    "torch": TORCH_KEYS,
+    "first_calls": FIRST_CALL_KEYS,
+    "tokens": TOKEN_KEYS,
+    "jax": JAX_KEYS,
+    "jax_tokens": JAX_TOKEN_KEYS,
+}
 
 
 def make_overlay(folder: Path) -> Path:
@@ -77,7 +84,6 @@ def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -
     """(key, value) of PyTorch's part as they become known; lists come in pieces."""
     from bench import gpu
 
-    yield "first_call_s", gpu.first_call_seconds()
     yield "rows", []
     yield "sweeps", []
     yield from torch_rows(shapes, rounds, peers)
@@ -85,6 +91,19 @@ def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -
         yield "sweeps", gpu.sweep(name, max(2, rounds // 2), peers)  # for plots
     yield "errors", gpu.errors() if shapes else []
     gpu.torch.cuda.empty_cache()
+
+
+def first_call_part(processes: int) -> Iterator[tuple[str, Any]]:
+    """(key, value) of PyTorch's first calls, each time in a fresh process that finds nothing compiled."""
+    command = "import json; from bench import gpu; print(json.dumps(gpu.first_call_seconds()))"
+    path = os.pathsep.join(filter(None, [*sys.path[:2], os.environ.get("PYTHONPATH", "")]))
+    for _ in range(processes):
+        with tempfile.TemporaryDirectory() as cache:
+            environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": cache}
+            done = subprocess.run(
+                [sys.executable, "-c", command], env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True
+            )
+        yield "first_call_s", [json.loads(done.stdout.splitlines()[-1])]
 
 
 def jax_rows(shapes: list[str], rounds: int, peers: bool, errors: bool = False) -> Iterator[tuple[str, Any]]:
@@ -183,6 +202,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which every variant is timed (of sweeps half)")
     parser.add_argument("--peers", action="store_true", help="also time what else is installed")
     parser.add_argument("--sweeps", nargs="*", default=[], choices=["tokens", "vocab", "memory"])
+    parser.add_argument("--first-calls", type=int, default=0, metavar="N", help="PyTorch's, in N fresh processes")
     parser.add_argument("--per-token", action="store_true", help="also log-probs, entropy and statistics")
     parser.add_argument("--jax-per-token", action="store_true", help="also log-probs and entropy in JAX")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
@@ -191,7 +211,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rows_only and not arguments.update:
         parser.error("--rows-only: got no --update FILE, allowed is one: its other rows are kept")
-    if arguments.rows_only and (arguments.sweeps or arguments.per_token or arguments.jax_per_token):
+    others = (arguments.sweeps, arguments.first_calls, arguments.per_token, arguments.jax_per_token)
+    if arguments.rows_only and any(others):
         parser.error("--rows-only: allowed beside it are --shapes and --jax-shapes, whose rows it replaces")
     results = Results(arguments.output / "gpu_check.json", arguments.update)
     # JAX and torch share the GPU's memory.
@@ -200,7 +221,7 @@ def main() -> int:
         overlay = make_overlay(Path(folder))
         failed = run_tests(overlay, shlex.split(arguments.tests)) if arguments.tests else 0
         sys.path[:0] = [str(overlay), str(ROOT)]
-        os.environ["TRITON_CACHE_DIR"] = str(overlay / "cache")  # nothing is compiled yet when the first call is timed
+        os.environ["TRITON_CACHE_DIR"] = str(overlay / "cache")  # nothing is left behind
         from bench import machine
 
         here = machine.describe(arguments.commit)
@@ -217,6 +238,8 @@ def main() -> int:
                 if shapes:
                     results.replace_rows(key, here, rows(shapes, errors="small" in shapes, **how))
             return failed
+        if arguments.first_calls:
+            results.run(FIRST_CALL_KEYS, here, first_call_part(arguments.first_calls))
         if arguments.shapes or arguments.sweeps:
             results.run(TORCH_KEYS, here, torch_part(arguments.shapes, arguments.sweeps, **how))
         if arguments.per_token:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,23 @@ def test_rows_only_refuse_what_they_would_leave_out(
         gpu_check.main()
     assert "--rows-only: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_first_calls_are_each_in_a_process_that_finds_nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = []
+
+    def run(command: list[str], *, env: dict[str, str], **options: Any) -> SimpleNamespace:
+        assert "gpu.first_call_seconds()" in command[-1]
+        cache = Path(env["TRITON_CACHE_DIR"])
+        assert not list(cache.iterdir())
+        (cache / "kernel").touch()
+        caches.append(cache)
+        return SimpleNamespace(stdout=b'a warning\n{"small": 2.5}\n')
+
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    assert list(gpu_check.first_call_part(2)) == [("first_call_s", [{"small": 2.5}])] * 2
+    assert len(set(caches)) == 2
+    assert not any(cache.exists() for cache in caches)
 
 
 def test_an_update_takes_parts_of_several_files(tmp_path: Path) -> None:

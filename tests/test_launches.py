@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,8 @@ torch = pytest.importorskip("torch", reason="these tests are about torch_impl")
 triton = pytest.importorskip("triton", reason="these tests are about launches of Triton's kernels")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import make_backend  # noqa: E402
+from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
+from triton.compiler import ASTSource, CompiledKernel, make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
@@ -172,3 +176,139 @@ def test_kinds_do_not_pile_up(current: SimpleNamespace, monkeypatch: pytest.Monk
         assert len(launches._compiled) <= 3
     launches.launch(kernel, 1)(x, x, None, 9, 1.0, SIZE=16, FLAG=True)
     assert len(kernel.made) == 10
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rehearsal. Triton compiles for a GPU without one; only loading is left out.
+
+
+def small_kernel(out, SIZE: triton.language.constexpr):
+    triton.language.store(out, SIZE)
+
+
+def hidden_kernel(out, SIZE: triton.language.constexpr):
+    triton.language.store(out, SIZE)
+
+
+def logits_kernel(out, SIZE: triton.language.constexpr):
+    triton.language.store(out, SIZE)
+
+
+def wrong_kernel(out, SIZE: triton.language.constexpr):
+    triton.language.static_assert(SIZE == 0, "a kernel that cannot be compiled")
+
+
+class FakeDriver:
+    """Of a machine with a Hopper GPU."""
+
+    def __init__(self, launcher_cls: Any) -> None:
+        self.launcher_cls = launcher_cls
+
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+@pytest.fixture(params=[False, True], ids=["launchers need no compiler", "launchers built ahead"])
+def built_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(launches, "make_launcher", print if request.param else None)
+    return bool(request.param)
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, built_ahead: bool) -> SimpleNamespace:
+    """What is seen of Triton's front end, (name, when entered, when left), the names of what was loaded, and the
+    sources whose launchers were built ahead."""
+    if launches.AsyncCompileMode is None:
+        pytest.skip("this Triton compiles one kernel at a time")
+    seen = SimpleNamespace(front_ends=[], loaded=[], launchers=[])
+    make_ir = ASTSource.make_ir
+
+    def make_ir_slowly(source: Any, *arguments: Any, **options: Any) -> Any:
+        entered = time.perf_counter()
+        time.sleep(0.02)
+        try:
+            return make_ir(source, *arguments, **options)
+        finally:
+            seen.front_ends.append((source.fn.__name__, entered, time.perf_counter()))
+
+    def load(kernel: Any) -> None:
+        assert not built_ahead or kernel.src in seen.launchers, "loaded while its launcher is built"
+        seen.loaded.append(kernel.name)
+        kernel._run = print
+
+    def build(source: Any, metadata: Any) -> None:
+        time.sleep(1)
+        seen.launchers.append(source)
+        assert (metadata.tensordesc_meta, metadata.launch_pdl) == ([], None)
+
+    monkeypatch.setattr(ASTSource, "make_ir", make_ir_slowly)
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(launches, "_rehearsed", set())
+    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver(build))
+    return seen
+
+
+def test_kernels_are_in_the_front_end_one_at_a_time(compiling: SimpleNamespace, built_ahead: bool) -> None:
+    """Those first that take longest; each is compiled and loaded once, and a call's kind is rehearsed once."""
+    out = torch.zeros(4)
+    kernels = [JITFunction(function) for function in (small_kernel, hidden_kernel, logits_kernel)]
+
+    def step() -> None:
+        for kernel in [*kernels, kernels[0]]:
+            launches.launch(kernel, 1)(out, SIZE=16)
+
+    for _ in range(2):
+        launches.rehearse("kind", torch.device("cuda"), step)
+    assert [name for name, _, _ in compiling.front_ends] == [*launches.LONGEST[:2], "small_kernel"]
+    for (_, _, left), (_, entered, _) in itertools.pairwise(compiling.front_ends):
+        assert left <= entered
+    assert set(compiling.loaded) == {"logits_kernel", "hidden_kernel", "small_kernel"}
+    assert len(compiling.launchers) == 3 * built_ahead
+    assert not launches.rehearsing()
+
+
+def test_one_kernel_in_the_back_end_does_not_hold_up_another_in_the_front_end(
+    compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = threading.Event()
+    stages = CUDABackend.make_llir
+
+    def wait(backend: Any, source: Any, *rest: Any) -> Any:
+        if "logits_kernel" in str(source):
+            assert left.wait(30), "the second kernel waits for the first to be compiled"
+        return stages(backend, source, *rest)
+
+    def leave(source: Any, *arguments: Any, **options: Any) -> Any:
+        made = slowly(source, *arguments, **options)
+        if source.fn.__name__ == "small_kernel":
+            left.set()
+        return made
+
+    slowly = ASTSource.make_ir
+    monkeypatch.setattr(ASTSource, "make_ir", leave)
+    monkeypatch.setattr(CUDABackend, "make_llir", wait)
+    out = torch.zeros(4)
+    kernels = [JITFunction(function) for function in (small_kernel, logits_kernel)]
+    launches.rehearse("kind", torch.device("cuda"), lambda: [launches.launch(k, 1)(out, SIZE=16) for k in kernels])
+    assert set(compiling.loaded) == {"logits_kernel", "small_kernel"}
+
+
+@pytest.mark.parametrize("fails", ["compilation", "call"])
+def test_a_rehearsal_that_fails_says_so_and_ends(compiling: SimpleNamespace, fails: str) -> None:
+    out = torch.zeros(4)
+    kernels = [JITFunction(function) for function in (small_kernel, wrong_kernel, logits_kernel)]
+
+    def step() -> None:
+        for kernel in kernels if fails == "compilation" else kernels[::2]:
+            launches.launch(kernel, 1)(out, SIZE=16)
+        if fails == "call":
+            raise ValueError("not such a call")
+
+    with pytest.raises(Exception, match="cannot be compiled" if fails == "compilation" else "not such a call"):
+        launches.rehearse("kind", torch.device("cuda"), step)
+    assert not launches.rehearsing()
+    assert {"logits_kernel", "small_kernel"} <= {name for name, _, _ in compiling.front_ends}

@@ -210,7 +210,7 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
         launch(kernels.compact_kernel, 1)(
             flag.view(torch.int8), weights, class_index, class_table, order, count, relative, summary, tokens,
             float(options.logit_scale), MEAN=options.reduction == "mean", HAS_CLASS=class_weight is not None,
-            BLOCK=TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, num_warps=8,
+            BLOCK=TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, num_warps=16,
         )  # fmt: skip
     return Rows(
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight=weight.to(dtype),
@@ -253,7 +253,7 @@ def _launch_losses(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Te
             inputs.token_weight, inputs.class_index, inputs.class_table, class_sum, norm, out, tokens, vocab,
             1.0 - options.label_smoothing, float(options.z_loss), options.label_smoothing / vocab,
             HAS_CLASS=inputs.class_weight is not None, SMOOTHING=smooth, HAS_Z=options.z_loss != 0,
-            SUM=norm is not None, BLOCK=TURN_BLOCK if several else TOKEN_BLOCK, num_warps=8,
+            SUM=norm is not None, BLOCK=TURN_BLOCK if several else TOKEN_BLOCK, num_warps=32,
         )  # fmt: skip
 
 
@@ -493,7 +493,7 @@ def launch_logits(
     options: dict[str, Any] = t.options | c.logit
     if c.specialized:
         plain = not (statistics or sum_logits or c.has_cap or vectors[3] is not None or vectors[5] is not None)
-        options |= {"PIECES": 1 if plain else 4}
+        options |= {"PIECES": 2 if plain else 4}
     else:
         options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision}
     launch(c.products.logits_kernel, c.programs)(

@@ -286,6 +286,13 @@ def row_values(pointer, row, mask, other: gl.constexpr):
 
 
 @gluon.jit
+def exp2(x):
+    """2ˣ by the instruction itself: what gl.exp2 comes to, but through a library that LLVM links and inlines for every
+    element, which takes half of the kernel's time to compile."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def tanh(t):
     """tanh in float32: an odd polynomial near 0, where 1 − e⁻²ᵗ would cancel."""
     magnitude = gl.abs(t)
@@ -293,7 +300,7 @@ def tanh(t):
     small = t * (
         1.0 + square * (-0.333333333 + square * (0.133333333 + square * (-0.0539682540 + square * 0.0218694885)))
     )
-    decay = gl.exp2(magnitude * LOG2E * -2.0)
+    decay = exp2(magnitude * LOG2E * -2.0)
     large = (1.0 - decay) / (1.0 + decay)
     return gl.where(magnitude < 0.15, small, gl.where(t < 0, -large, large))
 
@@ -308,7 +315,7 @@ def known_piece(
     """The gradient's matrix from logits whose lse is known: see torch_impl.eager.KnownRows."""
     inside = row < chunk
     gap = (z - anchor[:, None]) - row_values(log_total_ptr, row, inside, 0.0)[:, None]
-    e = gl.exp2(gap * LOG2E)
+    e = exp2(gap * LOG2E)
     if HAS_ALPHA:
         coefficient = row_values(alpha_ptr, row, inside, 0.0)[:, None]
         if HAS_GAMMA:
@@ -337,8 +344,8 @@ def anchored_piece(z, entry, here, target, anchor, edge, STATISTICS: gl.constexp
     anchor = gl.maximum(anchor, LOWEST_ANCHOR)
     anchor2 = anchor * LOG2E
     rounding = gl.where(gl.abs(anchor) < CORRECTED_ANCHOR, gl.fma(anchor, LOG2E, -anchor2), 0.0)
-    right = gl.exp2(-rounding)
-    e = gl.exp2(gl.fma(z, LOG2E, -anchor2[:, None]))
+    right = exp2(-rounding)
+    e = exp2(gl.fma(z, LOG2E, -anchor2[:, None]))
     if edge:
         e = gl.where((entry[None, :] == target[:, None]) | ~here[None, :], 0.0, e)
     gaps = right
@@ -511,6 +518,44 @@ def scale_rows(value, row, column, mask, exists, factor_ptr, target_value_ptr, r
 
 
 @gluon.jit
+def hidden_piece(
+    value, m, n, inner_top, inner_left, rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """A piece of the tile (m, n), stored if it is a part's or finished; else what is to be summed.
+
+    Where it lies within the tile is no constant, so that it is one function for all pieces of both groups.
+    """
+    inner_row = inner_top + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
+    inner_column = inner_left + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
+    row = m * BM + inner_row
+    column = n * BN + inner_column
+    exists = row < rows
+    mask = exists[:, None] & (column < size)[None, :]
+    if SPLIT and is_part:
+        gl.store(part + inner_row[:, None] * BN + inner_column[None, :], value)
+    else:
+        if ROWS:
+            value = scale_rows(
+                value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr, w_stride
+            )
+        if FINAL:
+            position = first + row
+            if ADD:
+                place = position.to(gl.int64)[:, None] * size + column[None, :]
+                value += gl.load(sum_ptr + place, mask=mask, other=0.0)
+            token = gl.load(order_ptr + position, mask=exists, other=0).to(gl.int64)
+            if SMOOTH:
+                weights = gl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
+                value += gl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
+            result = (value * gl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
+            gl.store(out_ptr + token[:, None] * size + column[None, :], result, mask=mask)
+    return value
+
+
+@gluon.jit
 def hidden_tiles(
     sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
     row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, lists_ptr, parts_ptr,
@@ -542,37 +587,19 @@ def hidden_tiles(
         if FILTER:
             turns += (depth >= STAGES).to(gl.int32)
             done += depth
+        part = parts_ptr
+        if SPLIT:
+            part += (unit - tiles // PROGRAMS * PROGRAMS) * (BM * BN)
+        top = first + m * BM + HALF * (BM // 2)
         for q in gl.static_range(PIECES):
-            value = piece_of(whole, q, PIECES)
-            inner_row = HALF * (BM // 2) + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
-            inner_column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
-            inner_column += q * (BN // PIECES)
-            row = m * BM + inner_row
-            column = n * BN + inner_column
-            exists = row < rows
-            mask = exists[:, None] & (column < size)[None, :]
-            if SPLIT and is_part:
-                part = parts_ptr + (unit - tiles // PROGRAMS * PROGRAMS) * (BM * BN)
-                gl.store(part + inner_row[:, None] * BN + inner_column[None, :], value)
-            else:
-                if ROWS:
-                    value = scale_rows(
-                        value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr,
-                        w_stride,
-                    )  # fmt: skip
-                if FINAL:
-                    position = first + row
-                    if ADD:
-                        place = position.to(gl.int64)[:, None] * size + column[None, :]
-                        value += gl.load(sum_ptr + place, mask=mask, other=0.0)
-                    token = gl.load(order_ptr + position, mask=exists, other=0).to(gl.int64)
-                    if SMOOTH:
-                        weights = gl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
-                        value += gl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
-                    result = (value * gl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
-                    gl.store(out_ptr + token[:, None] * size + column[None, :], result, mask=mask)
-                else:
-                    put(sum_desc, staging.index(HALF), value, first + m * BM + HALF * (BM // 2), n * BN, q, PIECES, ADD)
+            value = hidden_piece(
+                piece_of(whole, q, PIECES), m, n, gl.to_tensor(HALF * (BM // 2)), gl.to_tensor(q * (BN // PIECES)),
+                rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
+                scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+                ADD, FINAL, ROWS, SMOOTH, BM, BN, SPLIT,
+            )  # fmt: skip
+            if not FINAL and not (SPLIT and is_part):
+                put(sum_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADD)
     if not FINAL:
         tma.store_wait(0)
 

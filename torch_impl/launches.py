@@ -4,10 +4,12 @@ has all its kernels compiled side by side. No mirror: XLA compiles and launches 
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import operator
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -22,10 +24,18 @@ except ImportError:  # a CPU-only install; fused.unavailable() says so before an
 
 try:
     from triton import AsyncCompileMode
+    from triton.runtime.cache import triton_key
 except ImportError:  # a Triton that compiles one kernel at a time
     AsyncCompileMode = None
 
+try:
+    from triton.backends.nvidia.driver import make_launcher
+except ImportError:  # a Triton (3.7 and later) that needs no C compiler to launch a kernel
+    make_launcher = None
+
 COMPILERS, LOADERS = 16, 32  # threads
+# The kernels that take longest to compile, the longest first.
+LONGEST = "hidden_kernel", "logits_kernel", "weight_kernel"
 # Of this many kinds of launches is known what was compiled; a kind has its token count, so that a program that never
 # has as many tokens twice sees new ones all the time.
 MOST_KINDS = 8192
@@ -35,6 +45,10 @@ class _Rehearsal(threading.local):
     """What takes the kernels that this thread's launches only compile, while a call is rehearsed; else None."""
 
     load: Callable[[Any], None] | None = None
+    rank: int = 0
+    """Of the kernel that is asked for: where it stands in LONGEST."""
+    front_end_left: Callable[[Any, Any], None] | None = None
+    """In a thread that compiles: what is told that a source has left Triton's front end, as a module."""
 
 
 _rehearsal = _Rehearsal()
@@ -60,7 +74,87 @@ def launch(kernel: Any, *grid: int) -> Any:
 
 def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     assert _rehearsal.load is not None
+    _ = kernel.device_caches[driver.active.get_current_device()]  # makes what Triton keeps with a kernel
+    if not issubclass(kernel.ASTSource, _Source):
+        kernel.ASTSource = type("Source", (_Source, kernel.ASTSource), {})
+    name = kernel.__name__
+    _rehearsal.rank = LONGEST.index(name) if name in LONGEST else len(LONGEST)
     _rehearsal.load(kernel.warmup(*arguments, grid=grid, **options))
+
+
+class _Source:
+    """A kernel's source, on top of Triton's class of it, that tells when it has left the front end."""
+
+    def make_ir(self, *arguments: Any, **options: Any) -> Any:
+        module = super().make_ir(*arguments, **options)  # type: ignore[misc]
+        if _rehearsal.front_end_left is not None:
+            _rehearsal.front_end_left(self, module)
+        return module
+
+
+class _InTurn(Executor):
+    """Has kernels compiled side by side, but for Triton's front end: that is Python, where threads only hinder each
+    other. So one kernel at a time is in it, in the order of LONGEST. Its launcher is built beside what follows."""
+
+    def __init__(self, compilers: Executor, builders: Executor) -> None:
+        self._compilers, self._builders = compilers, builders
+        self._asked: list[tuple[int, Callable[[], Any], Future[Any]]] = []
+        self._launchers: dict[Any, Future[Any]] = {}
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._asked.append((_rehearsal.rank, functools.partial(work, *arguments, **options), future))
+        return future
+
+    def start(self) -> None:
+        """Begin with what has been asked for."""
+        before = threading.Event()
+        before.set()
+        for _, work, future in sorted(self._asked, key=operator.itemgetter(0)):
+            after = threading.Event()
+            self._compilers.submit(self._compile, work, future, before, after)
+            before = after
+
+    def _compile(
+        self, work: Callable[[], Any], future: Future[Any], before: threading.Event, after: threading.Event
+    ) -> None:
+        def left(source: Any, module: Any) -> None:
+            after.set()
+            descriptors = any(str(kind).startswith("tensordesc") for kind in source.signature.values())
+            # How these are passed is in Gluon's modules from the beginning; in Triton's not before a later stage.
+            if make_launcher is not None and (not descriptors or source.ext == "ttgir"):
+                passed = module.get_tensordesc_metadata() if descriptors else []
+                self._launchers[source] = self._builders.submit(_build_launcher, source, passed)
+
+        before.wait()
+        _rehearsal.front_end_left = left
+        try:
+            future.set_result(work())
+        except BaseException as failure:
+            future.set_exception(failure)
+        finally:
+            _rehearsal.front_end_left = None
+            after.set()
+
+    def wait_for_launcher(self, source: Any) -> None:
+        """Until it is built, if it was begun: or it would be built twice."""
+        if source in self._launchers:
+            wait([self._launchers[source]])
+
+
+class _Known:
+    """What is known of a kernel that is not yet compiled: how its descriptors are passed. All else is None."""
+
+    def __init__(self, passed: list[Any]) -> None:
+        self.tensordesc_meta = passed
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _build_launcher(source: Any, passed: list[Any]) -> None:
+    """Leaves it in Triton's cache. What fails here fails when the kernel is loaded, too, and is reported there."""
+    driver.active.launcher_cls(source, _Known(passed))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -131,15 +225,32 @@ def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
     def load(kernel: Any) -> None:
         with torch.cuda.device(device):
             made = kernel.result() if hasattr(kernel, "result") else kernel
-            _ = made.run  # builds what launches it
+            in_turn.wait_for_launcher(made.src)
+            _ = made.run
 
     try:
         # A compiled kernel is loaded while others are still compiled.
-        with ThreadPoolExecutor(LOADERS) as loaders, ThreadPoolExecutor(COMPILERS) as compilers:
+        with (
+            ThreadPoolExecutor(LOADERS) as loaders,
+            ThreadPoolExecutor(COMPILERS) as builders,
+            ThreadPoolExecutor(COMPILERS) as compilers,
+        ):
+            in_turn = _InTurn(compilers, builders)
+            # What Triton makes once in a process, and before anything else: the hash of itself, its driver.
+            for made in [loaders.submit(triton_key), loaders.submit(lambda: driver.active)]:
+                made.result()
             _rehearsal.load = lambda kernel: loads.append(loaders.submit(load, kernel))
-            with AsyncCompileMode(compilers):
-                step()
+            # In a context of its own, as Triton 3.6 stays in its mode if a compilation fails.
+            contextvars.copy_context().run(_have_compiled, step, in_turn)
             for loaded in loads:
                 loaded.result()
     finally:
         _rehearsal.load = None
+
+
+def _have_compiled(step: Callable[[], Any], compilers: _InTurn) -> None:
+    with AsyncCompileMode(compilers):
+        try:
+            step()
+        finally:
+            compilers.start()
