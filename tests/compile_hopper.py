@@ -101,8 +101,8 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
 CONFIGURATIONS = {
     "sums": lambda: logits("bf16", 0, 2),
     "anchored": lambda: logits("bf16", 1, 2),
-    "known": lambda: logits("bf16", 2, 2),
-    "known fp16": lambda: logits("fp16", 2, 2),
+    "known": lambda: logits("bf16", 2, 1),
+    "known fp16": lambda: logits("fp16", 2, 1),
     "statistics": lambda: logits("bf16", 0, 4, STATISTICS=True),
     "anchored, all": lambda: logits(
         "bf16", 1, 4, STATISTICS=True, SUM_LOGITS=True, HAS_BIAS=True, HAS_SCALE=True, HAS_CAP=True, HAS_CLASS=True

@@ -287,8 +287,8 @@ def row_values(pointer, row, mask, other: gl.constexpr):
 
 @gluon.jit
 def exp2(x):
-    """2ˣ by the instruction itself: what gl.exp2 comes to, but through a library that LLVM links and inlines for every
-    element, which takes half of the kernel's time to compile."""
+    """2ˣ by the instruction itself, subnormal results being 0. In Triton 3.6 gl.exp2 comes to the same, but through a
+    library that LLVM links and inlines for every element: a fifth of its time with the first product."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 

@@ -142,8 +142,8 @@ class _InTurn(Executor):
             wait([self._launchers[source]])
 
 
-class _Known:
-    """What is known of a kernel that is not yet compiled: how its descriptors are passed. All else is None."""
+class _Uncompiled:
+    """What is known of a kernel before it is compiled: how its descriptors are passed. All else is None."""
 
     def __init__(self, passed: list[Any]) -> None:
         self.tensordesc_meta = passed
@@ -154,7 +154,7 @@ class _Known:
 
 def _build_launcher(source: Any, passed: list[Any]) -> None:
     """Leaves it in Triton's cache. What fails here fails when the kernel is loaded, too, and is reported there."""
-    driver.active.launcher_cls(source, _Known(passed))
+    driver.active.launcher_cls(source, _Uncompiled(passed))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
