@@ -96,13 +96,10 @@ def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -
 def first_call_part(processes: int) -> Iterator[tuple[str, Any]]:
     """(key, value) of PyTorch's first calls, each time in a fresh process that finds nothing compiled."""
     command = "import json; from bench import gpu; print(json.dumps(gpu.first_call_seconds()))"
-    path = os.pathsep.join(filter(None, [*sys.path[:2], os.environ.get("PYTHONPATH", "")]))
     for _ in range(processes):
         with tempfile.TemporaryDirectory() as cache:
-            environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": cache}
-            done = subprocess.run(
-                [sys.executable, "-c", command], env=environment, cwd=ROOT, stdout=subprocess.PIPE, check=True
-            )
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": cache}
+            done = subprocess.run([sys.executable, "-c", command], env=environment, stdout=subprocess.PIPE, check=True)
         yield "first_call_s", [json.loads(done.stdout.splitlines()[-1])]
 
 

@@ -316,7 +316,7 @@ def _truth_and_ideal(arrays: Arrays) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def first_call_seconds() -> dict[str, float]:
-    """Wall time of the first step at a new shape in a fresh process: tracing, compilation and one run."""
+    """Wall time of this process's first step at each shape: tracing, compilation and one run."""
     made = {}
     for name in ("small", "odd"):
         arrays = Arrays(SHAPES[name])
