@@ -336,6 +336,29 @@ def known_piece(
 
 
 @gluon.jit
+def known_shift(anchor, log_total):
+    """lse · log2 e, and the factor that puts its rounding right: exp2(z · log2 e − shift) · right is p.
+
+    The larger product is made by multiply-adds alone: a compiler that fuses others changes nothing.
+    """
+    total2 = log_total * LOG2E
+    shift = gl.fma(anchor, LOG2E, total2)
+    lost = gl.where(gl.abs(anchor) < CORRECTED_ANCHOR, gl.fma(anchor, LOG2E, -shift) + total2, 0.0)
+    return shift, exp2(-lost)
+
+
+@gluon.jit
+def plain_known_piece(z, entry, target, shift, factor, target_value, edge):
+    """:func:`known_piece` with factor and target alone, as :func:`anchored_piece` one multiply-add an element."""
+    layout: gl.constexpr = target.type.layout
+    shift = gl.convert_layout(shift, layout)
+    e = exp2(gl.fma(z, LOG2E, -shift[:, None])) * gl.convert_layout(factor, layout)[:, None]
+    if edge:
+        e = gl.where(entry[None, :] == target[:, None], gl.convert_layout(target_value, layout)[:, None], e)
+    return e
+
+
+@gluon.jit
 def anchored_piece(z, entry, here, target, anchor, edge, STATISTICS: gl.constexpr):
     """e = exp(z − anchor), 0 at the target; its sums per row; with STATISTICS the sums of e (z − anchor).
 
@@ -379,6 +402,7 @@ def logits_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     WIDTH: gl.constexpr = BN // PIECES
+    PLAIN: gl.constexpr = MODE == KNOWN and not (HAS_CAP or HAS_ALPHA or HAS_SIGMA)
     rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, size, columns, False, BM, BN, BK)
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
@@ -388,6 +412,10 @@ def logits_tiles(
         # Asked for here, waited for after the products.
         target = gl.load(row_target_ptr + row, mask=inside, other=-1)
         anchor = gl.load(anchor_ptr + row, mask=inside, other=NO_ROW)
+        if PLAIN:
+            log_total = gl.load(log_total_ptr + row, mask=row < rows, other=0.0)
+            factor = gl.load(factor_ptr + row, mask=row < rows, other=0.0)
+            target_value = gl.load(target_value_ptr + row, mask=row < rows, other=0.0)
         turns = tile // PROGRAMS
         whole = multiply(
             x_smem, w_smem, ready, free, turn, turns, turns * steps, steps, HALF, False, False, BM, BN, STAGES, SKEW,
@@ -403,6 +431,10 @@ def logits_tiles(
         highest = sums + float("-inf")
         lowest = sums + float("inf")
         best = gl.zeros((BM // 2,), gl.int32, row_layout)
+        if PLAIN:
+            shift, right = known_shift(anchor, log_total)
+            shift = gl.where(row < rows, shift, NO_ROW)
+            factor *= right
         for q in gl.static_range(PIECES):
             z = piece_of(whole, q, PIECES)
             column = n * BN + q * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, z.type.layout))
@@ -415,7 +447,9 @@ def logits_tiles(
                 z = z * scale
             if HAS_CAP:
                 z = cap * tanh(z / cap)
-            if MODE == KNOWN:
+            if PLAIN:
+                e = plain_known_piece(z, start + column, target_q, shift, factor, target_value, edge)
+            elif MODE == KNOWN:
                 e = known_piece(
                     z, gl.convert_layout(row, target_q.type.layout), column, target_q, anchor_q, log_total_ptr,
                     factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr, class_weight_ptr, rows, chunk, start,
