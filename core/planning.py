@@ -9,6 +9,7 @@ Two orders (docs/design.md):
             enough to add in (the kernels keep 24 bits of a sum, and the upper 16 of them there all the same).
 ``vocab``   first the statistics of all tokens (2·N·D·V), then slices of the vocabulary, 6 more. Holds N × slice; dX is
             accumulated, each slice of dW is finished at once, so nothing of size V × D exists beside the gradient.
+            (Where dW can lend its memory, slices are larger: ``lent_slices``.)
 
 The kernel backends hold exponentials in the input dtype and leave the last chunk's products to the backward, so that a
 plan of one chunk needs no accumulator at all. There an upstream gradient per token can wait for the same plan: all
@@ -143,6 +144,31 @@ class ChunkPlan:
     def vocab_slices(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of every vocabulary block."""
         return _slices(self.vocab, self.vocab_chunk)
+
+    def lent_slices(self, row_bytes: int) -> tuple[tuple[int, int, bool], ...]:
+        """(start, stop, lent) of the vocab order's slices where dW, of ``row_bytes`` a row, lends its memory (0: none).
+
+        A slice's rows of dW are written once, after its products. Until then the matrix of an earlier slice may lie in
+        them, so that about N : D shares the rows that are left between matrix and slice. Such slices are larger than
+        the plan's own, which follow when little is left. Their sizes fill whole turns of the kernels' programs.
+        """
+        made: list[tuple[int, int, bool]] = []
+        start = 0
+        while start < self.vocab:
+            columns = self._lent_columns(self.vocab - start, row_bytes)
+            lent = columns > self.fused_columns
+            stop = min(self.vocab, start + (columns if lent else self.fused_columns))
+            made.append((start, stop, lent))
+            start = stop
+        return tuple(made)
+
+    def _lent_columns(self, rows: int, row_bytes: int) -> int:
+        """Columns of the largest matrix that fits into the last of ``rows`` rows of dW, behind as many rows."""
+        column_bytes = max(1, self.tokens) * ITEMSIZE[self.dtype]
+        tiles = max(0, rows * row_bytes - ROW_ALIGNMENT_BYTES) // (column_bytes + row_bytes) // KERNEL_TILE[1]
+        row_tiles = max(1, math.ceil(self.tokens / KERNEL_TILE[0]))
+        whole = row_tiles * tiles // MULTIPROCESSORS * MULTIPROCESSORS // row_tiles
+        return (whole or tiles) * KERNEL_TILE[1]
 
     @property
     def accumulation_itemsize(self) -> int:

@@ -206,6 +206,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "chunks": {"order": "tokens", "chunk": 256},
     "two passes": {"order": "tokens", "chunk": 256, "one_pass": False},
     "slices": {"order": "vocab", "chunk": 1024},
+    "lent slices": {"order": "vocab", "chunk": 128},
 }
 
 

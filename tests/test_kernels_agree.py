@@ -49,11 +49,13 @@ PROBLEMS = (
     EVERYTHING,
     NOT_SEPARABLE,
 )
-# The lean plan knows lse first and goes through slices of the vocabulary; the other one through chunks of tokens.
+# The lean plan knows lse first and goes through slices of the vocabulary, in torch larger ones where dW lends memory
+# ("lent"); the other one through chunks of tokens.
 PLANS: dict[str, dict[str, Any]] = {
     "default": {},
     "chunks": {"order": "tokens", "chunk": 128},
     "lean": {"order": "vocab", "chunk": 1024},
+    "lent": {"order": "vocab", "chunk": 128},
 }
 
 
@@ -66,6 +68,7 @@ def on(pair: Any, *values: Any) -> Any:
 
 BFLOAT16 = [(problem, "bfloat16", "default") for problem in PROBLEMS]
 PLANNED = [(EVERYTHING, "bfloat16", "chunks"), (EVERYTHING, "bfloat16", "lean"), (NOT_SEPARABLE, "bfloat16", "lean")]
+PLANNED += [(EVERYTHING, "bfloat16", "lent"), (NOT_SEPARABLE, "bfloat16", "lent")]
 # float16 knows lse first whatever the options: fewer of them tell all.
 FLOAT16 = [(EVERYTHING, "float16", "default"), (EVERYTHING, "float16", "lean"), (PROBLEMS[7], "float16", "default")]
 CASES = [on(KERNELS, *case) for case in (*BFLOAT16, *PLANNED, *FLOAT16)]

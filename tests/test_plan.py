@@ -20,7 +20,7 @@ from logitless.planning import (
     check_plan_argument,
     check_plan_sizes,
 )
-from logitless.spec import FLOAT_DTYPES
+from logitless.spec import FLOAT_DTYPES, ITEMSIZE
 
 LLAMA = {"tokens": 16384, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16"}
 
@@ -206,6 +206,38 @@ def test_plans_for_the_kernels(arguments: dict[str, Any], budget: int) -> None:
     assert not (made.one_pass and arguments["dtype"] == "float16")
     device = arguments["device"]
     assert made.relative_cost(device) >= plan(**arguments, fused=True, memory_budget=2**62).relative_cost(device)
+
+
+@settings(deadline=None, max_examples=300)
+@given(sizes, st.integers(1, 4096), st.sampled_from([0, 2, 4]))
+def test_what_dw_lends_is_written_later(arguments: dict[str, Any], chunk: int, itemsize: int) -> None:
+    """Every slice fits the plan's own matrix, or the rows of dW behind those that are written up to its end."""
+    if arguments["dtype"] == "float64":
+        return
+    made = plan(**arguments, fused=True, order="vocab", chunk=chunk)
+    item, row_bytes = ITEMSIZE[made.dtype], made.hidden * itemsize
+    slices = made.lent_slices(row_bytes)
+    assert covers(tuple((start, stop) for start, stop, _ in slices), made.vocab)
+    assert len(slices) <= len(made.vocab_slices)
+    for start, stop, lent in slices:
+        if lent:
+            assert stop - start > made.fused_columns
+            assert (stop - start) % 128 == 0  # so that rows start on 128 bytes
+            assert made.tokens * (stop - start) * item + 128 <= (made.vocab - stop) * row_bytes
+        else:
+            assert stop - start <= made.fused_columns
+    if not itemsize:
+        assert tuple((start, stop) for start, stop, _ in slices) == made.vocab_slices
+
+
+def test_known_slices_that_dw_lends() -> None:
+    """About half of what is left where N = D, in whole turns of the 132 programs; six slices instead of eighteen."""
+    sizes = {"tokens": 4096, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16", "fused": True}
+    lean = plan(**sizes, memory_budget=130 * 2**20)
+    assert lean.chunks == 18
+    slices = lean.lent_slices(2 * 4096)
+    assert [(stop - start) // 256 for start, stop, _ in slices] == [247, 123, 61, 33, 28, 9]
+    assert [lent for *_, lent in slices] == [True] * 4 + [False] * 2
 
 
 def test_known_plans_for_the_kernels() -> None:

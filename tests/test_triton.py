@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from implementations import TorchTriton, assert_within, problem_named, run_case, truth  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
-from logitless.tolerances import TINY, error  # noqa: E402
+from logitless.tolerances import GRADIENT, TINY, error  # noqa: E402
 from logitless.torch_impl import (  # noqa: E402
     cross_entropy,
     fused,
@@ -151,6 +151,50 @@ def test_ignored_tokens_may_lie_anywhere(chunk: int | None) -> None:
         results.append((loss.detach(), hidden.grad[rows], weight.grad))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("case", ["plain", "all", "filter", "into", "frozen"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_slices_matrix_lies_where_dw_is_not_yet_written(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, case: str
+) -> None:
+    """Larger slices than the plan's own, and the same gradients; but where dW is not this call's to lend, its own."""
+    rng = np.random.default_rng(11)
+    x, w, b = (rng.standard_normal(shape).astype(dtype) for shape in ((24, 16), (900, 16), (900,)))
+    y = rng.integers(0, 900, 24)
+    y[::5] = -100
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2} if case == "all" else {}
+    chosen = plan(tokens=24, hidden=16, vocab=900, dtype=dtype, fused=True, order="vocab", chunk=128)
+    matrices, real = [], fused.launch_logits
+
+    def spy(c: Any, t: Any, first: int, x: Any, e: Any, *arguments: Any, **named: Any) -> None:
+        if e is not None:
+            matrices.append((e.shape[1], e.untyped_storage().nbytes()))
+        real(c, t, first, x, e, *arguments, **named)
+
+    monkeypatch.setattr(fused, "launch_logits", spy)
+    tensors = [torch.from_numpy(values) for values in (x, w, b)]
+    for leaf in tensors:
+        leaf.requires_grad_(not (case == "frozen" and leaf is tensors[1]))
+    into = {"accumulate_into": torch.zeros(900, 16)} if case == "into" else {}
+    if case == "filter":
+        options["filter_eps"] = 1e-30  # nothing is left out
+    made = linear_cross_entropy(
+        tensors[0], tensors[1], torch.from_numpy(y), tensors[2], plan=chosen, backend="triton", **options, **into
+    )
+    made.backward()
+    true = reference.linear_cross_entropy(x, w, y, b, **{k: v for k, v in options.items() if k != "filter_eps"})
+    grads = {"hidden": tensors[0].grad, "bias": tensors[2].grad}
+    if case != "frozen":
+        grads["weight"] = into["accumulate_into"] if into else tensors[1].grad
+    for name, grad in grads.items():
+        assert error(grad.numpy(), getattr(true, f"{name}_grad")) <= 2 * GRADIENT[dtype], name
+    lends = case in ("plain", "all")
+    slices = chosen.lent_slices(16 * np.dtype(dtype).itemsize if lends else 0)
+    assert [width for width, _ in matrices] == [stop - start for start, stop, _ in slices]
+    assert sum(lent for *_, lent in slices) == (2 if lends else 0)
+    for (_, memory), (*_, lent) in zip(matrices, slices, strict=True):
+        assert (memory == tensors[1].untyped_storage().nbytes()) == lent
 
 
 @pytest.mark.parametrize("chunk", [None, 64])

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -636,6 +636,19 @@ class _Products:
         """Whether the targets' elements are added to the finished dW, where no float32 sum in one matrix takes them."""
         return self.parted or self.call.chunk >= self.call.tokens
 
+    def blocks(self, e: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the vocabulary, each with its matrix: of e, or larger, in rows of dW that are written later."""
+        c, plan, weight, row_bytes = self.call, self.call.plan, self.weight, 0
+        if weight is not None and plan.order == "vocab" and self.needs.into is None and self.filter is None:
+            row_bytes = c.size * weight.itemsize if weight.itemsize >= c.dtype.itemsize else 0
+        for start, stop, lent in plan.lent_slices(row_bytes):
+            block = e[:, : stop - start]
+            if lent and weight is not None:
+                room, size, boundary = weight.view(-1).view(c.dtype), c.chunk * (stop - start), _row_stride(1, c.dtype)
+                place = (room.numel() - size) // boundary * boundary
+                block = room[place : place + size].view(c.chunk, stop - start)
+            yield slice(start, stop), block
+
     def add_smooth_x(self, first: int, x: Tensor) -> None:
         """Σ_i g_i x_i of the chunk, from x as it came."""
         if self.smooth_x is not None:
@@ -1032,9 +1045,7 @@ def known_gradients(
         for first, _ in plan.token_slices:
             c.gather(first, x)
             products.add_smooth_x(first, x)
-            for start in range(0, c.vocab, plan.fused_columns):
-                entries = slice(start, min(start + plan.fused_columns, c.vocab))
-                block = e[:, : entries.stop - entries.start]
+            for entries, block in products.blocks(e):
                 launch_logits(c, tile, first, x, block, entries, mode=2, known=vectors)
                 products.add(first, x, block, entries, None, unit)
         if not plan.token_slices and products.weight is not None and needs.into is None:
