@@ -146,11 +146,12 @@ class ChunkPlan:
         return _slices(self.vocab, self.vocab_chunk)
 
     def lent_slices(self, row_bytes: int) -> tuple[tuple[int, int, bool], ...]:
-        """(start, stop, lent) of the vocab order's slices where dW, of ``row_bytes`` a row, lends its memory (0: none).
+        """(start, stop, lent) of the kernels' slices where dW, of ``row_bytes`` a row, lends its memory (0: none).
 
-        A slice's rows of dW are written once, after its products. Until then the matrix of an earlier slice may lie in
-        them, so that about N : D shares the rows that are left between matrix and slice. Such slices are larger than
-        the plan's own, which follow when little is left. Their sizes fill whole turns of the kernels' programs.
+        In the vocab order a slice's rows of dW are written once, after its products. Until then the matrix of an
+        earlier slice may lie in them, so that about N : D shares the rows that are left between matrix and slice. Such
+        slices are larger than the plan's own, which follow when little is left. Their sizes fill whole turns of the
+        kernels' programs. In the tokens order there is one, the whole vocabulary, and nothing is lent.
         """
         made: list[tuple[int, int, bool]] = []
         start = 0
@@ -164,9 +165,9 @@ class ChunkPlan:
 
     def _lent_columns(self, rows: int, row_bytes: int) -> int:
         """Columns of the largest matrix that fits into the last of ``rows`` rows of dW, behind as many rows."""
-        column_bytes = max(1, self.tokens) * ITEMSIZE[self.dtype]
+        column_bytes = self.token_chunk * ITEMSIZE[self.dtype]
         tiles = max(0, rows * row_bytes - ROW_ALIGNMENT_BYTES) // (column_bytes + row_bytes) // KERNEL_TILE[1]
-        row_tiles = max(1, math.ceil(self.tokens / KERNEL_TILE[0]))
+        row_tiles = math.ceil(self.token_chunk / KERNEL_TILE[0])
         whole = row_tiles * tiles // MULTIPROCESSORS * MULTIPROCESSORS // row_tiles
         return (whole or tiles) * KERNEL_TILE[1]
 

@@ -228,6 +228,8 @@ def test_what_dw_lends_is_written_later(arguments: dict[str, Any], chunk: int, i
             assert stop - start <= made.fused_columns
     if not itemsize:
         assert tuple((start, stop) for start, stop, _ in slices) == made.vocab_slices
+    chunks = plan(**arguments, fused=True, order="tokens", chunk=chunk)
+    assert chunks.lent_slices(row_bytes) == ((0, chunks.vocab, False),)
 
 
 def test_known_slices_that_dw_lends() -> None:

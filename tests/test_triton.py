@@ -173,20 +173,17 @@ def test_a_slices_matrix_lies_where_dw_is_not_yet_written(
         real(c, t, first, x, e, *arguments, **named)
 
     monkeypatch.setattr(fused, "launch_logits", spy)
-    tensors = [torch.from_numpy(values) for values in (x, w, b)]
-    for leaf in tensors:
-        leaf.requires_grad_(not (case == "frozen" and leaf is tensors[1]))
+    hidden, weight, bias = (torch.from_numpy(values).requires_grad_() for values in (x, w, b))
+    weight.requires_grad_(case != "frozen")
     into = {"accumulate_into": torch.zeros(900, 16)} if case == "into" else {}
-    if case == "filter":
-        options["filter_eps"] = 1e-30  # nothing is left out
-    made = linear_cross_entropy(
-        tensors[0], tensors[1], torch.from_numpy(y), tensors[2], plan=chosen, backend="triton", **options, **into
-    )
-    made.backward()
-    true = reference.linear_cross_entropy(x, w, y, b, **{k: v for k, v in options.items() if k != "filter_eps"})
-    grads = {"hidden": tensors[0].grad, "bias": tensors[2].grad}
+    extra = {"filter_eps": 1e-30} if case == "filter" else {}  # nothing is left out
+    linear_cross_entropy(
+        hidden, weight, torch.from_numpy(y), bias, plan=chosen, backend="triton", **options, **into, **extra
+    ).backward()
+    true = reference.linear_cross_entropy(x, w, y, b, **options)
+    grads = {"hidden": hidden.grad, "bias": bias.grad}
     if case != "frozen":
-        grads["weight"] = into["accumulate_into"] if into else tensors[1].grad
+        grads["weight"] = into["accumulate_into"] if into else weight.grad
     for name, grad in grads.items():
         assert error(grad.numpy(), getattr(true, f"{name}_grad")) <= 2 * GRADIENT[dtype], name
     lends = case in ("plain", "all")
@@ -194,7 +191,7 @@ def test_a_slices_matrix_lies_where_dw_is_not_yet_written(
     assert [width for width, _ in matrices] == [stop - start for start, stop, _ in slices]
     assert sum(lent for *_, lent in slices) == (2 if lends else 0)
     for (_, memory), (*_, lent) in zip(matrices, slices, strict=True):
-        assert (memory == tensors[1].untyped_storage().nbytes()) == lent
+        assert (memory == weight.untyped_storage().nbytes()) == lent
 
 
 @pytest.mark.parametrize("chunk", [None, 64])

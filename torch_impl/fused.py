@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from logitless import spec
-from logitless.planning import LOW_ROW_ALIGNMENT, SMOOTHING_BLOCK, TOKEN_TILE, ChunkPlan, round_up
+from logitless.planning import (
+    LOW_ROW_ALIGNMENT,
+    ROW_ALIGNMENT_BYTES,
+    SMOOTHING_BLOCK,
+    TOKEN_TILE,
+    ChunkPlan,
+    round_up,
+)
 from logitless.spec import FILTER_COLUMNS, FILTER_ROWS, LossOptions
 from logitless.torch_impl import eager, parallel
 from logitless.torch_impl.eager import Arrays, Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
@@ -44,7 +51,6 @@ try:
 except (ImportError, AttributeError):  # a Triton without Gluon, or with another one: kernels.py has every product
     hopper = None  # type: ignore[assignment]
 
-ROW_ALIGNMENT = 128  # bytes: rows of our own matrices start on such a boundary
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -361,7 +367,14 @@ def _padded(tokens: int, chunk: int) -> int:
 
 
 def _row_stride(columns: int, dtype: torch.dtype) -> int:
-    return round_up(columns, ROW_ALIGNMENT // dtype.itemsize)
+    return round_up(columns, ROW_ALIGNMENT_BYTES // dtype.itemsize)
+
+
+def _at_end(memory: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """[rows, columns] in the last bytes of ``memory``, from a boundary on."""
+    flat, size, boundary = memory.view(-1).view(dtype), rows * columns, ROW_ALIGNMENT_BYTES // dtype.itemsize
+    place = (flat.numel() - size) // boundary * boundary
+    return flat[place : place + size].view(rows, columns)
 
 
 def _power_of_two(value: int) -> int:
@@ -636,17 +649,21 @@ class _Products:
         """Whether the targets' elements are added to the finished dW, where no float32 sum in one matrix takes them."""
         return self.parted or self.call.chunk >= self.call.tokens
 
+    @property
+    def lent(self) -> Tensor | None:
+        """dW, where until its rows are written they may hold something else."""
+        whole = self.needs.into is None and self.filter is None
+        wide = self.weight is not None and self.weight.itemsize >= self.call.dtype.itemsize
+        return self.weight if whole and wide else None
+
     def blocks(self, e: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Slices of the vocabulary, each with its matrix: of e, or larger, in rows of dW that are written later."""
-        c, plan, weight, row_bytes = self.call, self.call.plan, self.weight, 0
-        if weight is not None and plan.order == "vocab" and self.needs.into is None and self.filter is None:
-            row_bytes = c.size * weight.itemsize if weight.itemsize >= c.dtype.itemsize else 0
-        for start, stop, lent in plan.lent_slices(row_bytes):
+        c, dw = self.call, self.lent
+        for start, stop, lent in c.plan.lent_slices(0 if dw is None else c.size * dw.itemsize):
             block = e[:, : stop - start]
-            if lent and weight is not None:
-                room, size, boundary = weight.view(-1).view(c.dtype), c.chunk * (stop - start), _row_stride(1, c.dtype)
-                place = (room.numel() - size) // boundary * boundary
-                block = room[place : place + size].view(c.chunk, stop - start)
+            if lent:
+                assert dw is not None
+                block = _at_end(dw, c.chunk, stop - start, c.dtype)
             yield slice(start, stop), block
 
     def add_smooth_x(self, first: int, x: Tensor) -> None:
