@@ -99,17 +99,26 @@ def peers() -> Iterator[tuple[str, Callable[[Any, Any, Any], Any]]]:
         yield "QuACK", lambda x, w, y: quack(x, w, y, chunk_size=_quack_rows(*x.shape), reduction="mean")
 
 
+def kernel_plans(shape: Shape) -> dict[str, Any]:
+    """The kernels' plans by a variant's name: the default, and one for each budget."""
+    made = {"triton": plan(**shape.sizes(), fused=True)}
+    for budget in shape.budgets:
+        made[f"triton, {budget // MIB} MiB"] = plan(**shape.sizes(), fused=True, memory_budget=budget)
+    return made
+
+
+def step_of(arrays: Arrays, chosen: Any, backend: str) -> Step:
+    """Our step by a plan."""
+    return arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, plan=chosen, backend=backend))
+
+
 def ours(shape: Shape, arrays: Arrays) -> dict[str, Variant]:
     """Our variants by name."""
 
     def with_plan(chosen: Any, backend: str) -> Variant:
-        step = arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, plan=chosen, backend=backend))
-        return arrays.variant(step, chosen.scratch_bytes)
+        return arrays.variant(step_of(arrays, chosen, backend), chosen.scratch_bytes)
 
-    made = {"triton": with_plan(plan(**shape.sizes(), fused=True), "triton")}
-    for budget in shape.budgets:
-        chosen = plan(**shape.sizes(), fused=True, memory_budget=budget)
-        made[f"triton, {budget // MIB} MiB"] = with_plan(chosen, "triton")
+    made = {name: with_plan(chosen, "triton") for name, chosen in kernel_plans(shape).items()}
     if shape.extras:
         x, w, y = arrays.x, arrays.w, arrays.y
         half = torch.where(torch.arange(len(y), device="cuda") % 2 == 0, y, -100)

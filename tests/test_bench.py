@@ -14,7 +14,7 @@ from implementations import interpreted
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import gpu_check, report, sanitize, timing
+from bench import energy, gpu_check, report, sanitize, timing
 from bench.shapes import SHAPES, Shape
 from bench.variants import Variant, measured_rows
 
@@ -52,6 +52,35 @@ def test_a_burst_divides_by_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock["host"])
     (made,) = timing.burst_ms(step, wait)
     assert made == pytest.approx(50 + 20 / 3)  # 0.2 s hold three steps of 0.07 s
+
+
+def test_power_lies_between_moves_of_the_counter() -> None:
+    """A counter that moves every 0.1 s by what was spent: 300 W, and 700 W from 1 s on."""
+    now = {"time": 0.0}
+
+    def joules() -> float:
+        moved = int(now["time"] * 10 + 1e-9) / 10
+        return 300 * moved + 400 * max(0.0, moved - 1)
+
+    meter = energy.Meter(joules, lambda: now["time"])
+    for step in range(2001):
+        now["time"] = step / 1000
+        meter.note()
+    assert meter.watts(0.05, 0.95) == pytest.approx(300)
+    assert meter.watts(1.05, 1.95) == pytest.approx(700)
+    assert meter.watts(0.55, 1.55) == pytest.approx((300 * 4 + 700 * 5) / 9)
+    with pytest.raises(ValueError, match=r"window: got 0\.080 s with 1 moves of the counter, allowed is 2"):
+        meter.watts(1.06, 1.14)
+
+
+def test_energy_is_of_the_median_round_over_the_floor() -> None:
+    measured = {"floor": [(10.0, 600.0), (20.0, 700.0), (30.0, 650.0)], "triton": [(21.0, 700.0)] * 3}
+    rounds = {name: [{"time_ms": t, "watts": w} for t, w in made] for name, made in measured.items()}
+    floor, ours = energy.rows_of("s", {"tokens": 2}, rounds)
+    assert (floor["variant"], floor["time_ms"], floor["joules"], floor["over_floor"]) == ("floor", 20.0, 14.0, 1.0)
+    assert [one["joules"] for one in floor["rounds"]] == [6.0, 14.0, 19.5]
+    assert (ours["shape"], ours["tokens"], ours["joules"]) == ("s", 2, 14.7)
+    assert (ours["over_floor"], ours["joules_over_floor"]) == pytest.approx((1.05, 1.05))
 
 
 def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:

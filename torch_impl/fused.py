@@ -117,6 +117,11 @@ LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM = "logits", "hidden", "hidden_sum
 # Places of the sorted targets that one program may sum.
 TARGET_RUN = 32
 
+# Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
+GROUP_BYTES = 8 * 2**20
+# 132 programs read least at a time as a square, 16 row tiles beside 8 column tiles; in a wide dX they walk like that.
+SQUARE_GROUP = 16
+
 LOW_TILES = {
     LOGITS: Tiles(128, 256, 64, split=True, flatten=True),
     HIDDEN: Tiles(128, 256, 64, group=4),
@@ -127,7 +132,7 @@ LOW_TILES = {
 KERNELS = (LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM)
 # Three stages leave shared memory for a tile of results on its way out.
 HOPPER_TILES = {
-    LOGITS: Tiles(128, 256, 64, skew=1),
+    LOGITS: Tiles(128, 256, 64, skew=1, group=SQUARE_GROUP),
     HIDDEN: Tiles(128, 256, 64, skew=1, group=4, stages=4),
     HIDDEN_SUM: Tiles(128, 256, 64, skew=1, group=4, split=True),
     WEIGHT: Tiles(128, 256, 64, skew=1),
@@ -137,8 +142,6 @@ HOPPER_TILES = {
 GROUP_REGISTERS = 232
 TF32_TILES = dict.fromkeys(KERNELS, Tiles(128, 128, 32))
 IEEE_TILES = dict.fromkeys(KERNELS, Tiles(64, 64, 16, stages=2, warps=4, deep=32))
-# Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
-GROUP_BYTES = 8 * 2**20
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -729,11 +732,14 @@ class _Products:
             self.parts = c.empty(c.programs, t.bm, t.bn)
         options: dict[str, Any] = t.options
         own: tuple[Any, ...] = ()  # arguments that only Hopper's kernel has
+        group = t.group
         if c.specialized:
             block = t.block_rows, t.block_columns
             summed = None if scale is not None or self.hidden_sum is None else c.describe(self.hidden_sum, *block)
             options |= {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split}
             own = self.parts, summed
+            if self.filter is None and triton.cdiv(c.size, t.bn) >= SQUARE_GROUP:
+                group = SQUARE_GROUP
         else:
             options |= {"FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision, "DEEP": t.deep}
             options["num_stages"] = 2 if s else t.stages
@@ -744,7 +750,7 @@ class _Products:
             c.weight.stride(0), c.weight,
         )  # fmt: skip
         kinds = {"ADD": entries.start > 0, "FINAL": scale is not None, "ROWS": factors is not None}
-        kinds |= {"SMOOTH": s is not None, "GROUP": t.group, "PROGRAMS": c.programs}
+        kinds |= {"SMOOTH": s is not None, "GROUP": group, "PROGRAMS": c.programs}
         launch(c.products.hidden_kernel, c.programs)(
             c.describe(e, t.block_rows, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries], *results,
             self.filter.row_lists if self.filter else None, *own,

@@ -1,0 +1,156 @@
+"""Time and energy of a step in steady state: ``python bench/energy.py --output DIR`` writes DIR/energy.json.
+
+A GPU at its power limit takes as long over a step as the step's energy takes to spend. In a row of steps of seconds
+both repeat to about 0.2 %; single steps scatter with what ran before them. Timed are the floor and our kernels, in
+turn, in another order every round, each after untimed steps of its own. Energy is the GPU's own counter (NVML, by the
+package nvidia-ml-py), which moves about ten times a second: the power between moves, times the time of a step.
+
+Runs from a checkout without installing anything, as gpu_check.py does.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+IN_FLIGHT = 4  # steps that the host is ahead, so that the GPU never waits for it
+EDGE_S = 0.05  # at both ends of a row of steps, where the counter may speak of what was before or after
+
+
+class Meter:
+    """Notes the GPU's energy counter whenever it moves, while the context lasts."""
+
+    def __init__(self, joules: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._joules, self._clock = joules, clock
+        self._moves: list[tuple[float, float]] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Meter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.0005):
+            self.note()
+
+    def note(self) -> None:
+        """Look at the counter."""
+        joules = self._joules()
+        if not self._moves or joules != self._moves[-1][1]:
+            self._moves.append((self._clock(), joules))
+
+    def watts(self, start: float, stop: float) -> float:
+        """The mean power between the first and the last move of the counter from ``start`` to ``stop`` [s]."""
+        inside = [move for move in self._moves if start <= move[0] <= stop]
+        if len(inside) < 2:
+            raise ValueError(f"window: got {stop - start:.3f} s with {len(inside)} moves of the counter, allowed is 2")
+        (first, before), (last, after) = inside[0], inside[-1]
+        return (after - before) / (last - first)
+
+
+def nvml_joules() -> Callable[[], float]:
+    """What reads the energy counter of torch's current GPU [J]."""
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+
+
+def row_of_steps(step: Callable[[], Any], meter: Meter, warm_s: float, window_s: float) -> dict[str, float]:
+    """Mean time and power of the steps of ``window_s``, after those of ``warm_s``."""
+    import torch
+
+    def event() -> Any:
+        made = torch.cuda.Event(enable_timing=True, blocking=True)
+        made.record()
+        return made
+
+    def run(seconds: float) -> tuple[Any, Any, int]:
+        first, steps, ahead, start = event(), 0, collections.deque[Any](), time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            step()
+            steps += 1
+            ahead.append(event())
+            if len(ahead) >= IN_FLIGHT:
+                ahead.popleft().synchronize()
+        return first, ahead[-1], steps
+
+    run(warm_s)
+    start = time.perf_counter()
+    first, last, steps = run(window_s)
+    stop = time.perf_counter()
+    last.synchronize()
+    return {
+        "time_ms": first.elapsed_time(last) / steps,
+        "watts": meter.watts(start + EDGE_S, stop - EDGE_S),
+    }
+
+
+def rows_of(name: str, sizes: dict[str, Any], rounds: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """One row a variant: medians of its rounds, their ratios to the floor's, and the rounds."""
+    rows = []
+    for variant, made in rounds.items():
+        each = [one | {"joules": one["time_ms"] * one["watts"] / 1e3} for one in made]
+        middle = {key: statistics.median(one[key] for one in each) for key in each[0]}
+        rows.append({"shape": name, **sizes, "variant": variant, **middle, "rounds": each})
+    for row in rows:
+        row["over_floor"] = row["time_ms"] / rows[0]["time_ms"]
+        row["joules_over_floor"] = row["joules"] / rows[0]["joules"]
+    return rows
+
+
+def measure(name: str, rounds: int, warm_s: float, window_s: float, meter: Meter) -> list[dict[str, Any]]:
+    """The rows of a shape of bench/shapes.py: the floor first, and every plan of the kernels."""
+    from bench import gpu
+
+    shape = gpu.SHAPES[name]
+    arrays = gpu.Arrays(shape)
+    steps = {"floor": arrays.floor()}
+    steps |= {kind: gpu.step_of(arrays, chosen, "triton") for kind, chosen in gpu.kernel_plans(shape).items()}
+    made: dict[str, list[dict[str, float]]] = {kind: [] for kind in steps}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for kind in order.sample(list(steps), len(steps)):
+            made[kind].append(row_of_steps(steps[kind], meter, warm_s, window_s))
+    return rows_of(name, shape.sizes(), made)
+
+
+def main() -> None:
+    from bench import checkout
+    from bench.shapes import SHAPES
+
+    parser = checkout.parser(__doc__, "energy.json")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm", type=float, default=0.5, metavar="S", help="untimed steps before each row of steps")
+    parser.add_argument("--window", type=float, default=1.5, metavar="S", help="a row of steps")
+    arguments = parser.parse_args()
+    with checkout.results(arguments.output / "energy.json", arguments.commit) as found:
+        found |= {"warm_s": arguments.warm, "window_s": arguments.window, "rows": []}
+        with Meter(nvml_joules()) as meter:
+            for name in arguments.shapes:
+                made = measure(name, arguments.rounds, arguments.warm, arguments.window, meter)
+                print(json.dumps(made, indent=1), flush=True)
+                found["rows"] += made
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
