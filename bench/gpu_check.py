@@ -14,7 +14,7 @@ and commit that it was measured with (``machine``, ``token_machine``, ``jax_mach
 ``tests_commit``). More files may follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in
 place of what came before. (With ``--tests "" --shapes`` nothing is run, and they are put together.) ``--rows-only``
 keeps the other shapes of a part, too: the rows of this call's shapes (and with "small" the errors) take the place of
-the earlier ones, and say their own commit.
+the earlier ones, and say their own commit; ``FILE:llama`` gives PyTorch's rows of that shape alone.
 """
 
 from __future__ import annotations
@@ -148,8 +148,13 @@ class Results:
         for given in update:
             name, _, parts = given.partition(":")
             values = json.loads(Path(name).read_text())
-            keys = [key for part in parts.split(",") for key in PARTS[part]] if parts else list(values)
+            named = parts.split(",") if parts else []
+            keys = [key for part in named if part not in SHAPES for key in PARTS[part]] if parts else list(values)
             self.values |= {key: values[key] for key in keys if key in values}
+            shapes = [part for part in named if part in SHAPES]
+            if shapes:
+                self._compare("machine", values["machine"])
+                self._put_rows("rows", [row for row in values["rows"] if row["shape"] in shapes])
         self._write()
 
     def run(self, keys: tuple[str, ...], machine: dict[str, Any], part: Iterator[tuple[str, Any]]) -> None:
@@ -162,19 +167,24 @@ class Results:
 
     def replace_rows(self, machine_key: str, machine: dict[str, Any], part: Iterator[tuple[str, Any]]) -> None:
         """The rows of some shapes alone, and errors; the others were measured on such a machine (``machine_key``)."""
+        self._compare(machine_key, machine)
+        for key, made in part:
+            self._put_rows(key, [row | {"commit": machine["commit"]} for row in made])
+            self._write()
+            print(key, *{row.get("shape") for row in made}, flush=True)
+
+    def _compare(self, machine_key: str, machine: dict[str, Any]) -> None:
+        """Rows beside others were measured on such a GPU and with the same versions."""
         earlier = self.values[machine_key]
         here = {name: machine["versions"].get(name) for name in earlier["versions"]}
         if (earlier["gpu"], earlier["versions"]) != (machine["gpu"], here):
-            raise ValueError(
-                f"--rows-only: got {machine}, allowed is what the other rows were measured with: {earlier}"
-            )
-        for key, made in part:
-            shapes = {row.get("shape") for row in made}
-            others = [row for row in self.values[key] if row.get("shape") not in shapes]
-            self.values[key] = others + [row | {"commit": machine["commit"]} for row in made]
-            self.values[key].sort(key=lambda row: SHAPES.index(row.get("shape", SHAPES[0])))
-            self._write()
-            print(key, *shapes, flush=True)
+            raise ValueError(f"rows: got {machine}, allowed is what the other rows were measured with: {earlier}")
+
+    def _put_rows(self, key: str, made: list[dict[str, Any]]) -> None:
+        """``made`` in place of the rows of its shapes."""
+        shapes = {row.get("shape") for row in made}
+        others = [row for row in self.values[key] if row.get("shape") not in shapes]
+        self.values[key] = sorted(others + made, key=lambda row: SHAPES.index(row.get("shape", SHAPES[0])))
 
     def add(self, key: str, value: Any) -> None:
         if isinstance(value, list):

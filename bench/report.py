@@ -230,6 +230,21 @@ def logits_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def energy_table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of time and energy in steady state, and how far the rounds lie apart."""
+    lines = [
+        "| tokens × hidden × vocab | implementation | time [ms] | × floor | power [W] | energy [J] | × floor |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        sizes = f"{row['tokens']} × {row['hidden']} × {row['vocab']}"
+        times, joules = ([one[key] for one in row["rounds"]] for key in ("time_ms", "joules"))
+        time = f"{row['time_ms']:.2f} ({min(times):.2f} to {max(times):.2f}) | {row['over_floor']:.3f}"
+        energy = f"{row['joules']:.2f} ({min(joules):.2f} to {max(joules):.2f}) | {row['joules_over_floor']:.3f}"
+        lines.append(f"| {sizes} | {row['variant']} | {time} | {row['watts']:.0f} | {energy} |")
+    return "\n".join(lines) + "\n"
+
+
 def sharded_table(torch_rows: list[dict[str, Any]], jax_rows: list[dict[str, Any]]) -> str:
     """A Markdown table of several devices beside one, both frameworks; a device's scratch."""
     lines = [
@@ -365,6 +380,8 @@ def main() -> None:
         (FIGURES / "bridges.md").write_text(bridges_table(rows))
     if (RESULTS / "filter.json").exists():
         (FIGURES / "filter.md").write_text(filter_table(json.loads((RESULTS / "filter.json").read_text())))
+    if rows := on_several("energy.json"):
+        (FIGURES / "energy.md").write_text(energy_table(rows))
     if rows := on_several("logits.json"):
         (FIGURES / "logits.md").write_text(logits_table(rows))
     if rows := on_several("sharded.json"):

@@ -81,6 +81,11 @@ def test_energy_is_of_the_median_round_over_the_floor() -> None:
     assert [one["joules"] for one in floor["rounds"]] == [6.0, 14.0, 19.5]
     assert (ours["shape"], ours["tokens"], ours["joules"]) == ("s", 2, 14.7)
     assert (ours["over_floor"], ours["joules_over_floor"]) == pytest.approx((1.05, 1.05))
+    row = {"hidden": 3, "vocab": 4}
+    assert report.energy_table([floor | row, ours | row]).splitlines()[2:] == [
+        "| 2 × 3 × 4 | floor | 20.00 (10.00 to 30.00) | 1.000 | 650 | 14.00 (6.00 to 19.50) | 1.000 |",
+        "| 2 × 3 × 4 | triton | 21.00 (21.00 to 21.00) | 1.050 | 700 | 14.70 (14.70 to 14.70) | 1.050 |",
+    ]
 
 
 def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
@@ -108,8 +113,24 @@ def test_rows_only_keep_the_other_shapes(tmp_path: Path) -> None:
     assert written["errors"] == [{"a": 4, "commit": "new"}]
     assert (written["machine"], written["sweeps"]) == (machine, [2])
     for other in ({"gpu": "H100"}, {"versions": {"torch": "3"}}):
-        with pytest.raises(ValueError, match="--rows-only: got"):
+        with pytest.raises(ValueError, match="rows: got"):
             results.replace_rows("machine", now | other, iter([("rows", [made])]))
+
+
+def test_rows_of_a_shape_from_another_file(tmp_path: Path) -> None:
+    machine = {"gpu": "H200", "versions": {"torch": "2"}, "commit": "old"}
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    rows = [{"shape": shape, "time_ms": 1} for shape in ("liger", "llama", "odd")]
+    first.write_text(json.dumps({"machine": machine, "rows": rows, "token_rows": [1]}))
+    made = [row | {"time_ms": 2, "commit": "new"} for row in rows]
+    second.write_text(json.dumps({"machine": machine, "rows": made, "token_rows": [2], "token_machine": 3}))
+    gpu_check.Results(tmp_path / "gpu_check.json", [str(first), f"{second}:llama,tokens"])
+    written = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert written["rows"] == [rows[0], made[1], rows[2]]
+    assert (written["token_rows"], written["token_machine"], written["machine"]) == ([2], 3, machine)
+    second.write_text(json.dumps({"machine": machine | {"gpu": "H100"}, "rows": made}))
+    with pytest.raises(ValueError, match="rows: got"):
+        gpu_check.Results(tmp_path / "gpu_check.json", [str(first), f"{second}:llama"])
 
 
 @pytest.mark.parametrize("more", [[], ["--update", "earlier.json", "--sweeps", "memory"]])
