@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="these tests are about PyTorch on a 
 from implementations import unwritten_is_nan  # noqa: E402
 
 from logitless import plan  # noqa: E402
+from logitless.tolerances import RATIO, TINY, error  # noqa: E402
 from logitless.torch_impl import filtered_share, linear_cross_entropy, linear_log_probs  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -226,6 +227,34 @@ def test_what_is_not_written_is_read_nowhere(options: dict[str, Any], dtype: Any
         made.append([loss.detach(), x.grad, w.grad, b.grad])
     assert all(bool(values.isfinite().all()) for values in made[0])
     assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("chosen", [("tokens", 2300), ("tokens", 1152), ("vocab", 1024)], ids=str)
+@pytest.mark.parametrize("hidden", [4096, 4360])
+def test_many_tiles_of_every_result(hidden: int, chosen: tuple[str, int]) -> None:
+    """More row tiles than walk together, and dX as wide as has them walk in another order: no tile is another's."""
+    tokens, vocab, generator = 2300, 5003, torch.Generator("cuda").manual_seed(0)
+    x, w = (torch.randn(rows, hidden, device="cuda", generator=generator) for rows in (tokens, vocab))
+    x, w = x.bfloat16().requires_grad_(), (w * hidden**-0.5).bfloat16().requires_grad_()
+    y = torch.randint(0, vocab, (tokens,), device="cuda", generator=generator)
+    y[::5] = -100
+    order, chunk = chosen
+    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "bfloat16"}
+    loss = linear_cross_entropy(x, w, y, plan=plan(**sizes, order=order, chunk=chunk, fused=True), backend="triton")
+    loss.backward()
+    valid = y != -100
+    z = x.detach().double() @ w.detach().double().t()
+    true_loss = torch.nn.functional.cross_entropy(z, y)
+    dz = torch.softmax(z, 1)
+    dz[torch.arange(tokens), y.clamp(min=0)] -= 1
+    dz *= (valid / valid.sum())[:, None]
+    ideal = dz.bfloat16().double()
+    for made, left, right in ((x.grad, dz, w), (w.grad, dz.t(), x)):
+        truth = left @ right.detach().double()
+        rounded = (ideal if left is dz else ideal.t()) @ right.detach().double()
+        most = RATIO * error(rounded.bfloat16().double().cpu(), truth.cpu()) + TINY["bfloat16"]
+        assert error(made.double().cpu(), truth.cpu()) <= most
+    assert error(loss.detach().double().cpu(), true_loss.cpu()) <= TINY["bfloat16"]
 
 
 def test_ids_outside_the_vocabulary_make_nan() -> None:

@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
-pytest.importorskip("triton", reason="triton is not installed")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+tl = triton.language
 
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 from implementations import TorchTriton, assert_within, problem_named, run_case, truth  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
@@ -228,3 +231,31 @@ def test_float64_is_refused() -> None:
         NotImplementedError, match="its kernels take bfloat16, float16 and float32, not float64; backend"
     ):
         linear_cross_entropy(x, w, y, backend="triton")
+
+
+@triton.jit
+def places_kernel(out_ptr, row_tiles, column_tiles, GROUP: tl.constexpr, COUNT: tl.constexpr):
+    tile = tl.arange(0, COUNT)
+    m, n = kernels.tile_of(tile, row_tiles, column_tiles, GROUP)
+    tl.store(out_ptr + tile, tl.where(tile < row_tiles * column_tiles, m * column_tiles + n, -1))
+
+
+def places(row_tiles: int, column_tiles: int, group: int, count: int) -> Any:
+    """[count]: of every tile, in the order in which programs take them, its row tile times the columns plus its own."""
+    out = torch.empty(count, dtype=torch.int32)
+    places_kernel[(1,)](out, row_tiles, column_tiles, GROUP=group, COUNT=count)
+    return out.numpy()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 24))
+def test_every_tile_has_one_turn(row_tiles: int, column_tiles: int, group: int) -> None:
+    made, tiles = places(row_tiles, column_tiles, group, 1024), row_tiles * column_tiles
+    assert sorted(made[:tiles]) == list(range(tiles))
+
+
+@pytest.mark.parametrize(("row_tiles", "column_tiles"), [(32, 501), (64, 16), (33, 17)])
+def test_a_turn_of_the_programs_is_as_square_as_its_tiles(row_tiles: int, column_tiles: int) -> None:
+    """Of 132 programs, 128 have 16 row tiles of 128 beside 8 column tiles of 256."""
+    turn = places(row_tiles, column_tiles, fused.SQUARE_GROUP, 128)
+    assert (len({*(turn // column_tiles)}), len({*(turn % column_tiles)})) == (16, 8)
