@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import json
-import random
 import statistics
 import sys
 import threading
@@ -119,16 +118,15 @@ def rows_of(name: str, sizes: dict[str, Any], rounds: dict[str, list[dict[str, f
 def measure(name: str, rounds: int, warm_s: float, window_s: float, meter: Meter) -> list[dict[str, Any]]:
     """The rows of a shape of bench/shapes.py: the floor first, and every plan of the kernels."""
     from bench import gpu
+    from bench.variants import in_turn
 
     shape = gpu.SHAPES[name]
     arrays = gpu.Arrays(shape)
     steps = {"floor": arrays.floor()}
     steps |= {kind: gpu.step_of(arrays, chosen, "triton") for kind, chosen in gpu.kernel_plans(shape).items()}
     made: dict[str, list[dict[str, float]]] = {kind: [] for kind in steps}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for kind in order.sample(list(steps), len(steps)):
-            made[kind].append(row_of_steps(steps[kind], meter, warm_s, window_s))
+    for kind in in_turn(steps, rounds):
+        made[kind].append(row_of_steps(steps[kind], meter, warm_s, window_s))
     return rows_of(name, shape.sizes(), made)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,13 @@ def described(failure: Exception) -> str:
     return f"{type(failure).__name__}: {failure}"[:300]
 
 
+def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
+    """Every variant once a round, in another order each."""
+    names, order = list(variants), random.Random(0)
+    for _ in range(rounds):
+        yield from order.sample(names, len(names))
+
+
 def measured_rows(
     name: str, shape: Shape, variants: dict[str, Variant], rounds: int, floors: tuple[str, ...] = ("floor",)
 ) -> list[dict[str, Any]]:
@@ -50,10 +57,8 @@ def measured_rows(
         rows[variant] = row
     running = [variant for variant in variants if "error" not in rows[variant]]
     times: dict[str, list[float]] = {variant: [] for variant in running}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for variant in order.sample(running, len(running)):
-            times[variant] += variants[variant].sample_ms()
+    for variant in in_turn(running, rounds):
+        times[variant] += variants[variant].sample_ms()
     for variant in running:
         rows[variant]["time_ms"] = statistics.median(times[variant])
     floor = min((rows[variant]["time_ms"] for variant in floors if variant in running), default=None)
