@@ -153,8 +153,11 @@ class Results:
             self.values |= {key: values[key] for key in keys if key in values}
             shapes = [part for part in named if part in SHAPES]
             if shapes:
-                self._compare("machine", values["machine"])
-                self._put_rows("rows", [row for row in values["rows"] if row["shape"] in shapes])
+                made = values["machine"]
+                self._compare("machine", made)
+                # A row that does not say its commit has its own file's, which is no longer beside it.
+                rows = [{"commit": made["commit"]} | row for row in values["rows"] if row["shape"] in shapes]
+                self._put_rows("rows", rows)
         self._write()
 
     def run(self, keys: tuple[str, ...], machine: dict[str, Any], part: Iterator[tuple[str, Any]]) -> None:

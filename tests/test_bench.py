@@ -122,11 +122,12 @@ def test_rows_of_a_shape_from_another_file(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     rows = [{"shape": shape, "time_ms": 1} for shape in ("liger", "llama", "odd")]
     first.write_text(json.dumps({"machine": machine, "rows": rows, "token_rows": [1]}))
-    made = [row | {"time_ms": 2, "commit": "new"} for row in rows]
-    second.write_text(json.dumps({"machine": machine, "rows": made, "token_rows": [2], "token_machine": 3}))
-    gpu_check.Results(tmp_path / "gpu_check.json", [str(first), f"{second}:llama,tokens"])
+    made = [rows[0] | {"time_ms": 2}, *(row | {"time_ms": 2, "commit": "new"} for row in rows[1:])]
+    there = machine | {"commit": "there"}
+    second.write_text(json.dumps({"machine": there, "rows": made, "token_rows": [2], "token_machine": 3}))
+    gpu_check.Results(tmp_path / "gpu_check.json", [str(first), f"{second}:liger,llama,tokens"])
     written = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert written["rows"] == [rows[0], made[1], rows[2]]
+    assert written["rows"] == [made[0] | {"commit": "there"}, made[1], rows[2]]
     assert (written["token_rows"], written["token_machine"], written["machine"]) == ([2], 3, machine)
     second.write_text(json.dumps({"machine": machine | {"gpu": "H100"}, "rows": made}))
     with pytest.raises(ValueError, match="rows: got"):
