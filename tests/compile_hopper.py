@@ -31,6 +31,7 @@ READS = {
     "SMOOTH": ("smooth_ptr", "weighted_rows_ptr", "smooth_x_ptr"),
     "SPLIT": ("parts_ptr",),
     "FILTER": ("lists_ptr",),
+    "PACE": ("progress_ptr",),
 }
 
 
@@ -133,18 +134,20 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     kernel, t, names = what["kernel"], what["tiles"], what["kernel"].arg_names
     constants = {k: v for k, v in t.options.items() if k in names} | what["constants"] | {"GROUP": 8, "PROGRAMS": 132}
     constants["REGISTERS"] = GROUP_REGISTERS
+    if "PACE" in names:
+        constants["PACE"] = 0 if constants["FILTER"] else t.pace
     unread = [pointer for option, pointers in READS.items() if not constants.get(option, True) for pointer in pointers]
     fixed = {"anchor_ptr", "row_target_ptr"}
     constants |= {name: None for name in (*unread, *what["none"]) if name in names and name not in fixed}
     own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr")}
-    whole = dict.fromkeys(("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "lists_ptr"), "*i32")
+    whole = ("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "lists_ptr", "progress_ptr")
     narrow = constants.get("FINAL") and t is not HOPPER_TILES[WEIGHT_SUM]
     out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
     if constants.get("INTO"):
         out["sum_ptr"] = out["out_ptr"]
     if constants.get("PARTED"):
         out |= {"sum_ptr": "*i16", "low_ptr": "*i8"} | ({} if narrow else {"out_ptr": "*i16"})
-    kinds = own | whole | out | what["blocks"] | {"scale": "fp32", "cap": "fp32"}
+    kinds = own | dict.fromkeys(whole, "*i32") | out | what["blocks"] | {"scale": "fp32", "cap": "fp32"}
     signature = {
         n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names
     }

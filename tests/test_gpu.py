@@ -256,6 +256,43 @@ def test_many_tiles_of_every_result(hidden: int, chosen: tuple[str, int]) -> Non
     assert error(loss.detach().double().cpu(), true_loss.cpu()) <= TINY["bfloat16"]
 
 
+@pytest.mark.case(28)
+def test_programs_that_cannot_all_run_do_not_wait_for_each_other() -> None:
+    """Another stream holds multiprocessors until our gradient is there: ours is made by the programs that can run."""
+    from holding import BYTES, hold_kernel
+
+    multiprocessors, held = torch.cuda.get_device_properties(0).multi_processor_count, 16
+    # A tile of dX for every multiprocessor, and a vocabulary through which 16 too few would be waited for.
+    tokens, hidden, vocab = 64 * multiprocessors, 512, 20011
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w = (torch.randn(rows, hidden, device="cuda", generator=generator).bfloat16() for rows in (tokens, vocab))
+    y = torch.randint(0, vocab, (tokens,), device="cuda", generator=generator)
+    x.requires_grad_(), w.requires_grad_()
+
+    def gradients() -> Any:
+        return torch.autograd.grad(linear_cross_entropy(x, w, y, backend="triton"), (x, w))
+
+    alone = gradients()
+    gradients()  # finds its memory
+    started, done, late = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(3))
+    room, other = torch.zeros(BYTES // 4, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+    done.fill_(1)
+    with torch.cuda.stream(other):  # compiles it
+        hold_kernel[(1,)](started, done, late, room, 0, SIZE=BYTES // 4)
+    torch.cuda.synchronize()
+    started.zero_(), done.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        hold_kernel[(held,)](started, done, late, room, 2_000_000_000, SIZE=BYTES // 4)
+    while int(started) < held:
+        pass
+    made = gradients()
+    done.fill_(1)
+    torch.cuda.synchronize()
+    assert int(late) == 0
+    assert all(map(torch.equal, made, alone))
+
+
 def test_ids_outside_the_vocabulary_make_nan() -> None:
     x, w, b, y = tensors()
     y[1], y[2], y[3] = 3001, -1, 2**32

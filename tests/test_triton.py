@@ -254,6 +254,63 @@ def test_every_tile_has_one_turn(row_tiles: int, column_tiles: int, group: int) 
     assert sorted(made[:tiles]) == list(range(tiles))
 
 
+@triton.jit
+def programs_kernel(out_ptr, row_tiles, column_tiles, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):
+    tl.store(out_ptr, kernels.programs_of(row_tiles, column_tiles, GROUP, PROGRAMS))
+
+
+def programs(row_tiles: int, column_tiles: int, group: int, most: int) -> int:
+    out = torch.empty(1, dtype=torch.int32)
+    programs_kernel[(1,)](out, row_tiles, column_tiles, GROUP=group, PROGRAMS=most)
+    return int(out)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 24), st.sampled_from([2, 114, 132]))
+def test_fewer_programs_take_no_more_turns(row_tiles: int, column_tiles: int, group: int, most: int) -> None:
+    tiles, made = row_tiles * column_tiles, programs(row_tiles, column_tiles, group, most)
+    assert 1 <= made <= most
+    assert -(-tiles // made) == -(-tiles // most)
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "column_tiles", "group", "wanted"),
+    [
+        (32, 16, 16, 128),  # 4096 x 4096: four turns of 16 x 8
+        (256, 3, 4, 132),  # 32768 x 768: six turns of 44 x 3, as 128 programs would cut a group of 4 x 3
+        (64, 9, 4, 132),  # 8192 x 2304: no 116 to 132 programs have whole groups of 4 x 9
+    ],
+)
+def test_turns_are_whole_groups(row_tiles: int, column_tiles: int, group: int, wanted: int) -> None:
+    assert programs(row_tiles, column_tiles, group, 132) == wanted
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=1300))
+def test_tokens_are_sorted_by_target(targets: list[int]) -> None:
+    key = torch.tensor(targets, dtype=torch.int32)
+    made, token = torch.full_like(key, -1), torch.full_like(key, -1)
+    kernels.sort_kernel[(triton.cdiv(len(targets), 16),)](key, made, token, len(targets), BI=16, BJ=512)
+    wanted = torch.sort(key, stable=True)
+    assert torch.equal(made, wanted.values)
+    assert torch.equal(token.long(), wanted.indices)
+
+
+def test_many_tokens_are_sorted_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradient bit by bit."""
+    hidden, weight = torch.randn(130, 32, requires_grad=True), torch.randn(60, 32, requires_grad=True)
+    target, made = torch.randint(0, 60, (130,)), []
+    for most in (fused.MOST_RANKED, 129):
+        monkeypatch.setattr(fused, "MOST_RANKED", most)
+        sort, seen = torch.sort, []
+        monkeypatch.setattr(torch, "sort", lambda *x, sort=sort, seen=seen, **o: seen.append(1) or sort(*x, **o))
+        loss = linear_cross_entropy(hidden, weight, target, backend="triton")
+        made.append(torch.autograd.grad(loss, (hidden, weight)))
+        assert bool(seen) == (most < 130)
+        monkeypatch.undo()
+    assert all(map(torch.equal, *made))
+
+
 @pytest.mark.parametrize(("row_tiles", "column_tiles"), [(32, 501), (64, 16), (33, 17)])
 def test_a_turn_of_the_programs_is_as_square_as_its_tiles(row_tiles: int, column_tiles: int) -> None:
     """Of 132 programs, 128 have 16 row tiles of 128 beside 8 column tiles of 256."""

@@ -92,6 +92,8 @@ class Tiles:
     """Steps along a product's depth that are summed before they are added to the total; 0: all of them."""
     skew: int | None = None
     """How many steps the second group of warps starts behind the first."""
+    pace: int = 0
+    """Steps of hopper.hidden_kernel after which its programs wait for each other; 0: they do not."""
 
     @property
     def block_rows(self) -> int:
@@ -116,6 +118,8 @@ LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM = "logits", "hidden", "hidden_sum
 
 # Places of the sorted targets that one program may sum.
 TARGET_RUN = 32
+# Tokens up to which targets are sorted by counting, in one launch.
+MOST_RANKED = 8192
 
 # Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
 GROUP_BYTES = 8 * 2**20
@@ -133,8 +137,8 @@ KERNELS = (LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM)
 # Three stages leave shared memory for a tile of results on its way out.
 HOPPER_TILES = {
     LOGITS: Tiles(128, 256, 64, skew=1, group=SQUARE_GROUP),
-    HIDDEN: Tiles(128, 256, 64, skew=1, group=4, stages=4),
-    HIDDEN_SUM: Tiles(128, 256, 64, skew=1, group=4, split=True),
+    HIDDEN: Tiles(128, 256, 64, skew=1, group=4, stages=4, pace=4),
+    HIDDEN_SUM: Tiles(128, 256, 64, skew=1, group=4, split=True, pace=4),
     WEIGHT: Tiles(128, 256, 64, skew=1),
     WEIGHT_SUM: Tiles(128, 256, 64, skew=1, split=True),
 }
@@ -378,6 +382,15 @@ def _at_end(memory: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tens
     flat, size, boundary = memory.view(-1).view(dtype), rows * columns, ROW_ALIGNMENT_BYTES // dtype.itemsize
     place = (flat.numel() - size) // boundary * boundary
     return flat[place : place + size].view(rows, columns)
+
+
+def _sorted(c: _Call) -> tuple[Tensor, Tensor]:
+    """The tokens' keys in order, and the tokens in that order, those of one key in their own."""
+    if c.tokens > MOST_RANKED:
+        return torch.sort(c.inputs.key, stable=True)
+    key, token = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int32)
+    launch(kernels.sort_kernel, triton.cdiv(c.tokens, 16))(c.inputs.key, key, token, c.tokens, BI=16, BJ=512)
+    return key, token
 
 
 def _power_of_two(value: int) -> int:
@@ -737,7 +750,10 @@ class _Products:
             block = t.block_rows, t.block_columns
             summed = None if scale is not None or self.hidden_sum is None else c.describe(self.hidden_sum, *block)
             options |= {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split}
-            own = self.parts, summed
+            pace = 0 if self.filter else t.pace
+            progress = torch.zeros(1, dtype=torch.int32, device=c.device) if pace else None
+            options["PACE"] = pace
+            own = self.parts, summed, progress
             if self.filter is None and triton.cdiv(c.size, t.bn) >= SQUARE_GROUP:
                 group = SQUARE_GROUP
         else:
@@ -819,17 +835,18 @@ class _Products:
         out = self.weight_sum if scale is None else self.weight
         if (out is None and self.bias is None) or not c.tokens:
             return
-        key, token = torch.sort(c.inputs.key, stable=True)  # what is not in the vocabulary comes last
+        key, token = _sorted(c)  # what is not in the vocabulary comes last
+        block = max(16, min(4096, _power_of_two(c.size)))
         blocks, columns = triton.cdiv(c.tokens, TARGET_RUN), 1
         part = share = c.empty(2 * blocks)
         if out is not None:
-            part, columns = c.empty(2 * blocks, c.size), triton.cdiv(c.size, c.block)
+            part, columns = c.empty(2 * blocks, c.size), triton.cdiv(c.size, block)
         options: dict[str, int] = {
             "WEIGHT": out is not None,
             "BIAS": self.bias is not None,
             "SCALED": scale is not None,
         }
-        options |= {"RUN": TARGET_RUN, "BC": c.block}
+        options |= {"RUN": TARGET_RUN, "BC": block, "num_warps": 8 if block > 1024 else 4}
         launch(kernels.add_targets_kernel, c.tokens, columns)(
             key, token, value, c.hidden, scale, out, self.bias, part, share, c.tokens, c.vocab, c.hidden.stride(0),
             c.size, BR=4, **options,

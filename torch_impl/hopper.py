@@ -9,6 +9,10 @@ loaded; so that one's epilogue runs beside the other's products, the second star
 
 ``ready[s]``: stage s was loaded; ``free[s]``: both groups have multiplied it; ``turn``: the second group may start.
 Results leave through shared memory and the accelerator, which stores or adds while the next tile is multiplied.
+
+With PACE the programs keep step: their loading warps look every PACE steps at how far all have come, and nobody gets
+far ahead (:func:`keep_pace`). What several programs read they then read within a microsecond of each other, and it
+comes up from memory once. No result depends on it.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from logitless.torch_impl.kernels import (
     listed_steps,
     low_stride,
     lower_bits,
+    programs_of,
     rounded,
     tile_of,
     turns_of,
@@ -52,6 +57,8 @@ MOST_PARTS = gl.constexpr(kernels.MOST_PARTS.value)
 FILTER_ROWS = gl.constexpr(kernels.FILTER_ROWS.value)
 FILTER_COLUMNS = gl.constexpr(kernels.FILTER_COLUMNS.value)
 BIGGEST_INDEX = gl.constexpr(2147483647)
+# Looks at the others' progress before a program stops to wait for them: about a millisecond.
+PATIENCE = gl.constexpr(2000)
 
 
 @builtin
@@ -101,6 +108,36 @@ def units_of(tiles, steps, PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
 
 
 @gluon.jit
+def share_of(
+    units, row_tiles, column_tiles,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, SPLIT: gl.constexpr, PACE: gl.constexpr,
+):  # fmt: skip
+    """(The program's first unit, how many programs take units); a program that takes none begins behind the last."""
+    if PACE > 0 and not SPLIT:
+        programs = programs_of(row_tiles, column_tiles, GROUP, PROGRAMS)
+        return gl.where(gl.program_id(0) < programs, gl.program_id(0), units), programs
+    else:
+        return gl.program_id(0), PROGRAMS
+
+
+@gluon.jit
+def keep_pace(progress_ptr, patience, unit, step, tiles, steps, programs, PACE: gl.constexpr):
+    """Count this program's PACE steps from ``step`` on, and wait until all have come, on the average, to those before.
+
+    progress: such counts of all programs. ``patience``: how often to look, at most; afterwards none is left, for then
+    not all programs run at a time, and who waits for the others would wait for their whole work.
+    """
+    gl.atomic_add(progress_ptr, 1)
+    turn = unit // programs
+    running = gl.minimum(tiles - turn * programs, programs)
+    due = turn * programs * ((steps + PACE - 1) // PACE) + running * (step // PACE - 1)
+    left = patience
+    while (left > 0) & (gl.load(progress_ptr, volatile=True) < due):
+        left -= 1
+    return gl.where(left > 0, patience, 0)
+
+
+@gluon.jit
 def list_of(lists_ptr, row, chunk, other, COUNTS_DEPTH: gl.constexpr):
     """The list of kernels.lists_kernel for the result's tile that starts at ``row``: what of its depth is kept."""
     in_rows = (chunk + FILTER_ROWS - 1) // FILTER_ROWS
@@ -127,22 +164,26 @@ def listed_tile(lists_ptr, m, COUNTS_DEPTH: gl.constexpr, BM: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    a_desc, b_desc, a_smem, b_smem, ready, free, lists_ptr, count_ptr, first, chunk, other, width,
+    a_desc, b_desc, a_smem, b_smem, ready, free, lists_ptr, progress_ptr, count_ptr, first, chunk, other, width,
     COUNTS_DEPTH: gl.constexpr, FILTER: gl.constexpr, A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PACE: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: a's two halves and b of every step. DEPTH_FIRST: the depth is the matrix's first axis.
 
-    FILTER: how many steps are in a tile of the filter, whose lists say which of them are made; 0: all are.
+    FILTER: how many steps are in a tile of the filter, whose lists say which of them are made; 0: all are. Units whose
+    depths differ, a filter's and parts of tiles, are not paced.
     """
     i = 0
+    patience = gl.to_tensor(PATIENCE)
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, other, width, COUNTS_DEPTH, BM, BN, BK)
     if FILTER:
         row_tiles = in_whole_lists(row_tiles, COUNTS_DEPTH, BM)
     tiles = row_tiles * column_tiles
-    for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
-        tile, begin, depth, _ = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
+    units = units_of(tiles, steps, PROGRAMS, SPLIT)
+    begins, programs = share_of(units, row_tiles, column_tiles, GROUP, PROGRAMS, SPLIT, PACE)
+    for unit in range(begins, units, programs):
+        tile, begin, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         if FILTER:
             m = listed_tile(lists_ptr, m, COUNTS_DEPTH, BM)
@@ -156,6 +197,12 @@ def load_tiles(
                     entry += 1
                     listed = gl.load(entry) * FILTER
                 step = listed + k % FILTER
+            if PACE:
+                looks = k % PACE == 0
+                if SPLIT:
+                    looks &= ~is_part
+                if looks:
+                    patience = keep_pace(progress_ptr, patience, unit, k, tiles, steps, programs, PACE)
             slot = i % STAGES
             mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
             bar = ready.index(slot)
@@ -365,10 +412,8 @@ def anchored_piece(z, entry, here, target, anchor, edge, STATISTICS: gl.constexp
     One multiply-add an element: exp2(z · log2 e − a · log2 e), where the rounding of a · log2 e is put right per row.
     """
     anchor = gl.maximum(anchor, LOWEST_ANCHOR)
-    anchor2 = anchor * LOG2E
-    rounding = gl.where(gl.abs(anchor) < CORRECTED_ANCHOR, gl.fma(anchor, LOG2E, -anchor2), 0.0)
-    right = exp2(-rounding)
-    e = exp2(gl.fma(z, LOG2E, -anchor2[:, None]))
+    shift, right = known_shift(anchor, 0.0)
+    e = exp2(gl.fma(z, LOG2E, -shift[:, None]))
     if edge:
         e = gl.where((entry[None, :] == target[:, None]) | ~here[None, :], 0.0, e)
     gaps = right
@@ -529,8 +574,8 @@ def logits_kernel(
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
-                x_desc, w_desc, x_smem, w_smem, ready, free, None, count_ptr, first, chunk, size, columns, False,
-                False, False, False, BM, BN, BK, GROUP, PROGRAMS, STAGES, False,
+                x_desc, w_desc, x_smem, w_smem, ready, free, None, None, count_ptr, first, chunk, size, columns, False,
+                False, False, False, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -596,7 +641,7 @@ def hidden_tiles(
     count_ptr, first, chunk, columns, size, w_stride, HALF: gl.constexpr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, FILTER: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
-    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr, PACE: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`hidden_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -606,14 +651,16 @@ def hidden_tiles(
         turns = 0
         done = 0
     tiles = row_tiles * column_tiles
-    for unit in range(gl.program_id(0), units_of(tiles, steps, PROGRAMS, SPLIT), PROGRAMS):
+    units = units_of(tiles, steps, PROGRAMS, SPLIT)
+    begins, programs = share_of(units, row_tiles, column_tiles, GROUP, PROGRAMS, SPLIT, PACE)
+    for unit in range(begins, units, programs):
         tile, _, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         if FILTER:
             m = listed_tile(lists_ptr, m, False, BM)
             depth = listed_steps(list_of(lists_ptr, m * BM, chunk, columns, False), steps, FILTER)
         else:
-            turns = unit // PROGRAMS
+            turns = unit // programs
             done = turns * steps
         whole = multiply(
             e_smem, w_smem, ready, free, turn, turns, done, depth, HALF, False, True, BM, BN, STAGES, SKEW, layout
@@ -642,16 +689,16 @@ def hidden_tiles(
 def hidden_kernel(
     e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
-    first, chunk, columns, size, w_stride, all_w_ptr, lists_ptr, parts_ptr, sum_desc,
+    first, chunk, columns, size, w_stride, all_w_ptr, lists_ptr, parts_ptr, sum_desc, progress_ptr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, FILTER: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
-    SPLIT: gl.constexpr, PARTS: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr,
 ):  # fmt: skip
     """kernels.hidden_kernel, with the same arguments: dX of a chunk from S vocabulary entries.
 
-    Beside its arguments: the sum's descriptor, so that the memory itself adds; and with SPLIT ``parts``
-    [PROGRAMS, BM, BN], where the parts of split tiles are left for kernels.combine_hidden_kernel.
+    Beside its arguments: the sum's descriptor, so that the memory itself adds; with SPLIT ``parts`` [PROGRAMS, BM, BN],
+    where the parts of split tiles are left for kernels.combine_hidden_kernel; and with PACE ``progress`` [1], 0 before.
     """
     e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BM // 2, BK], e_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
@@ -665,17 +712,17 @@ def hidden_kernel(
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, lists_ptr, parts_ptr,
                 count_ptr, first, chunk, columns, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH, FILTER,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,
             )),
             (hidden_tiles, (
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, lists_ptr, parts_ptr,
                 count_ptr, first, chunk, columns, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH, FILTER,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,
             )),
             (load_tiles, (
-                e_desc, w_desc, e_smem, w_smem, ready, free, lists_ptr, count_ptr, first, chunk, columns, size, False,
-                FILTER, False, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT,
+                e_desc, w_desc, e_smem, w_smem, ready, free, lists_ptr, progress_ptr, count_ptr, first, chunk, columns,
+                size, False, FILTER, False, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT, PACE,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -781,8 +828,8 @@ def weight_kernel(
                 ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, FILTER, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
-                e_desc, x_desc, e_smem, x_smem, ready, free, lists_ptr, count_ptr, first, chunk, columns, size, True,
-                FILTER, True, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False,
+                e_desc, x_desc, e_smem, x_smem, ready, free, lists_ptr, None, count_ptr, first, chunk, columns, size,
+                True, FILTER, True, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
             )),
         ],
         [4, 1], [REGISTERS, 24],

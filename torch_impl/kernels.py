@@ -701,6 +701,18 @@ def turns_of(tiles, steps, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
+def programs_of(row_tiles, column_tiles, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):
+    """As few programs as take the tiles in as many turns, up to whole groups of tile_of: a turn's tiles then share as
+    many rows and columns as they can."""
+    tiles = row_tiles * column_tiles
+    turns = tl.maximum((tiles + PROGRAMS - 1) // PROGRAMS, 1)
+    enough = (tl.maximum(tiles, 1) + turns - 1) // turns
+    group = GROUP * column_tiles
+    group = tl.where(group > PROGRAMS, GROUP, group)
+    return tl.minimum((enough + group - 1) // group * group, PROGRAMS)
+
+
+@triton.jit
 def put_hidden(
     value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, scale_ptr,
     smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
@@ -959,6 +971,24 @@ def column_sums_kernel(
         total += part
     mask = column < columns
     tl.store(out_ptr + column, tl.load(out_ptr + column, mask=mask, other=0.0) + tl.sum(total, 0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def sort_kernel(key_ptr, sorted_ptr, token_ptr, tokens, BI: tl.constexpr, BJ: tl.constexpr):
+    """BI tokens a program: each goes to its place among the sorted keys, tokens of one key in their own order.
+
+    A token's place is how many come before it, counted by comparing it with every other: N² comparisons, which for few
+    tokens is less than the launches of a sort."""
+    i = tl.program_id(0) * BI + tl.arange(0, BI)
+    key = tl.load(key_ptr + i, mask=i < tokens, other=0)
+    place = tl.zeros((BI,), tl.int32)
+    for start in range(0, tokens, BJ):
+        j = start + tl.arange(0, BJ)
+        other = tl.load(key_ptr + j, mask=j < tokens, other=2147483647)
+        equal_before = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
+        place += tl.sum(((other[None, :] < key[:, None]) | equal_before).to(tl.int32), 1)
+    tl.store(sorted_ptr + place, key, mask=i < tokens)
+    tl.store(token_ptr + place, i, mask=i < tokens)
 
 
 @triton.jit
