@@ -2,8 +2,9 @@
 
 A GPU at its power limit takes as long over a step as the step's energy takes to spend. In a row of steps of seconds
 both repeat to about 0.2 %; single steps scatter with what ran before them. Timed are the floor and our kernels, in
-turn, in another order every round, each after untimed steps of its own. Energy is the GPU's own counter (NVML, by the
-package nvidia-ml-py), which moves about ten times a second: the power between moves, times the time of a step.
+turn, in another order every round, each after untimed steps of its own; with ``--products`` also each product alone,
+ours and cuBLAS's on the same operands. Energy is the GPU's own counter (NVML, by the package nvidia-ml-py), which moves
+about ten times a second: the power between moves, times the time of a step.
 
 Runs from a checkout without installing anything, as gpu_check.py does.
 """
@@ -11,14 +12,17 @@ Runs from a checkout without installing anything, as gpu_check.py does.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+Step = Callable[[], Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 IN_FLIGHT = 4  # steps that the host is ahead, so that the GPU never waits for it
@@ -72,7 +76,7 @@ def nvml_joules() -> Callable[[], float]:
     return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
 
 
-def row_of_steps(step: Callable[[], Any], meter: Meter, warm_s: float, window_s: float) -> dict[str, float]:
+def row_of_steps(step: Step, meter: Meter, warm_s: float, window_s: float) -> dict[str, float]:
     """Mean time and power of the steps of ``window_s``, after those of ``warm_s``."""
     import torch
 
@@ -115,19 +119,41 @@ def rows_of(name: str, sizes: dict[str, Any], rounds: dict[str, list[dict[str, f
     return rows
 
 
-def measure(name: str, rounds: int, warm_s: float, window_s: float, meter: Meter) -> list[dict[str, Any]]:
-    """The rows of a shape of bench/shapes.py: the floor first, and every plan of the kernels."""
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How rows of steps are made."""
+
+    meter: Meter
+    rounds: int
+    warm_s: float
+    window_s: float
+
+    def of(self, name: str, sizes: dict[str, Any], steps: dict[str, Step], restore: Step | None = None) -> Any:
+        """A row a step, its ratios to the first's; ``restore`` comes before each row of steps."""
+        from bench.variants import in_turn
+
+        made: dict[str, list[dict[str, float]]] = {variant: [] for variant in steps}
+        for variant in in_turn(steps, self.rounds):
+            if restore is not None:
+                restore()
+            made[variant].append(row_of_steps(steps[variant], self.meter, self.warm_s, self.window_s))
+        return rows_of(name, sizes, made)
+
+
+def measure(name: str, rows: Rows, alone: bool) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The rows of a shape of bench/shapes.py: the floor and every plan of the kernels, or each product ``alone``."""
     from bench import gpu
-    from bench.variants import in_turn
+    from bench.products import products
 
     shape = gpu.SHAPES[name]
-    arrays = gpu.Arrays(shape)
-    steps = {"floor": arrays.floor()}
-    steps |= {kind: gpu.step_of(arrays, chosen, "triton") for kind, chosen in gpu.kernel_plans(shape).items()}
-    made: dict[str, list[dict[str, float]]] = {kind: [] for kind in steps}
-    for kind in in_turn(steps, rounds):
-        made[kind].append(row_of_steps(steps[kind], meter, warm_s, window_s))
-    return rows_of(name, shape.sizes(), made)
+    arrays, plans = gpu.Arrays(shape), gpu.kernel_plans(shape)
+    if alone:
+        for product in products(arrays, gpu.step_of(arrays, plans["triton"], "triton")).values():
+            yield "products", rows.of(name, shape.sizes(), product.steps, product.restore)
+    else:
+        steps = {"floor": arrays.floor()}
+        steps |= {kind: gpu.step_of(arrays, chosen, "triton") for kind, chosen in plans.items()}
+        yield "rows", rows.of(name, shape.sizes(), steps)
 
 
 def main() -> None:
@@ -135,18 +161,21 @@ def main() -> None:
     from bench.shapes import SHAPES
 
     parser = checkout.parser(__doc__, "energy.json")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES), help="of whole steps")
+    parser.add_argument("--products", nargs="*", default=[], choices=list(SHAPES), help="shapes of products alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", type=float, default=0.5, metavar="S", help="untimed steps before each row of steps")
     parser.add_argument("--window", type=float, default=1.5, metavar="S", help="a row of steps")
     arguments = parser.parse_args()
     with checkout.results(arguments.output / "energy.json", arguments.commit) as found:
-        found |= {"warm_s": arguments.warm, "window_s": arguments.window, "rows": []}
+        found |= {"warm_s": arguments.warm, "window_s": arguments.window, "rows": [], "products": []}
         with Meter(nvml_joules()) as meter:
-            for name in arguments.shapes:
-                made = measure(name, arguments.rounds, arguments.warm, arguments.window, meter)
-                print(json.dumps(made, indent=1), flush=True)
-                found["rows"] += made
+            rows = Rows(meter, arguments.rounds, arguments.warm, arguments.window)
+            for alone, shapes in ((False, arguments.shapes), (True, arguments.products)):
+                for name in shapes:
+                    for key, made in measure(name, rows, alone):
+                        print(json.dumps(made, indent=1), flush=True)
+                        found[key] += made
 
 
 if __name__ == "__main__":

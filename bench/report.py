@@ -380,8 +380,10 @@ def main() -> None:
         (FIGURES / "bridges.md").write_text(bridges_table(rows))
     if (RESULTS / "filter.json").exists():
         (FIGURES / "filter.md").write_text(filter_table(json.loads((RESULTS / "filter.json").read_text())))
-    if rows := on_several("energy.json"):
-        (FIGURES / "energy.md").write_text(energy_table(rows))
+    if (RESULTS / "energy.json").exists():
+        found = json.loads((RESULTS / "energy.json").read_text())
+        tables = [energy_table(found[key]) for key in ("rows", "products") if found.get(key)]
+        (FIGURES / "energy.md").write_text("\n".join(tables))
     if rows := on_several("logits.json"):
         (FIGURES / "logits.md").write_text(logits_table(rows))
     if rows := on_several("sharded.json"):

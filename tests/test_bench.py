@@ -14,9 +14,10 @@ from implementations import interpreted
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import energy, gpu_check, report, sanitize, timing
+from bench import energy, gpu_check, products, report, sanitize, timing
 from bench.shapes import SHAPES, Shape
 from bench.variants import Variant, measured_rows
+from logitless import plan
 
 
 def refuse() -> int:
@@ -86,6 +87,38 @@ def test_energy_is_of_the_median_round_over_the_floor() -> None:
         "| 2 × 3 × 4 | floor | 20.00 (10.00 to 30.00) | 1.000 | 650 | 14.00 (6.00 to 19.50) | 1.000 |",
         "| 2 × 3 × 4 | triton | 21.00 (21.00 to 21.00) | 1.050 | 700 | 14.70 (14.70 to 14.70) | 1.050 |",
     ]
+
+
+@interpreted
+def test_products_alone_have_the_operands_of_the_step() -> None:
+    import torch
+
+    from logitless.torch_impl import linear_cross_entropy
+
+    x, w = torch.randn(70, 32, requires_grad=True), (8 * torch.randn(130, 32)).requires_grad_()
+    y, sizes = torch.randint(0, 130, (70,)), {"tokens": 70, "hidden": 32, "vocab": 130, "dtype": "float32"}
+    arrays = SimpleNamespace(x=x, w=w)
+
+    def step(chunk: int = 70) -> Any:
+        chosen = plan(**sizes, fused=True, order="tokens", chunk=chunk)
+        return lambda: linear_cross_entropy(x, w, y, plan=chosen, backend="triton").backward()
+
+    made = products.products(arrays, step())
+    assert list(made) == ["first product", "dW", "dX"]
+    z = (x @ w.t()).detach()
+    others = torch.softmax(z, 1).scatter(1, y[:, None], 0.0)
+    # Rows of dX are relative to each row's anchor, and some rows are rescued and have another.
+    shown = {"first product": torch.clone, "dW": torch.clone, "dX": torch.nn.functional.normalize}
+    expected = {"first product": z, "dW": others.t() @ x.detach(), "dX": shown["dX"](others @ w.detach())}
+    for product, pair in made.items():
+        for other in made.values():  # what came before leaves nothing behind
+            other.restore()
+            other.steps[list(other.steps)[1]]()
+        pair.restore()
+        assert list(pair.steps) == [f"{product}, cuBLAS", f"{product}, triton"]
+        torch.testing.assert_close(shown[product](pair.steps[f"{product}, cuBLAS"]()), expected[product])
+    with pytest.raises(ValueError, match=r"step: got .*'dX': 2.* launches of the products, allowed is one of each"):
+        products.products(arrays, step(35))
 
 
 def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
