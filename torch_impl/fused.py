@@ -486,7 +486,7 @@ class _Sums:
             FLAGGED=flagged, STATISTICS=self.statistics, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
             HAS_CAP=c.has_cap, HAS_CLASS=f is not None and f.class_weight is not None,
             SMOOTH=f is not None and f.smooth is not None, RECORD=record is not None, SHARED=lines is not None, BR=16,
-            BL=32,
+            BL=128,
         )  # fmt: skip
 
     def _rescue(self, first: int, x: Tensor, e: Tensor | None, maximum: bool) -> None:
