@@ -20,9 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Step = Callable[[], Any]
+if TYPE_CHECKING:
+    from bench.gpu import Step
 
 ROOT = Path(__file__).resolve().parent.parent
 IN_FLIGHT = 4  # steps that the host is ahead, so that the GPU never waits for it
@@ -107,7 +108,7 @@ def row_of_steps(step: Step, meter: Meter, warm_s: float, window_s: float) -> di
 
 
 def rows_of(name: str, sizes: dict[str, Any], rounds: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """One row a variant: medians of its rounds, their ratios to the floor's, and the rounds."""
+    """One row a variant: medians of its rounds, their ratios to the first variant's, and the rounds."""
     rows = []
     for variant, made in rounds.items():
         each = [one | {"joules": one["time_ms"] * one["watts"] / 1e3} for one in made]
@@ -128,7 +129,9 @@ class Rows:
     warm_s: float
     window_s: float
 
-    def of(self, name: str, sizes: dict[str, Any], steps: dict[str, Step], restore: Step | None = None) -> Any:
+    def of(
+        self, name: str, sizes: dict[str, Any], steps: dict[str, Step], restore: Step | None = None
+    ) -> list[dict[str, Any]]:
         """A row a step, its ratios to the first's; ``restore`` comes before each row of steps."""
         from bench.variants import in_turn
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SPANS = {"_hidden": "dX", "_weight": "dW", "judge": "judge"}
+SPANS = "dX", "dW", "judge"
 
 
 def arrays(tokens: int, hidden: int, vocab: int, device: str, dtype: str) -> tuple[Any, Any, Any, float]:
@@ -65,27 +65,17 @@ class Clock:
 @contextlib.contextmanager
 def spans(clock: Clock) -> Iterator[dict[str, list[tuple[Any, Any]]]]:
     """Marks around the launches of each gradient product and of the filter, while the context lasts."""
-    from logitless.torch_impl import fused
+    from bench.products import around
 
-    found: dict[str, list[tuple[Any, Any]]] = {name: [] for name in SPANS.values()}
-    owners = {"_hidden": fused._Products, "_weight": fused._Products, "judge": fused._Filter}
-    before = {method: getattr(owner, method) for method, owner in owners.items()}
+    found: dict[str, list[tuple[Any, Any]]] = {name: [] for name in SPANS}
 
-    def marked(method: str) -> Callable[..., Any]:
-        def run(*arguments: Any) -> None:
-            start = clock.mark()
-            before[method](*arguments)
-            found[SPANS[method]].append((start, clock.mark()))
+    def marked(name: str, launch: Callable[[], Any]) -> None:
+        start = clock.mark()
+        launch()
+        found[name].append((start, clock.mark()))
 
-        return run
-
-    for method, owner in owners.items():
-        setattr(owner, method, marked(method))
-    try:
+    with around(SPANS, marked):
         yield found
-    finally:
-        for method, owner in owners.items():
-            setattr(owner, method, before[method])
 
 
 def timed(step: Callable[[], Any], clock: Clock, repeats: int) -> dict[str, float]:

@@ -5,37 +5,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-Step = Callable[[], Any]
-# The functions of torch_impl/fused.py that launch a product, and the product's name.
-LAUNCHERS = {"launch_logits": "first product", "_Products._weight": "dW", "_Products._hidden": "dX"}
+if TYPE_CHECKING:
+    from bench.gpu import Step
+
+PRODUCTS = "first product", "dW", "dX"
+# Where torch_impl/fused.py launches them, and what filter_eps needs before: a class, or the module itself.
+LAUNCHERS = {
+    "first product": (None, "launch_logits"),
+    "dW": ("_Products", "_weight"),
+    "dX": ("_Products", "_hidden"),
+    "judge": ("_Filter", "judge"),
+}
 
 
 @contextlib.contextmanager
-def recorded(fused: Any) -> Iterator[dict[str, list[Step]]]:
-    """By product, what repeats each of its launches that took place while this lasts."""
-    made: dict[str, list[Step]] = defaultdict(list)
+def around(names: Iterable[str], call: Callable[[str, functools.partial[Any]], None]) -> Iterator[None]:
+    """While it lasts, launches of these names go through ``call(name, launch)``, where ``launch()`` does it."""
+    from logitless.torch_impl import fused
 
-    def record(real: Callable[..., Any], product: str, *arguments: Any, **options: Any) -> Any:
-        made[product].append(functools.partial(real, *arguments, **options))
-        return real(*arguments, **options)
+    def through(name: str, real: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments, **options: call(name, functools.partial(real, *arguments, **options))
 
     with contextlib.ExitStack() as stack:
-        for path, product in LAUNCHERS.items():
-            *owner, name = path.split(".")
-            place = functools.reduce(getattr, owner, fused)
-            # A function and no partial, so that it is a method where it takes the place of one.
-            replacement = _function(functools.partial(record, getattr(place, name), product))
-            stack.enter_context(mock.patch.object(place, name, replacement))
-        yield made
-
-
-def _function(call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **options: call(*arguments, **options)
+        for name in names:
+            owner, function = LAUNCHERS[name]
+            place = fused if owner is None else getattr(fused, owner)
+            stack.enter_context(mock.patch.object(place, function, through(name, getattr(place, function))))
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +50,20 @@ def products(arrays: Any, step: Step) -> dict[str, Product]:
     """The products of ``step``, a step of one chunk, by name; cuBLAS's first."""
     import torch
 
-    from logitless.torch_impl import fused
+    made: dict[str, list[functools.partial[Any]]] = {product: [] for product in PRODUCTS}
+
+    def record(product: str, launch: functools.partial[Any]) -> None:
+        made[product].append(launch)
+        launch()
 
     step()
-    with recorded(fused) as made:
+    with around(PRODUCTS, record):
         step()
-    counts = {product: len(made[product]) for product in LAUNCHERS.values()}
+    counts = {product: len(launches) for product, launches in made.items()}
     if set(counts.values()) != {1}:
         raise ValueError(f"step: got {counts} launches of the products, allowed is one of each")
-    ours = {product: calls[0] for product, calls in made.items()}
-    operands = ours["dW"].args  # self, first, x, e, entries, scale  # type: ignore[attr-defined]
-    x, e = operands[2], operands[3]
+    ours = {product: launches[0] for product, launches in made.items()}
+    x, e = ours["dW"].args[2:4]  # of _weight(self, first, x, e, entries, scale)
     hidden, weight = arrays.x.detach(), arrays.w.detach()
     kept = x.clone(), e.clone()  # x with the row factors, as dW reads it; the first product has it without
     z, dx, dw = torch.empty_like(e), torch.empty_like(hidden), torch.empty_like(weight)
@@ -79,5 +82,5 @@ def products(arrays: Any, step: Step) -> dict[str, Product]:
             {f"{product}, cuBLAS": cublas[product], f"{product}, triton": ours[product]},
             functools.partial(restore, product == "first product"),
         )
-        for product in LAUNCHERS.values()
+        for product in PRODUCTS
     }

@@ -295,7 +295,7 @@ class _Call:
         self.tma = self.tma and self.weight.data_ptr() % 16 == 0
         self.specialized = self.tma and item == 2 and hopper is not None and _is_hopper(self.device.index)
         self.products: Any = hopper if self.specialized else kernels
-        self.block = min(1024, max(16, _power_of_two(self.size)))
+        self.block = column_block(self.size, 1024)
         self.chunk = max(1, plan.token_chunk)
         self.scale = float(options.logit_scale)
         self.cap = 1.0 if options.softcap is None else float(options.softcap)
@@ -393,8 +393,9 @@ def _sorted(c: _Call) -> tuple[Tensor, Tensor]:
     return key, token
 
 
-def _power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
+def column_block(size: int, most: int) -> int:
+    """Columns of a program that goes along rows of ``size``: a power of two that holds them, 16 to ``most``."""
+    return min(most, max(16, 1 << max(0, size - 1).bit_length()))
 
 
 class _Sums:
@@ -749,10 +750,9 @@ class _Products:
         if c.specialized:
             block = t.block_rows, t.block_columns
             summed = None if scale is not None or self.hidden_sum is None else c.describe(self.hidden_sum, *block)
-            options |= {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split}
             pace = 0 if self.filter else t.pace
             progress = torch.zeros(1, dtype=torch.int32, device=c.device) if pace else None
-            options["PACE"] = pace
+            options |= {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split, "PACE": pace}
             own = self.parts, summed, progress
             if self.filter is None and triton.cdiv(c.size, t.bn) >= SQUARE_GROUP:
                 group = SQUARE_GROUP
@@ -836,7 +836,7 @@ class _Products:
         if (out is None and self.bias is None) or not c.tokens:
             return
         key, token = _sorted(c)  # what is not in the vocabulary comes last
-        block = max(16, min(4096, _power_of_two(c.size)))
+        block = column_block(c.size, 4096)
         blocks, columns = triton.cdiv(c.tokens, TARGET_RUN), 1
         part = share = c.empty(2 * blocks)
         if out is not None:

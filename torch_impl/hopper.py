@@ -11,8 +11,8 @@ loaded; so that one's epilogue runs beside the other's products, the second star
 Results leave through shared memory and the accelerator, which stores or adds while the next tile is multiplied.
 
 With PACE the programs keep step: their loading warps look every PACE steps at how far all have come, and nobody gets
-far ahead (:func:`keep_pace`). What several programs read they then read within a microsecond of each other, and it
-comes up from memory once. No result depends on it.
+far ahead (:func:`keep_pace`). What several programs read they then read within microseconds of each other, which takes
+less energy, and so less time. No result depends on it.
 """
 
 from __future__ import annotations

@@ -705,11 +705,11 @@ def programs_of(row_tiles, column_tiles, GROUP: tl.constexpr, PROGRAMS: tl.const
     """As few programs as take the tiles in as many turns, up to whole groups of tile_of: a turn's tiles then share as
     many rows and columns as they can."""
     tiles = row_tiles * column_tiles
-    turns = tl.maximum((tiles + PROGRAMS - 1) // PROGRAMS, 1)
-    enough = (tl.maximum(tiles, 1) + turns - 1) // turns
+    turns = tl.maximum(tl.cdiv(tiles, PROGRAMS), 1)
+    enough = tl.cdiv(tl.maximum(tiles, 1), turns)
     group = GROUP * column_tiles
     group = tl.where(group > PROGRAMS, GROUP, group)
-    return tl.minimum((enough + group - 1) // group * group, PROGRAMS)
+    return tl.minimum(tl.cdiv(enough, group) * group, PROGRAMS)
 
 
 @triton.jit

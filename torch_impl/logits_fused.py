@@ -30,7 +30,7 @@ def _options(inputs: Rows, options: LossOptions) -> dict[str, object]:
         "HAS_SCALE": scale != 1.0,
         "HAS_CAP": cap is not None,
         "HAS_CLASS": inputs.class_weight is not None,
-        "BLOCK": min(BLOCK, max(16, fused._power_of_two(inputs.hidden.shape[1]))),
+        "BLOCK": fused.column_block(inputs.hidden.shape[1], BLOCK),
         "num_warps": WARPS,
     }
 
