@@ -127,6 +127,7 @@ def keep_pace(progress_ptr, patience, unit, step, tiles, steps, programs, PACE: 
     progress: such counts of all programs. ``patience``: how often to look, at most; afterwards none is left, for then
     not all programs run at a time, and who waits for the others would wait for their whole work.
     """
+    # That the count also orders other accesses, nothing needs; but a count that does not made dX 1.2 % slower.
     gl.atomic_add(progress_ptr, 1)
     turn = unit // programs
     running = gl.minimum(tiles - turn * programs, programs)
