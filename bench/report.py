@@ -353,10 +353,10 @@ def models_and_heads() -> None:
         (FIGURES / "gist.md").write_text(gist_table(of_a_head["rows"]))
 
 
-def on_several(file: str) -> list[dict[str, Any]]:
-    """The rows of a results file, none where there is no such file."""
+def on_several(file: str, key: str = "rows") -> list[dict[str, Any]]:
+    """The rows of a results file, or what else it has under ``key``; none where there is no such file."""
     path = RESULTS / file
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows: list[dict[str, Any]] = json.loads(path.read_text())[key] if path.exists() else []
     return rows
 
 
@@ -380,10 +380,8 @@ def main() -> None:
         (FIGURES / "bridges.md").write_text(bridges_table(rows))
     if (RESULTS / "filter.json").exists():
         (FIGURES / "filter.md").write_text(filter_table(json.loads((RESULTS / "filter.json").read_text())))
-    if (RESULTS / "energy.json").exists():
-        found = json.loads((RESULTS / "energy.json").read_text())
-        tables = [energy_table(found[key]) for key in ("rows", "products") if found.get(key)]
-        (FIGURES / "energy.md").write_text("\n".join(tables))
+    if energy := list(filter(None, (on_several("energy.json", key) for key in ("rows", "products")))):
+        (FIGURES / "energy.md").write_text("\n".join(map(energy_table, energy)))
     if rows := on_several("logits.json"):
         (FIGURES / "logits.md").write_text(logits_table(rows))
     if rows := on_several("sharded.json"):

@@ -396,7 +396,8 @@ def _sorted(c: _Call) -> tuple[Tensor, Tensor]:
 
 def column_block(size: int, most: int) -> int:
     """Columns of a program that goes along rows of ``size``: a power of two that holds them, 16 to ``most``."""
-    return min(most, max(16, 1 << max(0, size - 1).bit_length()))
+    columns: int = triton.next_power_of_2(size)
+    return min(most, max(16, columns))
 
 
 class _Sums:

@@ -35,6 +35,9 @@ ALPHA_FLOOR = tl.constexpr(spec.ALPHA_FLOOR)
 # Triton's interpreter multiplies the bits of bfloat16: there, products read float32.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
+# What is no entry of a vocabulary, and comes after all of them.
+BIGGEST_INDEX = tl.constexpr(2147483647)
+
 # Parts at most that a tile of a last, short turn is split into along its depth.
 MOST_PARTS = tl.constexpr(8)
 
@@ -463,8 +466,8 @@ def finish_kernel(
                 lowest = tl.minimum(lowest, tl.min(tl.load(lowest_ptr + place, mask=mask, other=float("inf")), 0))
                 tops = tl.load(highest_ptr + place, mask=mask, other=float("-inf"))
                 top = tl.max(tops, 0)
-                indices = tl.load(argmax_ptr + place, mask=mask, other=2147483647)
-                first_best = tl.min(tl.where(tops == top[None, :], indices, 2147483647), 0)
+                indices = tl.load(argmax_ptr + place, mask=mask, other=BIGGEST_INDEX)
+                first_best = tl.min(tl.where(tops == top[None, :], indices, BIGGEST_INDEX), 0)
                 best = tl.where(top > highest, first_best, best)
                 highest = tl.maximum(highest, top)
             if SUM_LOGITS:
@@ -984,7 +987,7 @@ def sort_kernel(key_ptr, sorted_ptr, token_ptr, tokens, BI: tl.constexpr, BJ: tl
     place = tl.zeros((BI,), tl.int32)
     for start in range(0, tokens, BJ):
         j = start + tl.arange(0, BJ)
-        other = tl.load(key_ptr + j, mask=j < tokens, other=2147483647)
+        other = tl.load(key_ptr + j, mask=j < tokens, other=BIGGEST_INDEX)
         equal_before = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
         place += tl.sum(((other[None, :] < key[:, None]) | equal_before).to(tl.int32), 1)
     tl.store(sorted_ptr + place, key, mask=i < tokens)

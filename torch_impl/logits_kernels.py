@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from logitless import spec
-from logitless.torch_impl.kernels import LOG2E, LOWEST_ANCHOR, LOWEST_GAP, capped, log1p
+from logitless.torch_impl.kernels import BIGGEST_INDEX, LOG2E, LOWEST_ANCHOR, LOWEST_GAP, capped, log1p
 
 RESCUE_NATS = tl.constexpr(spec.RESCUE_NATS)
 
@@ -49,7 +49,7 @@ def row_sums(
             else:
                 weighted += tl.where(mask, z, 0.0)
     top = tl.max(highest, 0)
-    first = tl.min(tl.where(highest == top, best, 2147483647), 0)
+    first = tl.min(tl.where(highest == top, best, BIGGEST_INDEX), 0)
     return tl.sum(s, 0), tl.sum(gaps, 0), top, first, tl.min(lowest, 0), tl.sum(weighted, 0)
 
 
