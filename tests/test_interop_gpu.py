@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -265,7 +266,17 @@ class TestSharing:
             torch_in_jax(lambda x, w: x + w)(jnp.ones(2), cpu)
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector rests: where it frees a program or an array of JAX's, their GPU becomes current."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("current", [0, 1])
 class TestCurrentDevice:
