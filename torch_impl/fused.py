@@ -118,7 +118,8 @@ LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM = "logits", "hidden", "hidden_sum
 
 # Places of the sorted targets that one program may sum.
 TARGET_RUN = 32
-# Tokens up to which targets are sorted by counting, in one launch.
+# Tokens up to which targets are sorted by counting, in one launch: 28 µs for so many, where torch.sort takes 50; for
+# twice as many 99 and 53.
 MOST_RANKED = 8192
 
 # Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
