@@ -149,9 +149,8 @@ def gpu_sweeps(results: dict[str, Any]) -> None:
             else:
                 points = [(row[kind], 1e3 * row["time_ms"] / row[kind]) for row in own]
             if points:
-                panel.plot(
-                    *zip(*points, strict=True), "o-", color=colour, label=name, ls=":" if name == "floor" else "-"
-                )
+                line = ":" if name == "floor" else "-"
+                panel.plot(*zip(*points, strict=True), color=colour, label=name, marker="o", ls=line)
         panel.set(xscale="log", xlabel={"memory": "scratch [MiB]"}.get(kind, kind))
         fixed = {"tokens": ("hidden", "vocab"), "vocab": ("tokens", "hidden"), "memory": ("tokens", "hidden", "vocab")}
         panel.set_title(", ".join(f"{rows[0][key]} {key}" for key in fixed[kind]))
