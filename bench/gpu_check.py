@@ -1,7 +1,8 @@
 """Everything that is judged on a GPU, in one call: ``python bench/gpu_check.py --output DIR``.
 
 Runs from a checkout without installing anything (an overlay folder of links named logitless goes on the path): first
-pytest on everything marked for the GPU, then timings beside the floor, written as DIR/gpu_check.json.
+pytest on everything marked for the GPU (its output also in DIR/tests.txt), then timings beside the floor, written as
+DIR/gpu_check.json.
 
 There are two parts, PyTorch's (``--shapes``, ``--sweeps``) and JAX's (``--jax-shapes``). A part without a shape is left
 out, as JAX's is by default. ``--first-calls N``: PyTorch's first calls in N fresh processes. JAX alone, and both:
@@ -60,14 +61,24 @@ def make_overlay(folder: Path) -> Path:
     return folder
 
 
-def run_tests(overlay: Path, selection: list[str]) -> int:
-    """pytest with the overlay on the path; 0 when everything passed."""
+def run_tests(overlay: Path, selection: list[str], log: Path) -> int:
+    """pytest with the overlay on the path, its output also in ``log``; 0 when everything passed."""
     folders = [str(overlay), str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     paths = os.pathsep.join(filter(None, folders))
     environment = os.environ | {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     plugins = ["-p", "no:cacheprovider", "-p", "bench.tracebacks"]
     command = [sys.executable, "-m", "pytest", *plugins, "--no-header", *selection]
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    with (
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
+        log.open("w") as file,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            for out in (sys.stdout, file):
+                print(line, end="", file=out, flush=True)
+    return process.returncode
 
 
 def torch_rows(shapes: list[str], rounds: int, peers: bool, errors: bool = False) -> Iterator[tuple[str, Any]]:
@@ -205,7 +216,7 @@ class Results:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for gpu_check.json")
+    parser.add_argument("--output", type=Path, required=True, help="folder for gpu_check.json and tests.txt")
     parser.add_argument("--tests", default="tests -m gpu", help="pytest's arguments in one string; empty: no tests")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES), help="of PyTorch's part")
     parser.add_argument("--jax-shapes", nargs="*", default=[], choices=list(SHAPES), help="of JAX's part")
@@ -229,7 +240,8 @@ def main() -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with tempfile.TemporaryDirectory() as folder:
         overlay = make_overlay(Path(folder))
-        failed = run_tests(overlay, shlex.split(arguments.tests)) if arguments.tests else 0
+        log = arguments.output / "tests.txt"
+        failed = run_tests(overlay, shlex.split(arguments.tests), log) if arguments.tests else 0
         sys.path[:0] = [str(overlay), str(ROOT)]
         os.environ["TRITON_CACHE_DIR"] = str(overlay / "cache")  # nothing is left behind
         from bench import machine

@@ -363,10 +363,11 @@ def test_a_run_of_tests_that_is_cut_short_has_told_its_failures(
         f"import os, time\n\ndef test_one():\n    assert 1 == 2\n\ndef test_two():\n    time.sleep(2)\n    {end}\n"
     )
     more = ["-n", str(workers)] if workers else []
-    assert gpu_check.run_tests(tmp_path, [str(tests), *more]) != 0
-    told = capfd.readouterr().out
-    assert "assert 1 == 2" in told
-    assert "failed in" not in told
+    log = tmp_path / "tests.txt"
+    assert gpu_check.run_tests(tmp_path, [str(tests), *more], log) != 0
+    for told in (capfd.readouterr().out, log.read_text()):
+        assert "assert 1 == 2" in told
+        assert "failed in" not in told
 
 
 def test_what_a_sanitizer_found() -> None:
