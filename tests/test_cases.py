@@ -31,7 +31,7 @@ from logitless.tolerances import GRADIENT, TARGET_GRADIENT, error
 
 LOW = ("float32", "bfloat16", "float16")
 
-# Hidden size of a product of many terms: MKL on AMD's processors adds those of a narrower one one after another.
+# Hidden size of a product of many terms: MKL on AMD's processors adds a narrower product's one at a time.
 NARROWEST = 16
 
 
