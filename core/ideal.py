@@ -7,6 +7,7 @@ second route to the truth: full logits, a row maximum, explicit dlogits, none of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from logitless.problems import Case
 from logitless.rounding import round_to
 
 
-def ideal_gradients(case: Case) -> dict[str, Any]:
-    """loss, dhidden, dweight and dbias of ``case`` by full logits in its dtype, as float64 NumPy arrays."""
+def ideal_gradients(case: Case, product: Callable[[Any, Any], Any] = np.matmul) -> dict[str, Any]:
+    """loss, dhidden, dweight and dbias of ``case`` by full logits in its dtype, as float64 NumPy arrays.
+
+    ``product``: what multiplies two matrices, where the order of another BLAS's sums is meant than that of NumPy's.
+    """
     dtype = case.problem.dtype
     real: Any = np.float64 if dtype == "float64" else np.float32
     o, target = case.problem.options, case.target.reshape(-1)
@@ -31,7 +35,7 @@ def ideal_gradients(case: Case) -> dict[str, Any]:
     t = np.where(valid, t, 0)
     index = np.arange(tokens)
 
-    z = (x @ w.T + b) * real(o.logit_scale)
+    z = (product(x, w.T) + b) * real(o.logit_scale)
     slope: Any = real(1)
     if o.softcap is not None:
         z = real(o.softcap) * np.tanh(z / real(o.softcap))
@@ -57,7 +61,7 @@ def ideal_gradients(case: Case) -> dict[str, Any]:
     x = np.where(valid[:, None], x, 0)
     return {
         "loss": case.reduce(loss.astype(np.float64)),
-        "dhidden": round_to((dz @ w) * unit, dtype).astype(np.float64).reshape(case.hidden.shape),
-        "dweight": round_to((dz.T @ x) * unit, dtype).astype(np.float64),
+        "dhidden": round_to(product(dz, w) * unit, dtype).astype(np.float64).reshape(case.hidden.shape),
+        "dweight": round_to(product(dz.T, x) * unit, dtype).astype(np.float64),
         "dbias": round_to(dz.sum(axis=0) * unit, dtype).astype(np.float64),
     }
