@@ -475,10 +475,13 @@ def truth(problem: Problem, cut: reference.FilterCut = WHOLE) -> reference.LossR
     )
 
 
-@functools.lru_cache(maxsize=256)
 def ideal_errors(problem: Problem, product: Callable[[Any, Any], Any] = np.matmul) -> dict[str, float]:
     """Error of the ideal full-logits path of the problem's dtype, per output; that path filters nothing."""
-    problem = problem.with_options(filter_eps=None)
+    return _ideal_errors(problem.with_options(filter_eps=None), product)
+
+
+@functools.lru_cache(maxsize=256)
+def _ideal_errors(problem: Problem, product: Callable[[Any, Any], Any]) -> dict[str, float]:
     made, true = ideal_gradients(problem.case(), product), truth_outputs(problem)
     return {name: error(made[name], true[name]) for name in OUTPUTS}
 
