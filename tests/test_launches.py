@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ triton = pytest.importorskip("triton", reason="these tests are about launches of
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel, make_backend  # noqa: E402
+from triton.runtime.build import compile_module_from_src  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
@@ -194,6 +196,10 @@ def logits_kernel(out, SIZE: triton.language.constexpr):
     triton.language.store(out, SIZE)
 
 
+def weight_kernel(out, SIZE: triton.language.constexpr):
+    triton.language.store(out, SIZE)
+
+
 def wrong_kernel(out, SIZE: triton.language.constexpr):
     triton.language.static_assert(SIZE == 0, "a kernel that cannot be compiled")
 
@@ -312,3 +318,72 @@ def test_a_rehearsal_that_fails_says_so_and_ends(compiling: SimpleNamespace, fai
         launches.rehearse("kind", torch.device("cuda"), step)
     assert not launches.rehearsing()
     assert {"logits_kernel", "small_kernel"} <= {name for name, _, _ in compiling.front_ends}
+
+
+# A module as Triton's launchers are: of the same name as the others, and to be initialized once.
+MODULE = """
+#include <Python.h>
+static PyObject *launch(PyObject *module, PyObject *none) { return PyUnicode_FromString("%s"); }
+static PyMethodDef methods[] = {{"launch", launch, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "probe_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_probe_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("gcc", "clang"))), reason="needs a C compiler, as Triton's launchers do")
+def test_kernels_loaded_side_by_side_have_their_own_launchers(
+    compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python has one object for all modules of a name that are loaded again."""
+
+    def launcher(source: Any, metadata: Any) -> Any:
+        module = compile_module_from_src(MODULE % source.fn.__name__, "probe_launcher")
+        time.sleep(0.1)  # the others load theirs
+        compiling.launchers.append(source)
+        return module.launch
+
+    def load(kernel: Any) -> None:
+        kernel._run = triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        compiling.loaded.append((kernel.name, kernel._run()))
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver(launcher))
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    functions = small_kernel, hidden_kernel, logits_kernel, weight_kernel
+    for function in functions:
+        assert compile_module_from_src(MODULE % function.__name__, "probe_launcher").launch() == function.__name__
+    out = torch.zeros(4)
+    kernels = [JITFunction(function) for function in functions]
+    launches.rehearse("kind", torch.device("cuda"), lambda: [launches.launch(k, 1)(out, SIZE=16) for k in kernels])
+    names = [function.__name__ for function in functions]
+    assert sorted(compiling.loaded) == sorted(zip(names, names, strict=True))
+
+
+def test_a_call_beside_a_rehearsal_waits_for_its_end(
+    compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would launch what is not wholly loaded."""
+    loading, go_on = threading.Event(), threading.Event()
+
+    def load(kernel: Any) -> None:
+        loading.set()
+        assert go_on.wait(30)
+        compiling.loaded.append(kernel.name)
+        kernel._run = print
+
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    out, kernel = torch.zeros(4), JITFunction(small_kernel)
+
+    def call() -> None:
+        launches.rehearse("kind", torch.device("cuda"), lambda: launches.launch(kernel, 1)(out, SIZE=16))
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    threads[0].start()
+    assert loading.wait(30)
+    threads[1].start()
+    threads[1].join(0.5)
+    waits = threads[1].is_alive()
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert waits
+    assert compiling.loaded == ["small_kernel"]

@@ -4,12 +4,14 @@ has all its kernels compiled side by side. No mirror: XLA compiles and launches 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 try:
     import triton
     from triton import knobs
-    from triton.runtime import driver
+    from triton.runtime import build, driver
 except ImportError:  # a CPU-only install; fused.unavailable() says so before anything here is called
     triton = None
 
@@ -53,6 +55,7 @@ class _Rehearsal(threading.local):
 
 _rehearsal = _Rehearsal()
 _rehearsed: set[Any] = set()
+_one_rehearsal = threading.Lock()
 # By kind: the kernel (so that no other one gets its id), what was compiled of it, and the options that this takes as
 # arguments, in its order.
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, list[str]]] = {}
@@ -214,12 +217,42 @@ def kind_of(kernel: Any, device: int, arguments: tuple[Any, ...], options: dict[
     return tuple(kind)
 
 
+@contextlib.contextmanager
+def _modules_apart() -> Iterator[None]:
+    """What Triton loads of its launchers is each one's own.
+
+    They are extension modules of one name that can be initialized once. When such a module is loaded again, Python puts
+    what it has into the one object that ``sys.modules`` has for the name. A thread that is about to take a launcher out
+    of it would get the one that another thread has loaded meanwhile, for a kernel with other arguments.
+    """
+    load, loading = build._load_module_from_path, threading.Lock()
+
+    def load_apart(name: str, path: str) -> SimpleNamespace:
+        with loading:
+            return SimpleNamespace(**vars(load(name, path)))
+
+    build._load_module_from_path = load_apart
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load
+
+
 def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
     """Run ``step`` once for each ``kind`` of call, launching nothing: its kernels are compiled and loaded side by side
-    and not one after another, so that a first call waits for the slowest and not for all."""
+    and not one after another, so that a first call waits for the slowest and not for all. A call beside it waits, too:
+    Triton would hand it a kernel that is not wholly loaded."""
     if AsyncCompileMode is None or device.type != "cuda" or kind in _rehearsed:
         return
-    _rehearsed.add(kind)
+    with _one_rehearsal:
+        if kind not in _rehearsed:
+            try:
+                _rehearse(device, step)
+            finally:
+                _rehearsed.add(kind)
+
+
+def _rehearse(device: torch.device, step: Callable[[], Any]) -> None:
     loads: list[Any] = []
 
     def load(kernel: Any) -> None:
@@ -231,6 +264,7 @@ def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
     try:
         # A compiled kernel is loaded while others are still compiled.
         with (
+            _modules_apart(),
             ThreadPoolExecutor(LOADERS) as loaders,
             ThreadPoolExecutor(COMPILERS) as builders,
             ThreadPoolExecutor(COMPILERS) as compilers,
