@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -66,3 +67,17 @@ def _first_gpu_is_current(request: pytest.FixtureRequest) -> None:
 
         if torch.cuda.is_available():
             torch.cuda.set_device(0)
+
+
+@pytest.fixture(scope="module")
+def checked_accesses() -> Iterator[None]:
+    """Where Triton's kernels are interpreted, what they read and write is looked at (tests/accesses.py)."""
+    from implementations import INTERPRETS
+
+    if not INTERPRETS:
+        yield
+        return
+    from accesses import checked
+
+    with checked():
+        yield

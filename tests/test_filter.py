@@ -45,7 +45,7 @@ from logitless.tolerances import ROUNDING, TINY, allowance, error
 IMPLEMENTATIONS = [*ALL, pytest.param(TorchTriton(), id="torch_triton", marks=interpreted)]
 every_filtering_one = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
-pytestmark = beside_torch
+pytestmark = [beside_torch, pytest.mark.usefixtures("checked_accesses")]
 
 # What passes a filter on is the same for every backend, and interpreted kernels are slow.
 in_fast_torch_places = pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from logitless.tolerances import TARGET_GRADIENT, TINY, allowance, error
 
 IGNORED = -100
 
+pytestmark = pytest.mark.usefixtures("checked_accesses")
+
 
 class TorchLogits(TorchEager):
     """torch_impl.cross_entropy; the logits are the result of an operation."""

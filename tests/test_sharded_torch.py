@@ -168,12 +168,20 @@ KERNEL_RUNS = (
 )  # fmt: skip
 
 
+def checked_run(rank: int, *arguments: Any) -> Any:
+    """:func:`shard_run`, with an eye on what the kernels read and write."""
+    from accesses import checked
+
+    with checked():
+        return shard_run(rank, *arguments)
+
+
 @pytest.mark.case(26)
 @pytest.mark.parametrize(("problem", "plan", "sequence"), KERNEL_RUNS)
 def test_the_kernels_on_two_ranks(pool: Ranks, problem: Problem, plan: dict[str, Any], sequence: bool) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     more = {"backend": "triton"} | chunks(problem, 2, fused=True, **plan)
-    outcome, stats = joined(pool.run(shard_run, problem, 2, more, sequence, ranks=2), sequence)
+    outcome, stats = joined(pool.run(checked_run, problem, 2, more, sequence, ranks=2), sequence)
     assert_within(problem, outcome)
     alone = run_case(EAGER, problem.case(), return_stats=True).stats
     np.testing.assert_array_equal(stats.argmax, alone.argmax)

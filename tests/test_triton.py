@@ -33,9 +33,10 @@ from logitless.torch_impl import (  # noqa: E402
     logits_kernels,
 )
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
-)
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"),
+    pytest.mark.usefixtures("checked_accesses"),
+]
 
 
 TRITON = TorchTriton()

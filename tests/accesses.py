@@ -1,0 +1,120 @@
+"""What the programs of an interpreted Triton kernel read and write: each address lies in an array that the kernel was
+given, and where one program writes no other one reads or writes, but by atomic operations.
+
+Neither need show in results: behind an array there is memory, too, and programs that are interpreted run one after
+another. Of compute-sanitizer, racecheck looks at shared memory only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from triton.runtime import interpreter
+
+READ, WRITE, ATOMIC = "reads", "writes", "changes atomically"
+
+
+class AccessError(AssertionError):
+    """A kernel's programs touch what they must not."""
+
+
+@dataclasses.dataclass
+class Accesses:
+    """Of one launch."""
+
+    kernel: str
+    arrays: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """First byte, and the one after the last, of what the kernel was given."""
+    touched: dict[str, list[tuple[NDArray[Any], int, int]]] = dataclasses.field(default_factory=dict)
+    """(addresses, bytes of an element, program) by what was done there."""
+
+    def give(self, value: Any) -> None:
+        value = getattr(value, "base", value) if not isinstance(value, torch.Tensor) else value  # a descriptor's
+        if isinstance(value, torch.Tensor) and value.numel():
+            last = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+            self.arrays.append((value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size()))
+
+    def add(self, what: str, pointers: Any, mask: Any) -> None:
+        chosen = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
+        addresses = np.unique(pointers.data[chosen].astype(np.int64))
+        program: Any = np.ravel_multi_index(
+            interpreter.interpreter_builder.grid_idx, interpreter.interpreter_builder.grid_dim
+        )
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        if not any(((addresses >= start) & (addresses + size <= end)).all() for start, end in self.arrays):
+            inside = [(addresses >= start) & (addresses + size <= end) for start, end in self.arrays]
+            if not np.any(inside, axis=0).all():
+                raise AccessError(f"{self.kernel}: program {program} {what} outside of what it was given")
+        self.touched.setdefault(what, []).append((addresses, size, program))
+
+    def check(self) -> None:
+        """That no two programs are in each other's way."""
+        owned, owners = self._sorted(WRITE)
+        if (np.diff(owned) == 0).any():  # each program is there once
+            raise AccessError(f"{self.kernel}: two programs write to one place")
+        for what in (READ, ATOMIC):
+            addresses, programs = self._sorted(what)
+            place = np.searchsorted(owned, addresses)
+            same = np.append(owned, -1)[place] == addresses
+            if (np.append(owners, -1)[place] != programs)[same].any():
+                raise AccessError(f"{self.kernel}: one program writes where another {what}")
+        if np.isin(self._sorted(READ)[0], self._sorted(ATOMIC)[0]).any():
+            raise AccessError(f"{self.kernel}: one program reads what others change atomically")
+
+    def _sorted(self, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Addresses, and the programs that were there, each once for an address."""
+        parts = [np.stack([a, np.full_like(a, program)]) for a, _, program in self.touched.get(what, ())]
+        pairs = np.unique(np.concatenate([np.zeros((2, 0), np.int64), *parts], axis=1), axis=1)
+        return pairs[0], pairs[1]
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Every interpreted launch raises :class:`AccessError` where its programs touch what they must not."""
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    originals: Any = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
+    load, store, change = originals
+    to_host, run = executor._init_args_hst, executor.__call__
+    now: list[Accesses] = []
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        now[-1].add(READ, pointers, mask)
+        return load(self, pointers, mask, *rest, **options)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        now[-1].add(WRITE, pointers, mask)
+        return store(self, pointers, value, mask, *rest, **options)
+
+    def checked_change(self: Any, kind: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        now[-1].add(ATOMIC, pointers, mask)
+        return change(self, kind, pointers, value, mask, *rest, **options)
+
+    def given(self: Any, *arguments: Any) -> Any:
+        positional, named = to_host(self, *arguments)
+        for value in (*positional, *named.values()):
+            now[-1].give(value)
+        return positional, named
+
+    def checked_run(self: Any, *arguments: Any, **options: Any) -> Any:
+        now.append(Accesses(self.fn.__name__))
+        try:
+            made = run(self, *arguments, **options)
+            now[-1].check()
+            return made
+        finally:
+            now.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "create_masked_load", checked_load)
+        patch.setattr(builder, "create_masked_store", checked_store)
+        patch.setattr(builder, "create_atomic_rmw", checked_change)
+        patch.setattr(executor, "_init_args_hst", given)
+        patch.setattr(executor, "__call__", checked_run)
+        yield

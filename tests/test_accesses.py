@@ -1,0 +1,102 @@
+"""That tests/accesses.py finds what it looks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from implementations import interpreted
+
+torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
+triton = pytest.importorskip("triton", reason="triton is not installed")
+tl = triton.language
+
+from accesses import checked  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+pytestmark = interpreted
+
+FIRST, BLOCK = tl.constexpr(1), tl.constexpr(8)
+
+
+@triton.jit
+def copy_kernel(source_ptr, out_ptr, count_ptr, size, start):
+    """Each program copies BLOCK elements, and counts itself."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(source_ptr + start + place, mask=place < size, other=0.0)
+    tl.store(out_ptr + place, values, mask=place < size)
+    tl.atomic_add(count_ptr, 1)
+
+
+@triton.jit
+def overlapping_kernel(source_ptr, out_ptr, count_ptr, size, start):
+    """Two programs store the element between their blocks."""
+    place = tl.program_id(0) * (BLOCK - 1) + tl.arange(0, BLOCK)
+    tl.store(out_ptr + place, tl.load(source_ptr + place, mask=place < size, other=0.0), mask=place < size)
+
+
+@triton.jit
+def neighbour_kernel(source_ptr, out_ptr, count_ptr, size, start):
+    """A program reads what the next one stores."""
+    own = tl.program_id(0)
+    tl.store(out_ptr + own, tl.load(out_ptr + own + 1))
+
+
+@triton.jit
+def counting_kernel(source_ptr, out_ptr, count_ptr, size, start):
+    """A program reads what all count in."""
+    tl.atomic_add(count_ptr, 1)
+    tl.store(out_ptr + tl.program_id(0), tl.load(count_ptr).to(tl.float32))
+
+
+@triton.jit
+def described_kernel(source, out, count_ptr, size, start):
+    """Each program copies a block through descriptors."""
+    out.store([tl.program_id(0) * 2, 0], source.load([tl.program_id(0) * start, 0]))
+
+
+def launched(kernel: Any, size: int = 24, start: int = 0, programs: int = 3) -> None:
+    source, out, count = torch.ones(24), torch.zeros(24), torch.zeros(1, dtype=torch.int32)
+    with checked():
+        kernel[(programs,)](source, out, count, size, start)
+
+
+def test_what_is_right_passes() -> None:
+    launched(copy_kernel)
+    launched(copy_kernel, size=20, start=4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "message"),
+    [
+        (copy_kernel, {"start": 1}, "copy_kernel: program 2 reads outside"),
+        (copy_kernel, {"start": -1}, "copy_kernel: program 0 reads outside"),
+        (overlapping_kernel, {}, "overlapping_kernel: two programs write to one place"),
+        (neighbour_kernel, {}, "neighbour_kernel: one program writes where another reads"),
+        (counting_kernel, {}, "counting_kernel: one program reads what others change atomically"),
+    ],
+)
+def test_what_is_wrong_is_found(kernel: Any, options: dict[str, int], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        launched(kernel, **options)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_descriptors_are_looked_at(step: int) -> None:
+    """Blocks of two rows that start one row apart are read twice, which is right, and written twice, which is not."""
+    matrix = torch.zeros(8, 4)
+    read, written = torch.ones(8, 4), TensorDescriptor(matrix, [8, 4], [4, 1], [2, 4])
+    with checked():
+        described_kernel[(3,)](TensorDescriptor(read, [8, 4], [4, 1], [2, 4]), written, None, 0, step)
+    assert matrix[:6].all()
+    one_row = TensorDescriptor(matrix.view(-1)[:8].view(2, 4), [8, 4], [4, 1], [2, 4])  # says more than there is
+    with pytest.raises(Exception, match="described_kernel: program 1 writes outside"), checked():
+        described_kernel[(3,)](TensorDescriptor(read, [8, 4], [4, 1], [2, 4]), one_row, None, 0, step)
+
+
+def test_afterwards_nobody_looks() -> None:
+    with checked():
+        pass
+    out = torch.zeros(24)
+    overlapping_kernel[(3,)](torch.ones(24), out, None, 24, 0)
+    assert out[:22].all()
