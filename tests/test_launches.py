@@ -156,6 +156,21 @@ def test_triton_is_asked_once_for_a_kind(current: SimpleNamespace) -> None:
     assert len(kernel.made) == 4
 
 
+def test_a_new_kind_waits_while_kernels_are_loaded(current: SimpleNamespace) -> None:
+    """By another thread's rehearsal, for instance."""
+    kernel, x = Kernel(), torch.empty(64)
+    launch = launches.launch(kernel, 3)
+    launch(x, x, None, 7, 1.0, SIZE=16, FLAG=True)
+    new = threading.Thread(target=launch, args=(x, x, None, 8, 1.0), kwargs={"SIZE": 16, "FLAG": True})
+    with launches._loading:
+        new.start()
+        new.join(0.3)
+        assert len(kernel.made) == 1
+        launch(x, x, None, 7, 1.0, SIZE=16, FLAG=True)
+    new.join()
+    assert [len(made.launched) for made in kernel.made] == [1, 0]
+
+
 def test_a_profiler_sees_every_launch(current: SimpleNamespace) -> None:
     """Which Triton tells of launches."""
     kernel, x, looks = Kernel(), torch.empty(64), print
@@ -361,7 +376,7 @@ def test_kernels_loaded_side_by_side_have_their_own_launchers(
 def test_a_call_beside_a_rehearsal_waits_for_its_end(
     compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or it would launch what is not wholly loaded."""
+    """And does not rehearse the same."""
     loading, go_on = threading.Event(), threading.Event()
 
     def load(kernel: Any) -> None:

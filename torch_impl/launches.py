@@ -55,7 +55,8 @@ class _Rehearsal(threading.local):
 
 _rehearsal = _Rehearsal()
 _rehearsed: set[Any] = set()
-_one_rehearsal = threading.Lock()
+# Held while kernels are compiled and loaded: to another thread Triton gives one that is not wholly loaded.
+_loading = threading.Lock()
 # By kind: the kernel (so that no other one gets its id), what was compiled of it, and the options that this takes as
 # arguments, in its order.
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, list[str]]] = {}
@@ -167,7 +168,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
     key = kind_of(kernel, device, arguments, options)
     found = _compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*arguments, **options)
+        with _loading:
+            compiled = kernel[grid](*arguments, **options)
         if hasattr(compiled, "result"):  # the caller has Triton compile in the background
             compiled = compiled.result()
         if len(_compiled) >= MOST_KINDS:
@@ -240,11 +242,10 @@ def _modules_apart() -> Iterator[None]:
 
 def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
     """Run ``step`` once for each ``kind`` of call, launching nothing: its kernels are compiled and loaded side by side
-    and not one after another, so that a first call waits for the slowest and not for all. A call beside it waits, too:
-    Triton would hand it a kernel that is not wholly loaded."""
+    and not one after another, so that a first call waits for the slowest and not for all."""
     if AsyncCompileMode is None or device.type != "cuda" or kind in _rehearsed:
         return
-    with _one_rehearsal:
+    with _loading:
         if kind not in _rehearsed:
             try:
                 _rehearse(device, step)
