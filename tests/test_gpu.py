@@ -4,6 +4,9 @@ exists, tests/implementations.py adds it to every test that runs on all implemen
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -200,6 +203,24 @@ def test_other_arguments_get_their_own_kernels() -> None:
     for _ in range(2):
         for case, expected in zip(cases, alone, strict=True):
             assert all(torch.equal(one, two) for one, two in zip(made(case), expected, strict=True))
+
+
+FIRST_CALLS = """
+import sys
+from implementations import TorchTritonCuda, assert_within, problem_named, run_case
+sys.setswitchinterval(1e-6)
+for name in ("odd_all", "odd_none_most", "odd_none", "odd_bias", "odd_softcap", "odd_sum", "confident_wrong"):
+    for dtype in ("float32", "bfloat16"):
+        problem = problem_named(name).with_dtype(dtype)
+        assert_within(problem, run_case(TorchTritonCuda(), problem.case()))
+"""
+
+
+def test_first_calls_whose_threads_take_turns_all_the_time() -> None:
+    """In a fresh process, which may find kernels compiled and then loads all of a call's at once: each is its own."""
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], env=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 PLANS: dict[str, dict[str, Any]] = {
