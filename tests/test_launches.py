@@ -346,6 +346,7 @@ PyMODINIT_FUNC PyInit_probe_launcher(void) { return PyModule_Create(&module); }
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("gcc", "clang"))), reason="needs a C compiler, as Triton's launchers do")
+@pytest.mark.parametrize("built_ahead", [True], ids=["launchers built ahead"], indirect=True)
 def test_kernels_loaded_side_by_side_have_their_own_launchers(
     compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

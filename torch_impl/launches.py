@@ -227,6 +227,9 @@ def _modules_apart() -> Iterator[None]:
     what it has into the one object that ``sys.modules`` has for the name. A thread that is about to take a launcher out
     of it would get the one that another thread has loaded meanwhile, for a kernel with other arguments.
     """
+    if make_launcher is None:  # launchers are no modules
+        yield
+        return
     load, loading = build._load_module_from_path, threading.Lock()
 
     def load_apart(name: str, path: str) -> SimpleNamespace:
