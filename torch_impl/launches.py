@@ -230,10 +230,10 @@ def _modules_apart() -> Iterator[None]:
     if make_launcher is None:  # launchers are no modules
         yield
         return
-    load, loading = build._load_module_from_path, threading.Lock()
+    load, one_at_a_time = build._load_module_from_path, threading.Lock()
 
     def load_apart(name: str, path: str) -> SimpleNamespace:
-        with loading:
+        with one_at_a_time:
             return SimpleNamespace(**vars(load(name, path)))
 
     build._load_module_from_path = load_apart
