@@ -32,8 +32,8 @@ class Accesses:
     kernel: str
     arrays: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """First byte, and the one after the last, of what the kernel was given."""
-    touched: dict[str, list[tuple[NDArray[Any], int, int]]] = dataclasses.field(default_factory=dict)
-    """(addresses, bytes of an element, program) by what was done there."""
+    touched: dict[str, list[tuple[NDArray[Any], int]]] = dataclasses.field(default_factory=dict)
+    """(addresses, program) by what was done there."""
 
     def give(self, value: Any) -> None:
         value = getattr(value, "base", value) if not isinstance(value, torch.Tensor) else value  # a descriptor's
@@ -48,11 +48,10 @@ class Accesses:
             interpreter.interpreter_builder.grid_idx, interpreter.interpreter_builder.grid_dim
         )
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        if not any(((addresses >= start) & (addresses + size <= end)).all() for start, end in self.arrays):
-            inside = [(addresses >= start) & (addresses + size <= end) for start, end in self.arrays]
-            if not np.any(inside, axis=0).all():
-                raise AccessError(f"{self.kernel}: program {program} {what} outside of what it was given")
-        self.touched.setdefault(what, []).append((addresses, size, program))
+        inside = [(addresses >= start) & (addresses + size <= end) for start, end in self.arrays]
+        if not np.any(inside, axis=0).all():
+            raise AccessError(f"{self.kernel}: program {program} {what} outside of what it was given")
+        self.touched.setdefault(what, []).append((addresses, program))
 
     def check(self) -> None:
         """That no two programs are in each other's way."""
@@ -70,7 +69,7 @@ class Accesses:
 
     def _sorted(self, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
         """Addresses, and the programs that were there, each once for an address."""
-        parts = [np.stack([a, np.full_like(a, program)]) for a, _, program in self.touched.get(what, ())]
+        parts = [np.stack([a, np.full_like(a, program)]) for a, program in self.touched.get(what, ())]
         pairs = np.unique(np.concatenate([np.zeros((2, 0), np.int64), *parts], axis=1), axis=1)
         return pairs[0], pairs[1]
 
@@ -78,23 +77,19 @@ class Accesses:
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
     """Every interpreted launch raises :class:`AccessError` where its programs touch what they must not."""
-    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    originals: Any = builder.create_masked_load, builder.create_masked_store, builder.create_atomic_rmw
-    load, store, change = originals
+    executor = interpreter.GridExecutor
     to_host, run = executor._init_args_hst, executor.__call__
     now: list[Accesses] = []
 
-    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        now[-1].add(READ, pointers, mask)
-        return load(self, pointers, mask, *rest, **options)
+    def watch(name: str, what: str, pointers: int, mask: int) -> None:
+        """``pointers`` and ``mask``: which arguments of the interpreter's operation these are."""
+        operation = getattr(interpreter.InterpreterBuilder, name)
 
-    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        now[-1].add(WRITE, pointers, mask)
-        return store(self, pointers, value, mask, *rest, **options)
+        def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+            now[-1].add(what, arguments[pointers], arguments[mask])
+            return operation(self, *arguments, **options)
 
-    def checked_change(self: Any, kind: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        now[-1].add(ATOMIC, pointers, mask)
-        return change(self, kind, pointers, value, mask, *rest, **options)
+        patch.setattr(interpreter.InterpreterBuilder, name, watched)
 
     def given(self: Any, *arguments: Any) -> Any:
         positional, named = to_host(self, *arguments)
@@ -112,9 +107,9 @@ def checked() -> Iterator[None]:
             now.pop()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "create_masked_load", checked_load)
-        patch.setattr(builder, "create_masked_store", checked_store)
-        patch.setattr(builder, "create_atomic_rmw", checked_change)
+        watch("create_masked_load", READ, 0, 1)
+        watch("create_masked_store", WRITE, 0, 2)
+        watch("create_atomic_rmw", ATOMIC, 1, 3)
         patch.setattr(executor, "_init_args_hst", given)
         patch.setattr(executor, "__call__", checked_run)
         yield

@@ -219,7 +219,8 @@ for name in ("odd_all", "odd_none_most", "odd_none", "odd_bias", "odd_softcap", 
 def test_first_calls_whose_threads_take_turns_all_the_time() -> None:
     """In a fresh process, which may find kernels compiled and then loads all of a call's at once: each is its own."""
     path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], env=path, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", FIRST_CALLS]
+    done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
