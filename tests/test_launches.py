@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import shutil
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -333,6 +334,41 @@ def test_a_rehearsal_that_fails_says_so_and_ends(compiling: SimpleNamespace, fai
         launches.rehearse("kind", torch.device("cuda"), step)
     assert not launches.rehearsing()
     assert {"logits_kernel", "small_kernel"} <= {name for name, _, _ in compiling.front_ends}
+
+
+@pytest.mark.parametrize(
+    ("before", "within"),
+    [(0.005, 0.001), (0.0030015, 0.001), (0.0002505, 0.00025)],
+    ids=["usual", "longer", "short already"],
+)
+def test_threads_take_short_turns_while_a_call_is_rehearsed(
+    compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, before: float, within: float
+) -> None:
+    """And the turns that they took before once it has ended, in an error, too."""
+    turns: list[float] = []
+    make_ir = ASTSource.make_ir
+
+    def look(source: Any, *arguments: Any, **options: Any) -> Any:
+        turns.append(sys.getswitchinterval())
+        return make_ir(source, *arguments, **options)
+
+    monkeypatch.setattr(ASTSource, "make_ir", look)
+    out, usual = torch.zeros(4), sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    before = sys.getswitchinterval()
+    try:
+        launches.rehearse(
+            "good", torch.device("cuda"), lambda: launches.launch(JITFunction(small_kernel), 1)(out, SIZE=16)
+        )
+        assert sys.getswitchinterval() == before
+        with pytest.raises(Exception, match="cannot be compiled"):
+            launches.rehearse(
+                "bad", torch.device("cuda"), lambda: launches.launch(JITFunction(wrong_kernel), 1)(out, SIZE=16)
+            )
+        assert sys.getswitchinterval() == before
+    finally:
+        sys.setswitchinterval(usual)
+    assert turns == pytest.approx([within, within])
 
 
 # A module as Triton's launchers are: of the same name as the others, and to be initialized once.

@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -36,6 +37,8 @@ except ImportError:  # a Triton (3.7 and later) that needs no C compiler to laun
     make_launcher = None
 
 COMPILERS, LOADERS = 16, 32  # threads
+# Seconds, where Python's own is 5 ms: a compiler that comes back from LLVM waits so long for the one in the front end.
+SHORT_TURN = 0.001
 # The kernels that take longest to compile, the longest first.
 LONGEST = "hidden_kernel", "logits_kernel", "weight_kernel"
 # Of this many kinds of launches is known what was compiled; a kind has its token count, so that a program that never
@@ -243,6 +246,20 @@ def _modules_apart() -> Iterator[None]:
         build._load_module_from_path = load
 
 
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Python's threads take turns after SHORT_TURN at the latest."""
+    before = sys.getswitchinterval()
+    if before <= SHORT_TURN:
+        yield
+        return
+    sys.setswitchinterval(SHORT_TURN)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before + 0.5e-6)  # cut to whole microseconds, which the value read may lie just below
+
+
 def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
     """Run ``step`` once for each ``kind`` of call, launching nothing: its kernels are compiled and loaded side by side
     and not one after another, so that a first call waits for the slowest and not for all."""
@@ -269,6 +286,7 @@ def _rehearse(device: torch.device, step: Callable[[], Any]) -> None:
         # A compiled kernel is loaded while others are still compiled.
         with (
             _modules_apart(),
+            _short_turns(),
             ThreadPoolExecutor(LOADERS) as loaders,
             ThreadPoolExecutor(COMPILERS) as builders,
             ThreadPoolExecutor(COMPILERS) as compilers,
