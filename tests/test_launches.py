@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import shutil
 import sys
@@ -19,6 +20,9 @@ triton = pytest.importorskip("triton", reason="these tests are about launches of
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.compiler import ASTSource, CompiledKernel, make_backend  # noqa: E402
+from triton.experimental import gluon  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor  # noqa: E402
 from triton.runtime.build import compile_module_from_src  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
@@ -336,39 +340,107 @@ def test_a_rehearsal_that_fails_says_so_and_ends(compiling: SimpleNamespace, fai
     assert {"logits_kernel", "small_kernel"} <= {name for name, _, _ in compiling.front_ends}
 
 
-@pytest.mark.parametrize(
-    ("before", "within"),
-    [(0.005, 0.001), (0.0030015, 0.001), (0.0002505, 0.00025)],
-    ids=["usual", "longer", "short already"],
-)
-def test_threads_take_short_turns_while_a_call_is_rehearsed(
-    compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, before: float, within: float
+@pytest.mark.parametrize("built_ahead", [True], ids=["launchers built ahead"], indirect=True)
+def test_a_launcher_does_not_wait_for_the_front_end(
+    compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the turns that they took before once it has ended, in an error, too."""
+    built, make_ir = threading.Event(), ASTSource.make_ir
+
+    def build(source: Any, metadata: Any) -> None:
+        compiling.launchers.append(source)
+        built.set()
+
+    def wait(source: Any, *arguments: Any, **options: Any) -> Any:
+        assert built.wait(30), "the launcher waits for the front end"
+        return make_ir(source, *arguments, **options)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver(build))
+    monkeypatch.setattr(ASTSource, "make_ir", wait)
+    out, kernel = torch.zeros(4), JITFunction(small_kernel)
+    launches.rehearse("kind", torch.device("cuda"), lambda: launches.launch(kernel, 1)(out, SIZE=16))
+    assert compiling.loaded == ["small_kernel"]
+
+
+@gluon.jit
+def described_kernel(desc, out):
+    gl.store(out, desc.shape[0])
+
+
+def described_by_triton_kernel(desc, out):
+    triton.language.store(out, desc.shape[0])
+
+
+@pytest.mark.parametrize("built_ahead", [True], ids=["launchers built ahead"], indirect=True)
+def test_a_launcher_with_descriptors_waits_until_it_is_known_how_they_are_passed(
+    compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known of Gluon's kernels when they leave the front end; Triton's are built when they are loaded."""
+    passed = []
+
+    def build(source: Any, metadata: Any) -> None:
+        passed.append((source.fn.__name__, [meta["block_size"] for meta in metadata.tensordesc_meta]))
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver(build))
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda kernel: setattr(kernel, "_run", print))
+    out, matrix = torch.zeros(4, dtype=torch.int32), torch.zeros(64, 64, dtype=torch.bfloat16)
+    layout = gl.NVMMASharedLayout.get_default_for([16, 32], gl.bfloat16)
+
+    by_triton = JITFunction(described_by_triton_kernel)
+
+    def step() -> None:
+        launches.launch(described_kernel, 1)(GluonDescriptor.from_tensor(matrix, [16, 32], layout), out)
+        launches.launch(by_triton, 1)(TensorDescriptor.from_tensor(matrix, [16, 32]), out)
+
+    launches.rehearse("kind", torch.device("cuda"), step)
+    assert passed == [("described_kernel", [[16, 32]])]
+
+
+@pytest.mark.parametrize(
+    ("before", "within"), [(0.005, 0.001), (0.0030015, 0.001), (0.0002505, 0.00025)], ids=["usual", "longer", "short"]
+)
+@pytest.mark.parametrize("collects", [True, False], ids=["collecting", "not collecting"])
+def test_a_rehearsal_is_not_disturbed(
+    compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, before: float, within: float, collects: bool
+) -> None:
+    """Its threads take short turns, and no garbage is collected. All is as before once it has ended, in an error,
+    too."""
     turns: list[float] = []
     make_ir = ASTSource.make_ir
 
     def look(source: Any, *arguments: Any, **options: Any) -> Any:
+        assert not gc.isenabled()
         turns.append(sys.getswitchinterval())
         return make_ir(source, *arguments, **options)
 
+    def rehearse(function: Any) -> None:
+        kernel = JITFunction(function)
+        launches.rehearse(function, torch.device("cuda"), lambda: launches.launch(kernel, 1)(out, SIZE=16))
+
     monkeypatch.setattr(ASTSource, "make_ir", look)
-    out, usual = torch.zeros(4), sys.getswitchinterval()
-    sys.setswitchinterval(before)
-    before = sys.getswitchinterval()
+    out, usual = torch.zeros(4), (gc.isenabled(), sys.getswitchinterval())
+    as_before = _collect(collects), _take_turns(before)
     try:
-        launches.rehearse(
-            "good", torch.device("cuda"), lambda: launches.launch(JITFunction(small_kernel), 1)(out, SIZE=16)
-        )
-        assert sys.getswitchinterval() == before
+        rehearse(small_kernel)
+        assert (gc.isenabled(), sys.getswitchinterval()) == as_before
         with pytest.raises(Exception, match="cannot be compiled"):
-            launches.rehearse(
-                "bad", torch.device("cuda"), lambda: launches.launch(JITFunction(wrong_kernel), 1)(out, SIZE=16)
-            )
-        assert sys.getswitchinterval() == before
+            rehearse(wrong_kernel)
+        assert (gc.isenabled(), sys.getswitchinterval()) == as_before
     finally:
-        sys.setswitchinterval(usual)
+        _collect(usual[0])
+        _take_turns(usual[1])
     assert turns == pytest.approx([within, within])
+
+
+def _collect(garbage: bool) -> bool:
+    """Have garbage collected or not; what is so then."""
+    (gc.enable if garbage else gc.disable)()
+    return gc.isenabled()
+
+
+def _take_turns(seconds: float) -> float:
+    """Have threads take turns of ``seconds``; what that is in whole microseconds."""
+    sys.setswitchinterval(seconds)
+    return sys.getswitchinterval()
 
 
 # A module as Triton's launchers are: of the same name as the others, and to be initialized once.

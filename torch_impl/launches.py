@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import gc
 import operator
 import sys
 import threading
@@ -36,11 +37,11 @@ try:
 except ImportError:  # a Triton (3.7 and later) that needs no C compiler to launch a kernel
     make_launcher = None
 
-COMPILERS, LOADERS = 16, 32  # threads
+COMPILERS, BUILDERS, LOADERS = 16, 6, 32  # threads
 # Seconds, where Python's own is 5 ms: a compiler that comes back from LLVM waits so long for the one in the front end.
 SHORT_TURN = 0.001
 # The kernels that take longest to compile, the longest first.
-LONGEST = "hidden_kernel", "logits_kernel", "weight_kernel"
+LONGEST = "hidden_kernel", "logits_kernel", "weight_kernel", "finish_kernel"
 # Of this many kinds of launches is known what was compiled; a kind has its token count, so that a program that never
 # has as many tokens twice sees new ones all the time.
 MOST_KINDS = 8192
@@ -52,6 +53,8 @@ class _Rehearsal(threading.local):
     load: Callable[[Any], None] | None = None
     rank: int = 0
     """Of the kernel that is asked for: where it stands in LONGEST."""
+    source: Any = None
+    """Of the same kernel."""
     front_end_left: Callable[[Any, Any], None] | None = None
     """In a thread that compiles: what is told that a source has left Triton's front end, as a module."""
 
@@ -87,10 +90,17 @@ def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
     name = kernel.__name__
     _rehearsal.rank = LONGEST.index(name) if name in LONGEST else len(LONGEST)
     _rehearsal.load(kernel.warmup(*arguments, grid=grid, **options))
+    _rehearsal.source = None
 
 
 class _Source:
-    """A kernel's source, on top of Triton's class of it, that tells when it has left the front end."""
+    """A kernel's source, on top of Triton's class of it, that tells when it is made and when it has left the front
+    end."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if rehearsing():
+            _rehearsal.source = self
 
     def make_ir(self, *arguments: Any, **options: Any) -> Any:
         module = super().make_ir(*arguments, **options)  # type: ignore[misc]
@@ -101,23 +111,26 @@ class _Source:
 
 class _InTurn(Executor):
     """Has kernels compiled side by side, but for Triton's front end: that is Python, where threads only hinder each
-    other. So one kernel at a time is in it, in the order of LONGEST. Its launcher is built beside what follows."""
+    other. So one kernel at a time is in it, in the order of LONGEST. Launchers are built beside it."""
 
     def __init__(self, compilers: Executor, builders: Executor) -> None:
         self._compilers, self._builders = compilers, builders
-        self._asked: list[tuple[int, Callable[[], Any], Future[Any]]] = []
+        self._asked: list[tuple[int, Any, Callable[[], Any], Future[Any]]] = []
         self._launchers: dict[Any, Future[Any]] = {}
 
     def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._asked.append((_rehearsal.rank, functools.partial(work, *arguments, **options), future))
+        asked = _rehearsal.rank, _rehearsal.source, functools.partial(work, *arguments, **options), future
+        self._asked.append(asked)
         return future
 
     def start(self) -> None:
         """Begin with what has been asked for."""
         before = threading.Event()
         before.set()
-        for _, work, future in sorted(self._asked, key=operator.itemgetter(0)):
+        for _, source, work, future in sorted(self._asked, key=operator.itemgetter(0)):
+            if not _has_descriptors(source):
+                self._build_launcher(source, [])
             after = threading.Event()
             self._compilers.submit(self._compile, work, future, before, after)
             before = after
@@ -127,11 +140,9 @@ class _InTurn(Executor):
     ) -> None:
         def left(source: Any, module: Any) -> None:
             after.set()
-            descriptors = any(str(kind).startswith("tensordesc") for kind in source.signature.values())
-            # How these are passed is in Gluon's modules from the beginning; in Triton's not before a later stage.
-            if make_launcher is not None and (not descriptors or source.ext == "ttgir"):
-                passed = module.get_tensordesc_metadata() if descriptors else []
-                self._launchers[source] = self._builders.submit(_build_launcher, source, passed)
+            # How descriptors are passed is in Gluon's modules from the beginning; in Triton's not before a later stage.
+            if _has_descriptors(source) and source.ext != "ttir":
+                self._build_launcher(source, module.get_tensordesc_metadata())
 
         before.wait()
         _rehearsal.front_end_left = left
@@ -143,10 +154,19 @@ class _InTurn(Executor):
             _rehearsal.front_end_left = None
             after.set()
 
+    def _build_launcher(self, source: Any, passed: list[Any]) -> None:
+        """Begin with it, if this Triton builds launchers; ``passed``: how the kernel's descriptors are."""
+        if make_launcher is not None:
+            self._launchers[source] = self._builders.submit(_build_launcher, source, passed)
+
     def wait_for_launcher(self, source: Any) -> None:
         """Until it is built, if it was begun: or it would be built twice."""
         if source in self._launchers:
             wait([self._launchers[source]])
+
+
+def _has_descriptors(source: Any) -> bool:
+    return any(str(kind).startswith("tensordesc") for kind in source.signature.values())
 
 
 class _Uncompiled:
@@ -247,17 +267,19 @@ def _modules_apart() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Python's threads take turns after SHORT_TURN at the latest."""
-    before = sys.getswitchinterval()
-    if before <= SHORT_TURN:
-        yield
-        return
-    sys.setswitchinterval(SHORT_TURN)
+def _undisturbed() -> Iterator[None]:
+    """Python's threads take turns after SHORT_TURN at the latest, and none has all wait for a garbage collection."""
+    before, collects = sys.getswitchinterval(), gc.isenabled()
+    if before > SHORT_TURN:
+        sys.setswitchinterval(SHORT_TURN)
+    gc.disable()
     try:
         yield
     finally:
-        sys.setswitchinterval(before + 0.5e-6)  # cut to whole microseconds, which the value read may lie just below
+        if collects:
+            gc.enable()
+        if before > SHORT_TURN:
+            sys.setswitchinterval(before + 0.5e-6)  # cut to whole microseconds; what was read may lie just below
 
 
 def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
@@ -286,9 +308,9 @@ def _rehearse(device: torch.device, step: Callable[[], Any]) -> None:
         # A compiled kernel is loaded while others are still compiled.
         with (
             _modules_apart(),
-            _short_turns(),
+            _undisturbed(),
             ThreadPoolExecutor(LOADERS) as loaders,
-            ThreadPoolExecutor(COMPILERS) as builders,
+            ThreadPoolExecutor(BUILDERS) as builders,
             ThreadPoolExecutor(COMPILERS) as compilers,
         ):
             in_turn = _InTurn(compilers, builders)
