@@ -23,9 +23,10 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str) -> str | None:
+    """What git says of the checkout; None where it says nothing, as without its history."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _gpu_name() -> str | None:
@@ -37,8 +38,8 @@ def _gpu_name() -> str | None:
 
 
 def describe(commit: str | None = None) -> dict[str, object]:
-    """Processor, cores, GPU, versions (of other implementations where installed) and commit (``commit`` where the
-    checkout came without its history)."""
+    """Processor, cores, GPU, versions (of other implementations where installed), commit (``commit`` where the checkout
+    came without its history) and whether what is measured has changed since (None: not known)."""
     versions: dict[str, str | None] = {}
     for name in ("numpy", "torch", "triton", "jax", "jaxlib"):
         try:
@@ -47,6 +48,7 @@ def describe(commit: str | None = None) -> dict[str, object]:
             versions[name] = None
     installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
     versions |= {name: installed[name] for name in PEERS if name in installed}
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -55,6 +57,6 @@ def describe(commit: str | None = None) -> dict[str, object]:
         "python": platform.python_version(),
         "versions": versions,
         "gpu": _gpu_name(),
-        "commit": commit or _git("rev-parse", "--short=12", "HEAD"),
-        "changes_since_commit": bool(_git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)),
+        "commit": commit or _git("rev-parse", "--short=12", "HEAD") or "unknown",
+        "changes_since_commit": None if changes is None else bool(changes),
     }

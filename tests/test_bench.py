@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from implementations import interpreted
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import energy, gpu_check, products, report, sanitize, timing
+from bench import energy, gpu_check, machine, products, report, sanitize, timing
 from bench.shapes import SHAPES, Shape
 from bench.variants import Variant, measured_rows
 from logitless import plan
@@ -119,6 +121,30 @@ def test_products_alone_have_the_operands_of_the_step() -> None:
         torch.testing.assert_close(shown[product](pair.steps[f"{product}, cuBLAS"]()), expected[product])
     with pytest.raises(ValueError, match=r"step: got .*'dX': 2.* launches of the products, allowed is one of each"):
         products.products(arrays, step(35))
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_what_has_changed_since_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout that came without its history, that is not known."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+
+    def described(commit: str | None = None) -> tuple[Any, Any]:
+        made = machine.describe(commit)
+        return made["commit"], made["changes_since_commit"]
+
+    assert described() == ("unknown", None)
+    assert described("given") == ("given", None)
+    measured = tmp_path / machine.MEASURED[0] / "plan.py"
+    measured.parent.mkdir()
+    measured.write_text("1")
+    identity = "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"
+    for command in ["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]:
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    commit, changes = described()
+    assert (len(commit), changes) == (12, False)
+    measured.write_text("2")
+    assert described() == (commit, True)
 
 
 def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
