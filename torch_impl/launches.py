@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import functools
 import gc
-import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -51,12 +50,8 @@ class _Rehearsal(threading.local):
     """What takes the kernels that this thread's launches only compile, while a call is rehearsed; else None."""
 
     load: Callable[[Any], None] | None = None
-    rank: int = 0
-    """Of the kernel that is asked for: where it stands in LONGEST."""
     source: Any = None
-    """Of the same kernel."""
-    front_end_left: Callable[[Any, Any], None] | None = None
-    """In a thread that compiles: what is told that a source has left Triton's front end, as a module."""
+    """Of the kernel that is asked for."""
 
 
 _rehearsal = _Rehearsal()
@@ -87,15 +82,15 @@ def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
     _ = kernel.device_caches[driver.active.get_current_device()]  # makes what Triton keeps with a kernel
     if not issubclass(kernel.ASTSource, _Source):
         kernel.ASTSource = type("Source", (_Source, kernel.ASTSource), {})
-    name = kernel.__name__
-    _rehearsal.rank = LONGEST.index(name) if name in LONGEST else len(LONGEST)
     _rehearsal.load(kernel.warmup(*arguments, grid=grid, **options))
-    _rehearsal.source = None
 
 
 class _Source:
     """A kernel's source, on top of Triton's class of it, that tells when it is made and when it has left the front
     end."""
+
+    left: Callable[[Any], None] | None = None
+    """What is told, with the module that it has become."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -104,9 +99,19 @@ class _Source:
 
     def make_ir(self, *arguments: Any, **options: Any) -> Any:
         module = super().make_ir(*arguments, **options)  # type: ignore[misc]
-        if _rehearsal.front_end_left is not None:
-            _rehearsal.front_end_left(self, module)
+        if self.left is not None:
+            self.left(module)
         return module
+
+    @property
+    def rank(self) -> int:
+        """Where its kernel stands in LONGEST."""
+        name = self.fn.__name__  # type: ignore[attr-defined]
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    @property
+    def has_descriptors(self) -> bool:
+        return any(str(kind).startswith("tensordesc") for kind in self.signature.values())  # type: ignore[attr-defined]
 
 
 class _InTurn(Executor):
@@ -115,47 +120,46 @@ class _InTurn(Executor):
 
     def __init__(self, compilers: Executor, builders: Executor) -> None:
         self._compilers, self._builders = compilers, builders
-        self._asked: list[tuple[int, Any, Callable[[], Any], Future[Any]]] = []
+        self._asked: list[tuple[Any, Callable[[], Any], Future[Any]]] = []
         self._launchers: dict[Any, Future[Any]] = {}
 
     def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        asked = _rehearsal.rank, _rehearsal.source, functools.partial(work, *arguments, **options), future
-        self._asked.append(asked)
+        self._asked.append((_rehearsal.source, functools.partial(work, *arguments, **options), future))
         return future
 
     def start(self) -> None:
         """Begin with what has been asked for."""
         before = threading.Event()
         before.set()
-        for _, source, work, future in sorted(self._asked, key=operator.itemgetter(0)):
-            if not _has_descriptors(source):
-                self._build_launcher(source, [])
+        for source, work, future in sorted(self._asked, key=lambda asked: asked[0].rank):
+            if not source.has_descriptors:
+                self._begin_launcher(source, [])
             after = threading.Event()
-            self._compilers.submit(self._compile, work, future, before, after)
+            self._compilers.submit(self._compile, source, work, future, before, after)
             before = after
 
     def _compile(
-        self, work: Callable[[], Any], future: Future[Any], before: threading.Event, after: threading.Event
+        self, source: Any, work: Callable[[], Any], future: Future[Any], before: threading.Event, after: threading.Event
     ) -> None:
-        def left(source: Any, module: Any) -> None:
+        def left(module: Any) -> None:
             after.set()
             # How descriptors are passed is in Gluon's modules from the beginning; in Triton's not before a later stage.
-            if _has_descriptors(source) and source.ext != "ttir":
-                self._build_launcher(source, module.get_tensordesc_metadata())
+            if source.has_descriptors and source.ext != "ttir":
+                self._begin_launcher(source, module.get_tensordesc_metadata())
 
         before.wait()
-        _rehearsal.front_end_left = left
+        source.left = left
         try:
             future.set_result(work())
         except BaseException as failure:
             future.set_exception(failure)
         finally:
-            _rehearsal.front_end_left = None
+            source.left = None
             after.set()
 
-    def _build_launcher(self, source: Any, passed: list[Any]) -> None:
-        """Begin with it, if this Triton builds launchers; ``passed``: how the kernel's descriptors are."""
+    def _begin_launcher(self, source: Any, passed: list[Any]) -> None:
+        """If this Triton builds launchers; ``passed``: how the kernel's descriptors are."""
         if make_launcher is not None:
             self._launchers[source] = self._builders.submit(_build_launcher, source, passed)
 
@@ -163,10 +167,6 @@ class _InTurn(Executor):
         """Until it is built, if it was begun: or it would be built twice."""
         if source in self._launchers:
             wait([self._launchers[source]])
-
-
-def _has_descriptors(source: Any) -> bool:
-    return any(str(kind).startswith("tensordesc") for kind in source.signature.values())
 
 
 class _Uncompiled:
@@ -323,7 +323,7 @@ def _rehearse(device: torch.device, step: Callable[[], Any]) -> None:
             for loaded in loads:
                 loaded.result()
     finally:
-        _rehearsal.load = None
+        _rehearsal.load = _rehearsal.source = None
 
 
 def _have_compiled(step: Callable[[], Any], compilers: _InTurn) -> None:
