@@ -256,6 +256,7 @@ def main(
     output: Annotated[Path, typer.Option(help="results; the plot lies beside them as .png")] = RESULTS / "gist.json",
 ) -> None:
     """Time and memory of one head's loss, the ways people write it and ours."""
+    output.parent.mkdir(parents=True, exist_ok=True)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
     sizes = Sizes(batch, length, hidden, vocab, dtype, bias, ignored)

@@ -155,6 +155,7 @@ class Results:
     def __init__(self, file: Path, update: list[str]) -> None:
         """``update``: earlier files, the first whole, of the others whole or the parts that are named after a colon."""
         self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
         self.values: dict[str, Any] = {}
         for given in update:
             name, _, parts = given.partition(":")

@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
     given = {name: getattr(arguments, name) for name in ("sequence", "rounds") if getattr(arguments, name) is not None}
     if arguments.batches is not None:
         given["batches"] = tuple(arguments.batches)
@@ -222,7 +223,6 @@ def main() -> None:
             result["rows"] += rows
             for row in rows:
                 print({key: value for key, value in row.items() if key not in dataclasses.asdict(settings)}, flush=True)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "hf.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

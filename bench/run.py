@@ -35,6 +35,7 @@ def run_portable(
     output: Path = RESULTS / "portable.json",
 ) -> None:
     """The portable backends against full logits on this CPU, time and scratch, both frameworks."""
+    output.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for name in dtype or ["float32", "bfloat16"]:
         sizes = portable.Sizes(tokens, hidden, vocab, name)

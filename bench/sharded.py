@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="processes on this machine's cores, over gloo")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(make_overlay(Path(folder))), str(ROOT)]
         sys.path[:0] = paths

@@ -98,6 +98,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=["pallas", "xla"], help="default: what linear_cross_entropy chooses")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         from bench import machine
         from bench.gpu_check import make_overlay

@@ -16,7 +16,7 @@ from implementations import interpreted
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import energy, gpu_check, machine, products, report, sanitize, timing
+from bench import checkout, energy, gpu_check, machine, products, report, sanitize, timing
 from bench.shapes import SHAPES, Shape
 from bench.variants import Variant, measured_rows
 from logitless import plan
@@ -234,6 +234,20 @@ def test_an_update_takes_parts_of_several_files(tmp_path: Path) -> None:
     made = gpu_check.Results(tmp_path / "made.json", [first, f"{second}:tokens", f"{third}:torch,tokens"]).values
     assert made == {"machine": 2, "rows": [2], "token_machine": 2, "jax_rows": [0], "tests_commit": "a"}
     assert gpu_check.Results(tmp_path / "made.json", []).values == {}
+
+
+def test_the_results_folder_is_there_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise what took minutes would be lost at its end."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    gpu_check.Results(tmp_path / "a" / "b" / "gpu_check.json", [])
+    assert json.loads((tmp_path / "a" / "b" / "gpu_check.json").read_text()) == {}
+    with checkout.results(tmp_path / "c" / "found.json", "abc") as found:
+        assert (tmp_path / "c").is_dir()
+        found["rows"] = [1]
+    assert json.loads((tmp_path / "c" / "found.json").read_text())["rows"] == [1]
 
 
 def test_a_models_table_and_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
