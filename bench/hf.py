@@ -8,12 +8,9 @@ models. A variant that fails, or is not installed, says so in its row. ``--tiny`
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import multiprocessing
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -191,8 +188,9 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder for hf.json")
+    from bench import checkout
+
+    parser = checkout.parser(__doc__, "hf.json")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--batches", nargs="*", type=int)
     parser.add_argument("--sequence", type=int)
@@ -200,9 +198,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of the layers")
     parser.add_argument("--largest", action="store_true", help="search for the largest batch, on a GPU")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
-    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
     given = {name: getattr(arguments, name) for name in ("sequence", "rounds") if getattr(arguments, name) is not None}
     if arguments.batches is not None:
         given["batches"] = tuple(arguments.batches)
@@ -210,21 +206,16 @@ def main() -> None:
         TINY if arguments.tiny else Settings(), **given,
         checkpointing=arguments.checkpointing, largest=arguments.largest and not arguments.tiny,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        sys.path.insert(0, str(ROOT))
-        from bench import machine
-        from bench.gpu_check import make_overlay
-
-        sys.path.insert(0, str(make_overlay(Path(folder))))
-        result: dict[str, Any] = {"machine": machine.describe(arguments.commit), "rows": []}
+    with checkout.results(arguments.output / "hf.json", arguments.commit) as found:
+        found["rows"] = []
         for variant in arguments.variants:
             with multiprocessing.get_context("spawn").Pool(1) as process:
                 rows = process.apply(measure, (variant, settings))
-            result["rows"] += rows
+            found["rows"] += rows
             for row in rows:
                 print({key: value for key, value in row.items() if key not in dataclasses.asdict(settings)}, flush=True)
-    (arguments.output / "hf.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     main()

@@ -7,9 +7,6 @@ gloo, to try it. A framework is a module with a function that runs in one rank (
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -62,31 +59,22 @@ FRAMEWORKS = {"torch": torch_rows}
 
 
 def main() -> int:
-    from bench.gpu_check import make_overlay
+    from bench import checkout
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder for sharded.json")
+    parser = checkout.parser(__doc__, "sharded.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--shapes", nargs="*", default=["llama"], choices=list(SHAPES))
     parser.add_argument("--frameworks", nargs="*", default=list(FRAMEWORKS), choices=list(FRAMEWORKS))
     parser.add_argument("--rounds", type=int, default=5, help="rounds of timed steps of every variant")
     parser.add_argument("--cpu", action="store_true", help="processes on this machine's cores, over gloo")
-    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [str(make_overlay(Path(folder))), str(ROOT)]
-        sys.path[:0] = paths
-        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-        from bench import machine
-
-        result: dict[str, Any] = {"machine": machine.describe(arguments.commit), "rows": []}
+    with checkout.results(arguments.output / "sharded.json", arguments.commit) as found:
+        found["rows"] = []
         for framework in arguments.frameworks:
             for ranks in arguments.ranks:
                 rows = FRAMEWORKS[framework](ranks, arguments.shapes, arguments.rounds, arguments.cpu)
-                result["rows"] += rows
+                found["rows"] += rows
                 print(*rows, sep="\n", flush=True)
-        (arguments.output / "sharded.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -13,10 +13,8 @@ device gives to collectives of [N, D] and [V, D], and ``over_one``, the time ove
 
 from __future__ import annotations
 
-import argparse
-import json
+import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -90,27 +88,22 @@ def measure(sizes: tuple[int, int, int], counts: list[int], rounds: int, backend
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--output", type=Path, required=True, help="folder for sharded_jax.json")
+    from bench import checkout
+
+    parser = checkout.parser(__doc__.splitlines()[0] if __doc__ else None, "sharded_jax.json")
     parser.add_argument("--sizes", type=int, nargs=3, default=[16384, 4096, 128256], metavar=("N", "D", "V"))
     parser.add_argument("--devices", type=int, nargs="*", help="numbers of devices beside one; default: 2, 4, …, all")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--backend", choices=["pallas", "xla"], help="default: what linear_cross_entropy chooses")
-    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        from bench import machine
-        from bench.gpu_check import make_overlay
-
-        sys.path.insert(0, str(make_overlay(Path(folder))))
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # JAX's default: no torch needs memory here
+    with checkout.results(arguments.output / "sharded_jax.json", arguments.commit) as found:
         import jax
 
-        found = jax.device_count()
-        counts = arguments.devices or [2**power for power in range(1, 10) if 2**power <= found]
-        result = {"machine": machine.describe(arguments.commit) | {"devices": [str(d) for d in jax.devices()]}}
-        rows = measure(tuple(arguments.sizes), counts, arguments.rounds, arguments.backend)
-        (arguments.output / "sharded_jax.json").write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+        devices = jax.devices()
+        counts = arguments.devices or [2**power for power in range(1, 10) if 2**power <= len(devices)]
+        found["machine"]["devices"] = [str(device) for device in devices]
+        found["rows"] = measure(tuple(arguments.sizes), counts, arguments.rounds, arguments.backend)
     return 0
 
 
