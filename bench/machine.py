@@ -24,7 +24,8 @@ def _cpu_name() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the checkout; None where it says nothing, as without its history."""
+    """What git says of the checkout; None where it says nothing, as without its history, or of a commit that it has
+    not."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 
@@ -48,7 +49,7 @@ def describe(commit: str | None = None) -> dict[str, object]:
             versions[name] = None
     installed = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions() if d.name}
     versions |= {name: installed[name] for name in PEERS if name in installed}
-    changes = _git("status", "--porcelain", "--untracked-files=no", "--", *MEASURED)
+    changes = _git("diff", "--name-only", commit or "HEAD", "--", *MEASURED)
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

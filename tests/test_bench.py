@@ -148,6 +148,9 @@ def test_what_has_changed_since_the_commit(tmp_path: Path, monkeypatch: pytest.M
     assert (len(commit), changes) == (12, False)
     measured.write_text("2")
     assert described() == (commit, True)
+    subprocess.run(["git", *identity, "commit", "-qam", "second"], cwd=tmp_path, check=True)
+    assert described(commit) == (commit, True)  # the one that is named, not the newest
+    assert described("given") == ("given", None)
 
 
 def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
