@@ -39,6 +39,9 @@ RESCUE_NATS = 40.0
 # Where the target's logit is −inf the anchor starts here: finite, and below any logit that counts.
 LOWEST_ANCHOR = -1e30
 
+# The anchor of a row that does not count: its exponentials are 0.
+NO_ROW = 1e30
+
 # z − anchor is cut off here where it is multiplied by exp(z − anchor), which is 0 there: 0 · −inf would be NaN.
 LOWEST_GAP = -1e4
 

@@ -167,19 +167,20 @@ def test_what_is_left_out_is_far_beyond_the_tolerance(base: Problem, dtype: str)
         assert error(exact[name], truth_outputs(problem)[name]) > 4 * allowance(ideal[name], dtype), name
 
 
-def fuses(impl: Any) -> bool:
-    """Whether elementwise work may be rounded otherwise with a filter beside it: by XLA for a GPU."""
-    return impl.on_gpu and impl.name.startswith("jax")
+def rounds_otherwise(impl: Any, kind: str) -> bool:
+    """Whether a filter beside it changes rounding: XLA fuses other work for a GPU; in one pass kernels that have none
+    give the targets to the products."""
+    return (impl.on_gpu and impl.name.startswith("jax")) or (impl.fused and kind == "one_chunk")
 
 
 @every_filtering_one
 @pytest.mark.parametrize(("kind", "dtype"), [("one_chunk", "float32"), ("slices", "float16")])
-def test_nothing_low_is_the_exact_gradient_bit_by_bit(impl: Any, kind: str, dtype: str) -> None:
+def test_nothing_low_is_the_exact_gradient(impl: Any, kind: str, dtype: str) -> None:
     problem = fitting(impl, SMALL.with_options(filter_eps=None, label_smoothing=0.1).with_dtype(dtype))
     chosen, case = chosen_plan(impl, problem, kind), problem.case()
     exact = run_case(impl, case, plan=chosen)
     made = run_case(impl, case, plan=chosen, filter_eps=1e-30)
-    if fuses(impl):
+    if rounds_otherwise(impl, kind):
         assert_within(problem, made)
         return
     assert np.array_equal(made.loss, exact.loss)
@@ -234,7 +235,7 @@ def assert_bounded(impl: Any, problem: Problem, kind: str) -> None:
     for name, bound in zip(("hidden", "weight"), filter_bounds(case, eps + rounding), strict=True):
         change, rounded = np.abs(made.grads[name] - exact.grads[name]), rounding * np.abs(exact.grads[name])
         assert np.all(change <= bound + rounded), name
-    if fuses(impl):
+    if rounds_otherwise(impl, kind):
         assert_within(problem.with_options(filter_eps=None), Outcome(made.loss, {"bias": made.grads["bias"]}, None))
         return
     assert np.array_equal(made.loss, exact.loss, equal_nan=True)

@@ -12,7 +12,7 @@ from implementations import ALL, MORE_DTYPES, TorchEager, interpreted
 
 from logitless import plan, reference
 from logitless.rounding import round_to
-from logitless.tolerances import AREAL, GRADIENT, error
+from logitless.tolerances import AREAL, GRADIENT, TINY, error
 
 
 class TorchTritonInterpreted(TorchEager):
@@ -227,7 +227,8 @@ def test_mask_weights_per_token(impl: Any) -> None:
         assert np.abs(weighted.grads[name]).max() > 0
         assert error(ignored.grads[name], weighted.grads[name]) <= GRADIENT[impl.dtype]
         assert error(factored.grads[name], weighted.grads[name]) <= GRADIENT[impl.dtype]
-    assert np.array_equal(weighted.loss, ignored.loss)
+    # Interpreted kernels multiply by NumPy's BLAS, where a row's bits depend on the rows beside it.
+    assert error(ignored.loss, weighted.loss) <= TINY["float32"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

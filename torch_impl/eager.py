@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
-from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
+from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, NO_ROW, RESCUE_NATS, LossOptions, TokenStats
 from logitless.torch_impl import parallel
 from logitless.torch_impl.filtering import TileFilter
 from logitless.torch_impl.parallel import Shard
@@ -176,6 +176,17 @@ class KnownRows:
     alpha: Tensor | None = None
     gamma: Tensor | None = None
     sigma: Tensor | None = None
+
+    def of(self, valid: Tensor) -> KnownRows:
+        """The rows of tokens that count: the others' are 0 whatever their logits are, −inf in every class too."""
+        rest: Any = {name: v for name, v in vars(self).items() if name != "anchor" and v is not None}
+        rest = {name: torch.where(valid, v, 0.0) for name, v in rest.items()}
+        return KnownRows(anchor=torch.where(valid, self.anchor, NO_ROW), **rest)
+
+    @property
+    def unit(self) -> Tensor:
+        """What is taken out of the matrix before it is rounded."""
+        return largest_factor(torch.maximum(self.factor.abs(), (self.factor * self.target).abs()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -467,12 +478,18 @@ def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
     )
 
 
+def smooth_share(inputs: Inputs, options: LossOptions) -> Tensor | float:
+    """(ε/V) Σ_j k_j; without smoothing 0, whatever the weights of classes that no token has."""
+    if not options.label_smoothing:
+        return 0.0
+    return options.label_smoothing / inputs.vocab * inputs.class_weight_sum()
+
+
 def _alpha_beta(inputs: Inputs, rows: slice, options: LossOptions, lse: Tensor) -> tuple[Tensor, Tensor]:
     """α_i and β_i without t_i: dz_ij = g t (α p_ij − β δ_{j y}), smoothing's constant apart."""
     k = inputs.token_class_weight(rows)
     beta = (1.0 - options.label_smoothing) * (1.0 if k is None else k) * torch.ones_like(lse)
-    smooth = options.label_smoothing / inputs.vocab
-    alpha = beta + smooth * inputs.class_weight_sum() + 2.0 * options.z_loss * lse
+    alpha = beta + smooth_share(inputs, options) + 2.0 * options.z_loss * lse
     floor = ALPHA_FLOOR * beta.abs()
     return torch.where(alpha.abs() < floor, torch.copysign(floor, alpha), alpha), beta
 
@@ -494,30 +511,36 @@ def known_loss_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Te
     p, q = torch.exp(-sums.nll), -torch.expm1(-sums.nll)
     if options.separable:
         target = _target_over_alpha(alpha, beta, p, q)
-        return KnownRows(sums.anchor, sums.log_total, g * alpha, _sloped(target, sums.target_logit, options))
+        target = _sloped(target, sums.target_logit, options)
+        return KnownRows(sums.anchor, sums.log_total, g * alpha, target)
     smooth = options.label_smoothing / inputs.vocab
-    sigma = torch.full_like(g, smooth)
     target = (alpha - beta) * p - beta * q - smooth * inputs.target_class_weight()
-    return KnownRows(
-        sums.anchor, sums.log_total, g, _sloped(target, sums.target_logit, options), alpha=alpha, sigma=sigma
-    )
+    target = _sloped(target, sums.target_logit, options)
+    # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
+    largest = 1.0 if inputs.class_weight is None else inputs.shard.max(inputs.class_weight.abs().amax().reshape(1))
+    scale = alpha.abs() + beta.abs() + smooth * largest
+    scale = torch.where(scale == 0, 1.0, scale)
+    return KnownRows(sums.anchor, sums.log_total, g * scale, target / scale, alpha=alpha / scale, sigma=smooth / scale)
 
 
 def known_log_prob_rows(
-    options: LossOptions, sums: TokenSums, g_log_prob: Tensor, g_entropy: Tensor | None
+    inputs: Inputs, options: LossOptions, sums: TokenSums, g_log_prob: Tensor, g_entropy: Tensor | None
 ) -> KnownRows:
     """The rows of g₁ log p_y + g₂ H: dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H)."""
-    p, q = torch.exp(-sums.nll), -torch.expm1(-sums.nll)
+    nll = sums.nll.clamp(max=-LOWEST_GAP)  # p log p is 0 where p is 0
+    p, q = torch.exp(-nll), -torch.expm1(-nll)
     if g_entropy is None:
-        return KnownRows(sums.anchor, sums.log_total, -g_log_prob, _sloped(-q, sums.target_logit, options))
+        target = _sloped(-q, sums.target_logit, options)
+        return KnownRows(sums.anchor, sums.log_total, -g_log_prob, target)
     assert sums.entropy is not None
     # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
     scale = g_log_prob.abs() + g_entropy.abs()
     safe = torch.where(scale == 0, 1.0, scale)
     g1, g2 = g_log_prob / safe, g_entropy / safe
-    target = -g2 * p * (sums.entropy - sums.nll) + g1 * q
+    target = -g2 * p * (sums.entropy - nll) + g1 * q
     target = _sloped(target, sums.target_logit, options)
-    return KnownRows(sums.anchor, sums.log_total, scale, target, alpha=-g1 - g2 * sums.entropy, gamma=-g2)
+    alpha = -g1 - g2 * sums.entropy
+    return KnownRows(sums.anchor, sums.log_total, scale, target, alpha=alpha, gamma=-g2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -558,9 +581,24 @@ class Smoothing:
 
 
 def largest_factor(values: Tensor) -> Tensor:
-    """max |value|, taken out of what is rounded and put back in float32; 1 where all are 0 or there is none."""
-    largest = values.abs().amax() if values.numel() else values.new_zeros(())
+    """max |value|, taken out of what is rounded and put back in float32; 1 where all are 0 or there is none.
+
+    Of the finite values: one token's inf or NaN must not reach the others' rows.
+    """
+    sizes = values.abs().nan_to_num_(nan=0.0, posinf=0.0)
+    largest = sizes.amax() if values.numel() else values.new_zeros(())
     return torch.where(largest > 0, largest, 1.0)
+
+
+def _loss_unit(inputs: Inputs, options: LossOptions, g: Tensor) -> Tensor:
+    """The largest factor of a loss's rows, as far as it is known before lse: g times the class weights."""
+    k = inputs.token_class_weight()
+    if k is None:
+        return largest_factor(g)
+    share = smooth_share(inputs, options)
+    size = k.abs() * (1.0 - options.label_smoothing)
+    size = size + (share.abs() if isinstance(share, Tensor) else abs(share))
+    return largest_factor(g * torch.where(size > 0, size, 1.0))
 
 
 class _Accumulators:
@@ -568,9 +606,10 @@ class _Accumulators:
 
     def __init__(
         self, inputs: Inputs, options: LossOptions, plan: ChunkPlan, needs: Needs, smoothing: Smoothing | None,
-        g: Tensor, *, anchored: bool,
+        g: Tensor, unit: Tensor, *, anchored: bool,
     ) -> None:  # fmt: skip
-        """``anchored``: whether a row's target is apart from what its exponentials are made of: it keeps no tile."""
+        """``unit``: as large as the matrix's elements get. ``anchored``: whether a row's target is apart from what its
+        exponentials are made of: it keeps no tile."""
         tokens, size = inputs.hidden.shape
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
@@ -585,11 +624,9 @@ class _Accumulators:
         self.works: list[Any] = []  # sums of dX over the ranks that are under way
         self.bias = torch.zeros(vocab, dtype=dtype, device=device) if needs.bias else None
         self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
-        # Low-precision operands: the largest upstream factor is taken out of the matrix and put back in float32.
-        # float16 could not hold it (loss scaling), and 1/N would round all targets' elements to the same side.
-        self.unit = None
-        if inputs.operand_dtype != dtype and tokens:
-            self.unit = largest_factor(g)
+        # Low-precision operands: the largest factor is taken out of the matrix and put back in float32. float16 could
+        # not hold it (loss scaling, class weights), and 1/N would round all targets' elements to the same side.
+        self.unit = unit if inputs.operand_dtype != dtype and tokens else None
         self.filter = None
         if options.filter_eps is not None and needs.judged:
             self.filter = TileFilter(options.filter_eps, g, inputs.target, keeps_targets=not anchored)
@@ -714,7 +751,8 @@ def loss_gradients(
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     needs = dataclasses.replace(needs, hidden=dtype if needs.hidden else None)
-    gradients = _Accumulators(inputs, options, plan, needs, smoothing, g, anchored=True)
+    unit = _loss_unit(inputs, options, g)
+    gradients = _Accumulators(inputs, options, plan, needs, smoothing, g, unit, anchored=True)
     parts = []
     for first, last in plan.token_slices:
         rows = slice(first, last)
@@ -735,10 +773,10 @@ def loss_gradients(
         parts.append(part)
 
         alpha, beta = _alpha_beta(inputs, rows, options, part.lse)
-        total = sums.s + sums.e_target()
-        target = _target_over_alpha(alpha, beta, sums.e_target(), sums.s)
-        _set_target(e, inputs.target[rows], 0, _sloped(target, part.target_logit, options))
-        gradients.start_chunk(rows, x, g[rows] * alpha / total)
+        total, ignored = sums.s + sums.e_target(), ~inputs.valid[rows]
+        target = _sloped(_target_over_alpha(alpha, beta, sums.e_target(), sums.s), part.target_logit, options)
+        _set_target(e, inputs.target[rows], 0, target.masked_fill(ignored, 0.0))
+        gradients.start_chunk(rows, x, (g[rows] * alpha / total).masked_fill(ignored, 0.0))
         for start, stop in plan.vocab_slices:
             gradients.add_block(e[:, start:stop], start, stop)
         gradients.finish_chunk()
@@ -810,7 +848,8 @@ def known_gradients(
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
-    gradients = _Accumulators(inputs, options, plan, needs, smoothing, g, anchored=False)
+    known = known.of(inputs.valid)
+    gradients = _Accumulators(inputs, options, plan, needs, smoothing, g, known.unit, anchored=False)
     for first, last in plan.token_slices:
         rows = slice(first, last)
         x = _rows_of(inputs, rows)

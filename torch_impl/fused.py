@@ -5,7 +5,8 @@ the last, its products; the last chunk's products wait for the upstream scalar, 
 the epilogue of its last product. A plan with a single chunk needs no accumulator for that at all.
 
 Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
-into the products, which accumulate in float32; the target's element is added to both gradients in float32.
+into the products, which accumulate in float32; what that rounding left out of the target's element, and of its share of
+dW, is added in float32.
 """
 
 from __future__ import annotations
@@ -451,12 +452,12 @@ class _Sums:
         split = self.call.shard.split
         record = self.call.empty(parallel.RECORD_FIELDS, self.call.chunk) if split else None
         own = None if split else factors
-        self._finish(first, own, flagged=False, record=record)
+        self._finish(first, e, own, flagged=False, record=record)
         self._rescue(first, x, e, maximum=True)
         self._rescue(first, x, e, maximum=False)
-        self._finish(first, own, flagged=True, record=record)
+        self._finish(first, e, own, flagged=True, record=record)
         if record is not None:
-            self._finish(first, factors, flagged=False, lines=self._exchange(record))
+            self._finish(first, e, factors, flagged=False, lines=self._exchange(record))
 
     def _exchange(self, record: Tensor) -> parallel.Lines:
         """The records of all ranks; ``record`` [7, C] is this one's."""
@@ -468,7 +469,7 @@ class _Sums:
         return parallel.exchange(self.call.shard, mine)
 
     def _finish(
-        self, first: int, factors: _Factors | None, flagged: bool, record: Tensor | None = None,
+        self, first: int, e: Tensor | None, factors: _Factors | None, flagged: bool, record: Tensor | None = None,
         lines: parallel.Lines | None = None,
     ) -> None:  # fmt: skip
         c, o, f = self.call, self.call.options, factors
@@ -484,13 +485,15 @@ class _Sums:
             self.flagged, f.g if f else None, f.class_weight if f else None, f.smooth if f else None,
             None if lines is None else lines.share.contiguous(), c.row_target[first:], record,
             self.target_logit, self.out_anchor, self.log_total, self.weighted, self.entropy, self.argmax,
-            self.max_logit, self.min_logit, f.factor[first:] if f else None, f.target_value[first:] if f else None,
-            f.token_value if f else None, first, c.chunk,
-            self.lines if lines is None else c.shard.ranks, 1.0 - o.label_smoothing, o.z_loss, c.cap,
+            self.max_logit, self.min_logit, f.factor[first:] if f else None, f.target_rest[first:] if f else None,
+            f.token_factor if f else None, f.token_value if f else None, f.token_stored if f else None, e, first,
+            c.chunk, self.lines if lines is None else c.shard.ranks, 0 if e is None else e.stride(0),
+            1.0 - o.label_smoothing, o.z_loss, c.cap,
             FLAGGED=flagged, STATISTICS=self.statistics, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
             HAS_CAP=c.has_cap, HAS_CLASS=f is not None and f.class_weight is not None,
-            SMOOTH=f is not None and f.smooth is not None, RECORD=record is not None, SHARED=lines is not None, BR=16,
-            BL=128,
+            SMOOTH=f is not None and f.smooth is not None, RECORD=record is not None, SHARED=lines is not None,
+            # A filter may leave out a tile that holds a target, whose element is to be exact all the same.
+            STORE=f is not None and o.filter_eps is None, BR=16, BL=128,
         )  # fmt: skip
 
     def _rescue(self, first: int, x: Tensor, e: Tensor | None, maximum: bool) -> None:
@@ -567,8 +570,17 @@ class _Factors:
     class_weight: Tensor | None  # k_y, [N] by token
     smooth: Tensor | None  # (ε/V) K
     factor: Tensor  # u
-    target_value: Tensor  # u T
+    target_rest: Tensor  # of u T, what e's element leaves out
+    token_factor: Tensor  # u, by token
     token_value: Tensor  # u T, by token
+    token_stored: Tensor  # T as e has it, by token
+
+    def times(self, by_token: Tensor, by_position: Tensor) -> _Factors:
+        """For upstream gradients that many times as large."""
+        return dataclasses.replace(
+            self, g=self.g * by_token, factor=self.factor * by_position, target_rest=self.target_rest * by_position,
+            token_factor=self.token_factor * by_token, token_value=self.token_value * by_token,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -764,7 +776,7 @@ class _Products:
             options["num_stages"] = 2 if s else t.stages
         results = (
             self.hidden_sum, self.hidden, factors.factor[first:] if factors else None,
-            factors.target_value[first:] if factors else None, c.row_target[first:], c.order, c.count, scale,
+            factors.target_rest[first:] if factors else None, c.row_target[first:], c.order, c.count, scale,
             self.smooth_rows, s.weighted_rows if s else None, first, c.chunk, entries.stop - entries.start, c.size,
             c.weight.stride(0), c.weight,
         )  # fmt: skip
@@ -832,8 +844,9 @@ class _Products:
             return None
         return self.smooth_x * self.smoothing.factor
 
-    def add_targets(self, value: Tensor, scale: Tensor | None) -> None:
-        """The targets' elements of dW and db: into dW's accumulator, or (scale given) into the finished dW."""
+    def add_targets(self, factors: _Factors, scale: Tensor | None) -> None:
+        """What the products lack of the targets' elements of dW and db: into dW's accumulator, or (scale given) into
+        the finished dW."""
         c = self.call
         out = self.weight_sum if scale is None else self.weight
         if (out is None and self.bias is None) or not c.tokens:
@@ -851,8 +864,8 @@ class _Products:
         }
         options |= {"RUN": TARGET_RUN, "BC": block, "num_warps": 8 if block > 1024 else 4}
         launch(kernels.add_targets_kernel, c.tokens, columns)(
-            key, token, value, c.hidden, scale, out, self.bias, part, share, c.tokens, c.vocab, c.hidden.stride(0),
-            c.size, BR=4, **options,
+            key, token, factors.token_factor, factors.token_value, factors.token_stored, c.hidden, scale, out,
+            self.bias, part, share, c.tokens, c.vocab, c.hidden.stride(0), c.size, BR=4, **options,
         )  # fmt: skip
         launch(kernels.add_long_runs_kernel, blocks, columns)(
             key, scale, out, self.bias, part, share, c.tokens, c.vocab, c.size, **options
@@ -908,8 +921,10 @@ def held_layout(
         "unit": ((), full),
         "g": ((tokens,), full),
         "factor": ((padded,), full),
-        "target_value": ((padded,), full),
+        "target_rest": ((padded,), full),
+        "token_factor": ((tokens,), full),
         "token_value": ((tokens,), full),
+        "token_stored": ((tokens,), full),
         "x": ((chunk, _row_stride(size, dtype)), dtype),
         "e": ((chunk, _row_stride(vocab, dtype)), dtype),
     }
@@ -941,7 +956,7 @@ class Held:
         with c.on_device():
             p.add(self.first, self.x, self.e, slice(0, c.vocab), self.factors, scale)
             if p.adds_targets_last:
-                p.add_targets(self.factors.token_value, scale)
+                p.add_targets(self.factors, scale)
             return p.finish(scale, self.first)
 
     def tensors(self, layout: dict[str, Any]) -> list[Tensor]:
@@ -949,7 +964,8 @@ class Held:
         p, c, f, s = self.products, self.products.call, self.factors, self.products.smoothing
         every: dict[str, Any] = {
             "row_target": c.row_target, "unit": p.unit, "g": p.g,
-            "factor": f.factor, "target_value": f.target_value, "token_value": f.token_value, "x": _whole_rows(self.x),
+            "factor": f.factor, "target_rest": f.target_rest, "token_factor": f.token_factor,
+            "token_value": f.token_value, "token_stored": f.token_stored, "x": _whole_rows(self.x),
             "e": _whole_rows(self.e), "weight": c.weight, "smooth_x": p.smooth_x, "hidden_sum": p.hidden_sum,
             "weight_sum": p.weight_sum, "high": p.high, "low": p.low, "bias": p.bias,
         }  # fmt: skip
@@ -982,7 +998,8 @@ def held_gradients(
     products.smooth_x = held.get("smooth_x")
     if "bias" in held:
         products.bias = held["bias"].clone()
-    factors = _Factors(held["g"], None, None, held["factor"], held["target_value"], held["token_value"])
+    names = ("factor", "target_rest", "token_factor", "token_value", "token_stored")
+    factors = _Factors(held["g"], None, None, *(held[name] for name in names))
     first = plan.token_slices[-1][0] if plan.token_slices else 0
     return Held(products, factors, first, held["x"][:, : c.size], held["e"][:, : c.vocab]).finish(upstream)
 
@@ -1019,7 +1036,7 @@ def loss_gradients(
         result = sums.result()
         del sums  # its partial sums make room
         if not products.adds_targets_last:
-            products.add_targets(factors.token_value, None)
+            products.add_targets(factors, None)
     return result, Held(products, factors, slices[-1][0], x, e)
 
 
@@ -1031,7 +1048,8 @@ def _relative_factors(c: _Call) -> _Factors:
         smooth = share if isinstance(share, Tensor) else torch.full((), share, device=c.device)  # no copy from the host
     padded = c.row_target.shape[0]
     k = inputs.token_class_weight()
-    return _Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
+    by_token = (c.empty(c.tokens) for _ in range(3))
+    return _Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), *by_token)
 
 
 class HeldTokens:
@@ -1047,10 +1065,7 @@ class HeldTokens:
         g = torch.where(c.inputs.valid, upstream.reshape(-1), 0.0)
         unit = largest_factor(g)
         g = g / unit
-        at = c.by_position(g)
-        factors = dataclasses.replace(
-            f, g=f.g * g, factor=f.factor * at, target_value=f.target_value * at, token_value=f.token_value * g
-        )
+        factors = f.times(g, c.by_position(g))
         products = _Products(c, self.needs, self.smoothing, factors.g, unit * c.inputs.summary[1])
         with c.on_device():
             products.add_smooth_x(0, self.x)
@@ -1077,7 +1092,7 @@ def known_gradients(
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`eager.known_gradients`."""
     c = _Call(inputs, options, plan)
-    unit = largest_factor(g)
+    unit = known.unit
     smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
     products = _Products(c, needs, smoothing, g / unit, unit)
     tile = c.tiles(LOGITS)

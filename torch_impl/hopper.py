@@ -588,18 +588,18 @@ def logits_kernel(
 
 
 @gluon.jit
-def scale_rows(value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr, w_stride):
-    """factor ⊙ value + target_value ⊙ w_y: the row factors, and the target's element, exact in float32."""
+def scale_rows(value, row, column, mask, exists, factor_ptr, target_rest_ptr, row_target_ptr, all_w_ptr, w_stride):
+    """factor ⊙ value + target_rest ⊙ w_y: the row factors, and what e's rounding left out of the target's element."""
     value = value * gl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
     target = gl.load(row_target_ptr + row, mask=exists, other=0).to(gl.int64)
     w_place = all_w_ptr + gl.maximum(target, 0)[:, None] * w_stride + column[None, :]
-    share = gl.load(target_value_ptr + row, mask=exists, other=0.0)
+    share = gl.load(target_rest_ptr + row, mask=exists, other=0.0)
     return value + share[:, None] * gl.load(w_place, mask=mask, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def hidden_piece(
-    value, m, n, inner_top, inner_left, rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+    value, m, n, inner_top, inner_left, rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
     row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPLIT: gl.constexpr,
@@ -619,7 +619,7 @@ def hidden_piece(
     else:
         if ROWS:
             value = scale_rows(
-                value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr, w_stride
+                value, row, column, mask, exists, factor_ptr, target_rest_ptr, row_target_ptr, all_w_ptr, w_stride
             )
         if FINAL:
             position = first + row
@@ -637,7 +637,7 @@ def hidden_piece(
 
 @gluon.jit
 def hidden_tiles(
-    sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+    sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
     row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, lists_ptr, parts_ptr,
     count_ptr, first, chunk, columns, size, w_stride, HALF: gl.constexpr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, FILTER: gl.constexpr,
@@ -676,7 +676,7 @@ def hidden_tiles(
         for q in gl.static_range(PIECES):
             value = hidden_piece(
                 piece_of(whole, q, PIECES), m, n, gl.to_tensor(HALF * (BM // 2)), gl.to_tensor(q * (BN // PIECES)),
-                rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
+                rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr,
                 scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
                 ADD, FINAL, ROWS, SMOOTH, BM, BN, SPLIT,
             )  # fmt: skip
@@ -688,7 +688,7 @@ def hidden_tiles(
 
 @gluon.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
-    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
+    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
     first, chunk, columns, size, w_stride, all_w_ptr, lists_ptr, parts_ptr, sum_desc, progress_ptr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, FILTER: gl.constexpr,
@@ -710,13 +710,13 @@ def hidden_kernel(
     gl.warp_specialize(
         [
             (hidden_tiles, (
-                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, lists_ptr, parts_ptr,
                 count_ptr, first, chunk, columns, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH, FILTER,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,
             )),
             (hidden_tiles, (
-                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, lists_ptr, parts_ptr,
                 count_ptr, first, chunk, columns, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH, FILTER,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,

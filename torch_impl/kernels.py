@@ -26,8 +26,7 @@ from logitless import planning, spec
 LOG2E = tl.constexpr(1.4426950408889634)
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
 RESCUE_SUM = tl.constexpr(math.exp(spec.RESCUE_NATS))
-# The anchor of a row that does not exist: its exponentials are 0.
-NO_ROW = tl.constexpr(1e30)
+NO_ROW = tl.constexpr(spec.NO_ROW)
 LOWEST_ANCHOR = tl.constexpr(spec.LOWEST_ANCHOR)
 LOWEST_GAP = tl.constexpr(spec.LOWEST_GAP)
 ALPHA_FLOOR = tl.constexpr(spec.ALPHA_FLOOR)
@@ -43,6 +42,9 @@ MOST_PARTS = tl.constexpr(8)
 
 # A row's target that another rank of a sharded call has; −1 is an id outside the vocabulary.
 ELSEWHERE = tl.constexpr(-2)
+
+# The largest target's value that is stored in e: every |T| of one device is below, and no product of it overflows.
+LARGEST_STORED = tl.constexpr(2.0**60)
 
 # The tiles of e that filter_eps leaves out of the products.
 FILTER_ROWS = tl.constexpr(spec.FILTER_ROWS)
@@ -97,7 +99,7 @@ def compact_kernel(
     """One program: order = the valid tokens, then the ignored ones, each in their own order; count = how many valid.
 
     summary = [what the sum of the losses is multiplied by: 1 / Σ t k_y for a mean, 0 where no token counts; m · scale];
-    relative = t / m, where m is the largest |t|, or 1.
+    relative = t / m, where m is the largest finite |t|, or 1.
     """
     count = 0
     total = tl.zeros((BLOCK,), tl.float32)
@@ -109,7 +111,8 @@ def compact_kernel(
         tl.store(order_ptr + count + tl.cumsum(keep, 0) - 1, token, mask=keep != 0)
         count += tl.sum(keep, 0)
         weight = tl.load(weight_ptr + token, mask=token < tokens, other=0.0)
-        largest = tl.maximum(largest, tl.abs(weight))
+        size = tl.abs(weight)
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
         if MEAN:
             if HAS_CLASS:
                 target = tl.load(target_ptr + token, mask=token < tokens, other=0)
@@ -424,22 +427,27 @@ def finish_kernel(
     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, order_ptr, count_ptr,
     anchor_ptr, row_anchor_ptr, list_ptr, flagged_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr, row_target_ptr, record_ptr,
     out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr,
-    out_lowest_ptr, factor_ptr, target_value_ptr, token_value_ptr,
-    first, chunk, lines, keep, z_loss, cap,
+    out_lowest_ptr, factor_ptr, target_rest_ptr, token_factor_ptr, token_value_ptr, token_stored_ptr, e_ptr,
+    first, chunk, lines, e_stride, keep, z_loss, cap,
     FLAGGED: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr, RECORD: tl.constexpr, SHARED: tl.constexpr,
-    BR: tl.constexpr, BL: tl.constexpr,
+    STORE: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """BR rows: sum the column tiles' lines in order; write what the forward knows of each token; and with FACTORS
 
-        factor = u = g α / (e_y + s)      target_value = u T,   T = ((α − β) e_y − β s) / α
+        factor = u = g α / (e_y + s)      value = u T,   T = ((α − β) e_y − β s) / α
+
+    With STORE the target's element of e becomes ``stored``, T rounded to e's dtype: where gradients cancel, dW must
+    hold the targets before it is rounded. target_rest = value − u · stored is what that rounding left out. factor,
+    value and stored by token are for the targets' share of dW. Without STORE, or where T has no place in e (of a
+    sharded call), stored is 0.
 
     A row whose sum passed the threshold goes to ``list`` instead, and comes back with FLAGGED set, anchored anew.
     row_anchor is the anchor that the exponentials were taken at.
 
     Of a sharded call, RECORD: what this rank knows of the rows goes to ``record`` [7, C], in the order of
     parallel.Record, and nowhere else. Then SHARED: the lines are the ranks' records, relative to row_anchor; factor is
-    multiplied by ``share``, which takes this rank's exponentials there; target_value is 0 where another rank has it.
+    multiplied by ``share``, which takes this rank's exponentials there; value is 0 where another rank has the target.
     """
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     if FLAGGED:
@@ -527,14 +535,25 @@ def finish_kernel(
             if HAS_CAP:
                 share = share * (1.0 - (target_logit / cap) * (target_logit / cap))
             u = tl.load(g_ptr + token, mask=done, other=0.0) * alpha / total
+            target = tl.load(row_target_ptr + row, mask=done, other=-1)
+            value = u * share
             if SHARED:
-                tl.store(factor_ptr + row, u * tl.load(share_ptr + row, mask=done, other=0.0), mask=done)
-                here = tl.load(row_target_ptr + row, mask=done, other=0) != ELSEWHERE
-                share = tl.where(here, share, 0.0)
-            else:
-                tl.store(factor_ptr + row, u, mask=done)
-            tl.store(target_value_ptr + row, u * share, mask=done)
-            tl.store(token_value_ptr + token, u * share, mask=done)
+                own = tl.load(share_ptr + row, mask=done, other=0.0)
+                u = u * own
+                value = tl.where(target != ELSEWHERE, value, 0.0)
+                share = share / own
+            stored = tl.zeros((BR,), tl.float32)
+            if STORE:
+                fits = (target >= 0) & (tl.abs(share) < LARGEST_STORED)
+                element = tl.where(fits, share, 0.0).to(e_ptr.dtype.element_ty)
+                place = e_ptr + row.to(tl.int64) * e_stride + tl.maximum(target, 0)
+                tl.store(place, element, mask=done & (target >= 0))
+                stored = element.to(tl.float32)
+            tl.store(factor_ptr + row, u, mask=done)
+            tl.store(target_rest_ptr + row, value - u * stored, mask=done)
+            tl.store(token_factor_ptr + token, u, mask=done)
+            tl.store(token_value_ptr + token, value, mask=done)
+            tl.store(token_stored_ptr + token, stored, mask=done)
 
 
 @triton.jit
@@ -717,13 +736,13 @@ def programs_of(row_tiles, column_tiles, GROUP: tl.constexpr, PROGRAMS: tl.const
 
 @triton.jit
 def put_hidden(
-    value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, scale_ptr,
+    value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, scale_ptr,
     smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
     ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
     """e w of some rows and columns of a chunk's dX, to where it goes:
 
-    with ROWS: value = factor ⊙ (e w) + target_value ⊙ w_y (the target's element, exact in float32)
+    with ROWS: value = factor ⊙ (e w) + target_rest ⊙ w_y (what e's rounding left out of the target's element)
     not FINAL: sum[p] = value (+ sum[p] with ADD)          [N, D] float32, by position
     FINAL:     out[order[p]] = scale · (value + sum[p] with ADD + smooth_p Σ_j k_j w_j)
     """
@@ -733,7 +752,7 @@ def put_hidden(
         value = value * tl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
         target = tl.load(row_target_ptr + row, mask=exists, other=0).to(tl.int64)
         w_place = all_w_ptr + tl.maximum(target, 0)[:, None] * w_stride + column[None, :]
-        share = tl.load(target_value_ptr + row, mask=exists, other=0.0)
+        share = tl.load(target_rest_ptr + row, mask=exists, other=0.0)
         value += share[:, None] * tl.load(w_place, mask=mask, other=0.0).to(tl.float32)
     position = first + row
     place = position.to(tl.int64)[:, None] * size + column[None, :]
@@ -752,7 +771,7 @@ def put_hidden(
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
-    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
+    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
     first, chunk, columns, size, w_stride, all_w_ptr, lists_ptr,
     ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr, FILTER: tl.constexpr,
@@ -790,14 +809,14 @@ def hidden_kernel(
         value += part
         put_hidden(
             value, m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), rows, sum_ptr, out_ptr, factor_ptr,
-            target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
+            target_rest_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
             first, size, w_stride, ADD, FINAL, ROWS, SMOOTH,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def combine_hidden_kernel(
-    parts_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
+    parts_ptr, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr, first, chunk, columns, size, w_stride, all_w_ptr,
     ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -818,7 +837,7 @@ def combine_hidden_kernel(
             place = parts_ptr + (part * left + index) * (BM * BN)
             value += tl.load(place + row[:, None] * BN + column[None, :])
         put_hidden(
-            value, m * BM + row, n * BN + column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+            value, m * BM + row, n * BN + column, rows, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
             row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
             ADD, FINAL, ROWS, SMOOTH,
         )  # fmt: skip
@@ -996,10 +1015,11 @@ def sort_kernel(key_ptr, sorted_ptr, token_ptr, tokens, BI: tl.constexpr, BJ: tl
 
 @triton.jit
 def run_sum(
-    key_ptr, token_ptr, value_ptr, hidden_ptr, place, limit, target, column, hidden_stride, size,
-    WEIGHT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, place, limit, target, column, hidden_stride,
+    size, WEIGHT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Σ value_i x_i and Σ value_i of the places from ``place`` on that hold ``target``, before ``limit``; their end."""
+    """Over the places from ``place`` on that hold ``target``, before ``limit``: what e and the rounded operand u ⊙ x of
+    the product lack of Σ value_i x_i and of Σ value_i; and their end."""
     total = tl.zeros((BC,), tl.float32)
     shares = 0.0
     begin = place
@@ -1008,12 +1028,15 @@ def run_sum(
         index = begin + tl.arange(0, BR)
         mine = tl.load(key_ptr + index, mask=index < limit, other=-1) == target
         token = tl.load(token_ptr + index, mask=mine, other=0).to(tl.int64)
+        factor = tl.load(factor_ptr + token, mask=mine, other=0.0)
         value = tl.load(value_ptr + token, mask=mine, other=0.0)
+        stored = tl.load(stored_ptr + token, mask=mine, other=0.0)
         if WEIGHT:
             x_place = hidden_ptr + token[:, None] * hidden_stride + column[None, :]
             x = tl.load(x_place, mask=mine[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
-            total += tl.sum(x * value[:, None], 0)
-        shares += tl.sum(value, 0)
+            operand = (x * factor[:, None]).to(hidden_ptr.dtype.element_ty).to(tl.float32)
+            total += tl.sum(x * value[:, None] - operand * stored[:, None], 0)
+        shares += tl.sum(value - factor * stored, 0)
         found = tl.sum(mine.to(tl.int32), 0)
         more = found == BR
         begin += found
@@ -1039,14 +1062,18 @@ def add_row(
 
 @triton.jit(do_not_specialize=["tokens"])
 def add_targets_kernel(
-    key_ptr, token_ptr, value_ptr, hidden_ptr, scale_ptr, weight_ptr, bias_ptr, part_ptr, part_share_ptr,
-    tokens, vocab, hidden_stride, size,
+    key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, scale_ptr, weight_ptr, bias_ptr, part_ptr,
+    part_share_ptr, tokens, vocab, hidden_stride, size,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """The targets' elements of dW and db, in float32, so that they are not rounded on their way into a product:
+    """What the products lack of the targets' elements of dW and db, in float32:
 
-        dW_y += (scale ·) Σ_{i: y_i = y} value_i x_i        db_y += Σ value_i
+        dW_y += (scale ·) Σ_{i: y_i = y} value_i x_i − stored_i · rounded(u_i x_i)
+        db_y += Σ value_i − u_i stored_i
+
+    The products have stored_i from e. Both terms are as large as the others' sum, which cancels them where a head
+    predicts its targets well; the difference is as small as one rounding, so it may follow dW's own.
 
     key: the tokens' targets, sorted; token: the tokens in that order, so that every sum has the order of the tokens.
     One program, one place of the list and BC of D: where a run of one target begins, and at every RUN-th place, it sums
@@ -1062,8 +1089,8 @@ def add_targets_kernel(
         column = tl.program_id(1) * BC + tl.arange(0, BC)
         limit = tl.minimum((place // RUN + 1) * RUN, tokens)
         total, shares, end = run_sum(
-            key_ptr, token_ptr, value_ptr, hidden_ptr, place, limit, target, column, hidden_stride, size,
-            WEIGHT, BR, BC,
+            key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, place, limit, target, column,
+            hidden_stride, size, WEIGHT, BR, BC,
         )  # fmt: skip
         after = tl.load(key_ptr + end, mask=end < tokens, other=-1)
         if begins & (after != target):

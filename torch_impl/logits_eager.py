@@ -43,7 +43,7 @@ def logit_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Tensor)
     """
     k_y, smooth = inputs.target_class_weight(), options.label_smoothing / inputs.weight.shape[0]
     beta = (1.0 - options.label_smoothing) * k_y
-    rest = smooth * inputs.class_weight_sum() + 2.0 * options.z_loss * sums.lse
+    rest = eager.smooth_share(inputs, options) + 2.0 * options.z_loss * sums.lse
     p, q = torch.exp(-sums.nll), -torch.expm1(-sums.nll)
     target = g * (rest * p - beta * q - smooth * k_y)
     return LogitRows(

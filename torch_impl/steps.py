@@ -305,6 +305,6 @@ def _known_log_probs(
         sums = eager.TokenSums(target_logit, anchor, log_total, None, entropy, None, None, None)
         g1 = eager.row_upstream(inputs, call.options, g_log_prob.reshape(-1))
         g2 = None if g_entropy is None else eager.row_upstream(inputs, call.options, g_entropy.reshape(-1))
-        known = eager.known_log_prob_rows(call.options, sums, g1, g2)
+        known = eager.known_log_prob_rows(inputs, call.options, sums, g1, g2)
         made = backend.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
         return _cast(made, arrays)
