@@ -156,8 +156,7 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
     inputs, dtype, (vocab, size) = student.inputs, mean.dtype, arrays.weight.shape
     factor = vjp._row_upstream(inputs, call.options, upstream)
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
-    unit = jnp.abs(factor).max(initial=0.0)
-    unit = jnp.where(unit > 0, unit, 1.0)
+    unit = xla.largest_factor(factor)
     factor = factor / unit
 
     def block(carry: Any, start: Any, columns: int) -> xla.Gradients:

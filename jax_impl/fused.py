@@ -5,7 +5,8 @@ the last, its products; the last chunk's products wait for the upstream scalar, 
 the epilogue of its last product. A plan with a single chunk needs no accumulator for that at all.
 
 Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
-into the products, which accumulate in float32; the target's element is added to both gradients in float32.
+into the products, which accumulate in float32; what that rounding left out of the target's element, and of its share of
+dW, is added in float32.
 
 Sizes: a matrix moves in blocks of 8 rows and 64 columns, so a weight with V % 8 or D % 64 is copied, padded, and its
 gradient is cut; a plan made with ``padded`` counts both. Next to the products the copies take under 2 % of the time.
@@ -28,7 +29,7 @@ from jax import Array, lax
 from logitless import spec
 from logitless.jax_impl import xla
 from logitless.jax_impl.filtering import any_in_tiles
-from logitless.jax_impl.xla import Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
+from logitless.jax_impl.xla import Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums, largest_factor
 from logitless.planning import PADDED_HIDDEN, PADDED_VOCAB, ChunkPlan, round_up
 from logitless.spec import FILTER_COLUMNS, FILTER_ROWS, LOWEST_ANCHOR, RESCUE_NATS, LossOptions
 
@@ -42,6 +43,8 @@ DTYPES = ("bfloat16", "float16")
 RESCUE_SUM = math.exp(RESCUE_NATS)
 # Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
 GROUP_BYTES = 8 * 2**20
+# The largest target's value that is stored in e: no product of it overflows.
+LARGEST_STORED = 2.0**60
 
 
 def unavailable(device: Any, dtype: str) -> str | None:
@@ -413,10 +416,20 @@ class _Smoothing(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """A chunk's row factors, relative to the unit: dz = factor · (e, and element over factor at the target)."""
+    """A chunk's row factors, relative to the unit: dz = factor · e, and ``value`` at the target."""
 
     factor: Array  # u
-    element: Array  # u T
+    value: Array  # u T
+    stored: Array  # T as e has it
+
+    @property
+    def rest(self) -> Array:
+        """What e's rounding left out of the target's element."""
+        return self.value - self.factor * self.stored
+
+    def times(self, upstream: Array) -> _Factors:
+        """For upstream gradients that many times as large."""
+        return self._replace(factor=self.factor * upstream, value=self.value * upstream)
 
     def operand(self, rows: _Rows, dtype: Any) -> Array:
         """u ⊙ x, for dW."""
@@ -511,7 +524,7 @@ class _Products:
             width = kernels.gradient_columns(rows.tiles.shape[0] - 1, c.padded_size, kept is None)
             more = round_up(c.padded_size, width) - c.padded_size
             target_rows = jnp.pad(c.weight[jnp.maximum(rows.target, 0)], ((0, 0), (0, more)))
-            arguments |= {"factor": factors.factor, "element": factors.element, "target_rows": target_rows}
+            arguments |= {"factor": factors.factor, "rest": factors.rest, "target_rows": target_rows}
         if scale is not None:
             arguments |= {"scale": scale.reshape(1)} | self._rank_one(rows)
         length = round_up(c.chunk, 8) if c.chunks == 1 else round_up(c.chunks * c.chunk, 8)
@@ -615,7 +628,7 @@ class _Waiting(NamedTuple):
     x: Array | None  # u ⊙ x of the last chunk; None where u lacks the tokens' upstream gradients
     e: Array
     factors: _Factors
-    values: Array  # u T, by token
+    by_token: _Factors  # of all tokens
     state: _State
 
 
@@ -637,21 +650,23 @@ def holds(dtype: Any) -> bool:
     return one_pass(dtype)
 
 
-def _unit(g: Array) -> Array:
-    """The largest factor, which is taken out of what is rounded and put back in float32; 1 where all are 0."""
-    largest = jnp.abs(g).max(initial=0.0)
-    return jnp.where(largest > 0, largest, 1.0)
-
-
 def _factors(c: _Call, rows: _Rows, running: Any, part: TokenSums, g: Array) -> _Factors:
-    """u = g α / (e_y + s), and u T with T = ((α − β) e_y − β s) / α; 0 where there is no row."""
+    """u = g α / (e_y + s), and u T with T = ((α − β) e_y − β s) / α; 0 where there is no row.
+
+    T rounded is what e is to have at the target: where gradients cancel, dW must hold the targets before it is rounded.
+    (A filter may leave out a tile that holds a target, whose element is to be exact all the same.)
+    """
     alpha, beta = xla._alpha_beta(c.inputs, c.options, part.lse, _class_weights_of(c, rows))
     share = xla._target_over_alpha(alpha, beta, running.e_target(), running.s)
     share = xla._sloped(share, part.target_logit, c.options)
     factor = g[rows.token] * alpha / (running.s + running.e_target())
     factor = jnp.where(rows.exists, factor, 0.0)
     here = rows.exists & (rows.target >= 0) if c.inputs.shard.active else rows.exists
-    return _Factors(factor, jnp.where(here, factor * share, 0.0))
+    fits = rows.exists & (rows.target >= 0) & (jnp.abs(share) < LARGEST_STORED) & (c.options.filter_eps is None)
+    info = jnp.finfo(c.dtype)  # type: ignore[no-untyped-call]
+    # Not a cast and back: XLA may leave such a pair out.
+    stored = lax.reduce_precision(jnp.where(fits, share, 0.0), info.nexp, info.nmant)
+    return _Factors(factor, jnp.where(here, factor * share, 0.0), stored)
 
 
 def _class_weights_of(c: _Call, rows: _Rows) -> Array | float:
@@ -677,12 +692,16 @@ def _forward(c: _Call, first: Any, g: Array, statistics: bool) -> _Made:
     running, weighted, e = _sums(c, rows, statistics, holds=True)
     assert e is not None
     part = running.finish(weighted)
-    return _Made(rows, part, _factors(c, rows, running, part, g), e)
+    factors = _factors(c, rows, running, part, g)
+    column = jnp.where(rows.target >= 0, rows.target, e.shape[1])[: e.shape[0]]
+    stored = factors.stored[: e.shape[0]].astype(e.dtype)
+    e = e.at[jnp.arange(e.shape[0]), column].set(stored, mode="drop", unique_indices=True)
+    return _Made(rows, part, factors, e)
 
 
 def _vectors(c: _Call, vectors: Any, made: _Made) -> Any:
     """``vectors`` by position, or new ones, with what a chunk's forward made of its rows."""
-    parts = (made.part, made.factors.element)
+    parts = (made.part, made.factors)
     vectors = _empty(c, parts) if vectors is None else vectors
     return jax.tree.map(lambda vector, part: _put(vector, part, made.rows.first), vectors, parts)
 
@@ -702,7 +721,7 @@ def loss_gradients(
 
 
 def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple[TokenSums, _Waiting]:
-    p = _Products(c, needs, g, _unit(g))
+    p = _Products(c, needs, g, largest_factor(g))
 
     def chunk(carry: Any, first: Any) -> Any:
         vectors, state = carry
@@ -719,16 +738,16 @@ def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple
         vectors, state = _chunks(c, chunk, lambda: chunk((None, _State()), jnp.int32(0)), c.chunks - 1)
     (vectors, state), last = _after((vectors, state), (c.chunks - 1) * c.chunk)
     made = _forward(c, last, p.g, statistics)
-    sums, values = c.by_token(_vectors(c, vectors, made))
-    state = _last_bias(p, state, made.rows, made.e, made.factors, values)
+    sums, by_token = c.by_token(_vectors(c, vectors, made))
+    state = _last_bias(p, state, made.rows, made.e, made.factors, by_token)
     x = made.factors.operand(made.rows, c.dtype)
-    return _with_weighted(c, sums, p.smoothing), _Waiting(x, made.e, made.factors, values, state)
+    return _with_weighted(c, sums, p.smoothing), _Waiting(x, made.e, made.factors, by_token, state)
 
 
-def _last_bias(p: _Products, state: _State, rows: _Rows, e: Array, factors: _Factors, values: Array) -> _State:
-    """db with the last chunk's share and all targets' elements."""
+def _last_bias(p: _Products, state: _State, rows: _Rows, e: Array, factors: _Factors, by_token: _Factors) -> _State:
+    """db with the last chunk's share, and what all targets' elements still lack."""
     state = p.bias(state, rows, e, 0, p.call.vocab, factors.factor)
-    return state if state.bias is None else state._replace(bias=_add_target_sums(p.call, state.bias, values))
+    return state if state.bias is None else state._replace(bias=_add_target_sums(p.call, state.bias, by_token.rest))
 
 
 def token_gradients(
@@ -738,9 +757,9 @@ def token_gradients(
 
     def run(inputs: Inputs, g: Array) -> Any:
         c = _Call(inputs, options, plan)
-        made = _forward(c, jnp.int32(0), g / _unit(g), statistics)
-        sums, values = c.by_token(_vectors(c, None, made))
-        return _with_weighted(c, sums, _Smoothing.prepare(c)), _Waiting(None, made.e, made.factors, values, _State())
+        made = _forward(c, jnp.int32(0), g / largest_factor(g), statistics)
+        sums, by_token = c.by_token(_vectors(c, None, made))
+        return _with_weighted(c, sums, _Smoothing.prepare(c)), _Waiting(None, made.e, made.factors, by_token, _State())
 
     sums, waiting = _one_by_one(run)(inputs, g)
     return sums, Held(inputs, g, waiting)
@@ -763,7 +782,7 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
         p, held = _arrived(c, g, held, rows, needs, jnp.where(c.inputs.valid, upstream.reshape(-1), 0.0))
         upstream = jnp.ones((), jnp.float32)
     else:
-        p = _Products(c, needs, g, _unit(g))
+        p = _Products(c, needs, g, largest_factor(g))
     assert held.x is not None
     scale = (p.unit * upstream).astype(jnp.float32)
     single = c.chunks == 1
@@ -772,7 +791,7 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
     if state.weight is not None:
         # dX's operand is gathered when dW's is not needed any more.
         weight, target = lax.optimization_barrier((state.weight, rows.target))
-        weight = _add_targets(c, weight, held.values, scale.reshape(1))
+        weight = _add_targets(c, weight, held.by_token, scale.reshape(1))
         state, rows = state._replace(weight=weight), rows._replace(target=target)
     state = p.hidden(state, rows, held.e, 0, held.factors, scale if single else None, kept)
     return Gradients(
@@ -788,32 +807,33 @@ def _arrived(
 ) -> tuple[_Products, _Waiting]:
     """The products of g ⊙ upstream [N], and for them what waits for those of g: its row factors grow in proportion, and
     with them the operand and the bias gradient are known."""
-    p = _Products(c, needs, g * upstream, _unit(g * upstream))
-    times = upstream * (_unit(g) / p.unit)
+    p = _Products(c, needs, g * upstream, largest_factor(g * upstream))
+    times = upstream * (largest_factor(g) / p.unit)
     by_position = jnp.where(rows.exists, times[rows.token], 0.0)
-    factors = _Factors(held.factors.factor * by_position, held.factors.element * by_position)
-    values = held.values * times
-    state = _last_bias(p, held.state, rows, held.e, factors, values)
-    return p, _Waiting(factors.operand(rows, c.dtype), held.e, factors, values, state)
+    factors, by_token = held.factors.times(by_position), held.by_token.times(times)
+    state = _last_bias(p, held.state, rows, held.e, factors, by_token)
+    return p, _Waiting(factors.operand(rows, c.dtype), held.e, factors, by_token, state)
 
 
-def _sorted_targets(c: _Call, values: Array) -> tuple[Array, Array, Array]:
+def _sorted_targets(c: _Call, values: Any) -> tuple[Array, Array, Any]:
     """The targets sorted, their tokens in the tokens' order, and their values; no target comes last."""
     place = c.inputs.shard.place(c.inputs.target)
     real = c.inputs.valid & c.inputs.inside
     key = jnp.where(real & (place >= 0) if c.inputs.shard.active else real, place, c.padded_vocab)
     key, token = lax.sort((key, jnp.arange(c.tokens, dtype=jnp.int32)), num_keys=1, is_stable=True)
-    return key, token, values[token]
+    return key, token, jax.tree.map(lambda vector: vector[token], values)
 
 
-def _add_targets(c: _Call, weight: Array, values: Array, scale: Array) -> Array:
-    """weight[y_i] += scale · value_i x_i in float32, each row rounded once more."""
-    key, token, value = _sorted_targets(c, values)
+def _add_targets(c: _Call, weight: Array, by_token: _Factors, scale: Array) -> Array:
+    """What the product lacks of the targets' elements, in float32, each row rounded once more: weight[y_i] += scale ·
+    (value_i x_i − stored_i · rounded(factor_i x_i))."""
+    key, token, vectors = _sorted_targets(c, by_token)
     more = round_up(c.tokens, kernels.RUN) + kernels.RUN - c.tokens
     shared = {"key": jnp.pad(key, (0, more), constant_values=c.padded_vocab), "scale": scale}
-    lists = {"token": jnp.pad(token, (0, more)), "value": jnp.pad(value, (0, more)), "x": c.hidden}
+    lists = {"token": token} | vectors._asdict()
+    lists = {name: jnp.pad(vector, (0, more)) for name, vector in lists.items()}
     out = jax.new_ref(weight)
-    part = kernels.add_targets(shared | lists | {"out": out})["part"]
+    part = kernels.add_targets(shared | lists | {"x": c.hidden, "out": out})["part"]
     kernels.add_long_runs(shared | {"part": part, "out": out})
     return kernels.written(out)
 
@@ -839,7 +859,7 @@ def known_gradients(
 
 
 def _known_gradients(c: _Call, known: KnownRows, g: Array, needs: Needs) -> Gradients:
-    unit = _unit(g)
+    unit = known.unit
     p = _Products(c, needs, g, unit)
     lent = None
     if c.columns < c.vocab:

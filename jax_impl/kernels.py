@@ -43,8 +43,7 @@ from logitless.planning import MULTIPROCESSORS
 # Its load and some names differ between the two lines of jax that are supported.
 _PLGPU: Any = plgpu
 LOG2E = math.log2(math.e)
-# The anchor of a row that does not exist: its exponentials are 0.
-NO_ROW = 1e30
+NO_ROW = spec.NO_ROW
 
 # A product's tile, half of its rows for each multiplying warpgroup, and the depth of one step; the columns of a tile of
 # which one warpgroup has all rows.
@@ -778,13 +777,13 @@ def _gradient_scratch(staged: dict[str, Any], width: int, added: dict[str, Any])
 def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, group: int = 4) -> dict[str, Any]:
     """dX of a chunk from S vocabulary entries, by position.
 
-        value = e w        with factor: factor ⊙ (e w) + element ⊙ target_rows (the target's element, exact in float32)
+        value = e w        with factor: factor ⊙ (e w) + rest ⊙ target_rows (what e's target's element lacks)
         float32 out:       out[first + r] = value (+ out[first + r] with ``adds``)
         low precision:     out[first + r] = scale · (value + smooth_r · weighted_rows)
 
     Arguments:
         tiles [1 + …] int32 as for :func:`logits`; first, start [1] int32.
-        e [C, S], w [V, D]; factor, element [rows] float32 and target_rows [rows, tiles of D]: w_y, in one pass.
+        e [C, S], w [V, D]; factor, rest [rows] float32 and target_rows [rows, tiles of D]: w_y, in one pass.
         lists: [row tiles, 1 + ⌈S / 256⌉] int32, where tiles of e are left out: how many steps of the depth a row tile
         takes, then the tiles of e that they are in. Programs are not paired then.
         scale [1] float32; smooth [rows], weighted_rows [tiles of D] float32 with label smoothing.
@@ -816,9 +815,9 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
 
             def piece(column: int, width: int) -> Any:
                 part = value[:, column : column + width]
-                if "element" in r:
+                if "rest" in r:
                     rows = r["target_rows"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column + column, width)]
-                    part = part + along("element") * _load_matrix(rows)
+                    part = part + along("rest") * _load_matrix(rows)
                 part = add(tile, column // width, part)
                 if "smooth" in r:
                     weights = _load(r["weighted_rows"], tile.column + column, width, COLUMN_LAYOUT)
@@ -1064,14 +1063,22 @@ def column_sums(arguments: dict[str, Any]) -> Array:
 # ---------------------------------------------------------------------------------------------------------------------
 # The targets' element of dW
 
+# What add_targets knows of each token.
+TARGET_VECTORS = ("factor", "value", "stored")
+
 
 def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
-    """dW_y += (scale ·) Σ_{i: y_i = y} value_i x_i in float32, rounded to dW's dtype.
+    """What the product lacks of the targets' elements, in float32, rounded to dW's dtype:
+
+        dW_y += (scale ·) Σ_{i: y_i = y} value_i x_i − stored_i · rounded(factor_i x_i)
+
+    The product has stored_i from e. Both terms are as large as the others' sum, which cancels them where a head
+    predicts its targets well; the difference is as small as one rounding, so it may follow dW's own.
 
     Arguments:
         key: [blocks of RUN + RUN] int32: the tokens' targets, sorted; V where there is none.
-        token: int32: the tokens in that order, so that every sum has the order of the tokens; value: their values in
-            that order, float32. Both as long as key.
+        token: int32: the tokens in that order, so that every sum has the order of the tokens; factor, value, stored:
+            theirs in that order, float32. All as long as key.
         x [N, D] hidden states by token; out, a reference [V, D]; scale [1] float32.
     One program: RUN places of the list and RUN_COLUMNS columns. A run of one target that begins and ends here is added
     at once; of another the sum over these places is left in ``part``, row 2 b for a run that came from the block
@@ -1086,7 +1093,7 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
         program = lax.axis_index("program")
         block, column_tile = lax.div(program, column_tiles), lax.rem(program, column_tiles)
         columns = pl.ds(column_tile * RUN_COLUMNS, RUN_COLUMNS)
-        for name in ("key", "token", "value"):
+        for name in ("key", "token", *TARGET_VECTORS):
             plgpu.copy_gmem_to_smem(r[name].at[pl.ds(block * RUN, RUN)], r[f"{name}_here"], r["listed"])
         plgpu.barrier_wait(r["listed"])
 
@@ -1107,9 +1114,11 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
             target = r["key_here"][place]
             same = target == previous
             came = jnp.logical_and(came, same)  # still the run that came from the block before
-            total = jnp.where(lax.broadcast_in_dim(same, total.shape, []), total, 0.0) + r["value_here"][place] * r[
-                "rows"
-            ][place, :].astype(jnp.float32)
+            factor, value, stored = (r[f"{name}_here"][place] for name in TARGET_VECTORS)
+            row = r["rows"][place, :]
+            operand = (row.astype(jnp.float32) * factor).astype(row.dtype).astype(jnp.float32)
+            total = jnp.where(lax.broadcast_in_dim(same, total.shape, []), total, 0.0)
+            total = total + (value * row.astype(jnp.float32) - stored * operand)
             last = place == RUN - 1
             following = jnp.where(last, after, r["key_here"][jnp.minimum(place + 1, RUN - 1)])
             ends, real = following != target, target < vocab
@@ -1139,10 +1148,10 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
     scratch = {
         "key_here": plgpu.SMEM((RUN,), jnp.int32),
         "token_here": plgpu.SMEM((RUN,), jnp.int32),
-        "value_here": plgpu.SMEM((RUN,), jnp.float32),
+        **{f"{name}_here": plgpu.SMEM((RUN,), jnp.float32) for name in TARGET_VECTORS},
         "rows": plgpu.SMEM((RUN, RUN_COLUMNS), x.dtype),
         "sums": plgpu.SMEM((RUN, RUN_COLUMNS), out.dtype),
-        "listed": plgpu.Barrier(num_arrivals=3),
+        "listed": plgpu.Barrier(num_arrivals=2 + len(TARGET_VECTORS)),
         "arrived": plgpu.Barrier(num_arrivals=2 * RUN),
     }
     return _launch(

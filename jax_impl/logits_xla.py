@@ -37,7 +37,7 @@ def logit_rows(inputs: xla.Inputs, options: LossOptions, sums: xla.TokenSums, g:
     """
     k_y, smooth = inputs.target_class_weight(), options.label_smoothing / inputs.weight.shape[0]
     beta = (1.0 - options.label_smoothing) * k_y
-    rest = smooth * inputs.class_weight_sum() + 2.0 * options.z_loss * sums.lse
+    rest = xla.smooth_share(inputs, options) + 2.0 * options.z_loss * sums.lse
     p, q = jnp.exp(-sums.nll), -jnp.expm1(-sums.nll)
     target = xla._sloped(g * (rest * p - beta * q - smooth * k_y), sums.target_logit, options)
     return LogitRows(sums.anchor, sums.log_total, g * (beta + rest), target, g * smooth if smooth else None)

@@ -22,7 +22,7 @@ from logitless.jax_impl import parallel
 from logitless.jax_impl.filtering import TileFilter
 from logitless.jax_impl.parallel import WHOLE, Shard
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
-from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions, TokenStats
+from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, NO_ROW, RESCUE_NATS, LossOptions, TokenStats
 
 Carry = TypeVar("Carry")
 
@@ -139,6 +139,27 @@ class KnownRows(NamedTuple):
     alpha: Array | None = None
     gamma: Array | None = None
     sigma: Array | None = None
+
+    def of(self, valid: Array) -> KnownRows:
+        """The rows of tokens that count: the others' are 0 whatever their logits are, −inf in every class too."""
+        rest = self._replace(anchor=None)  # type: ignore[arg-type]
+        made: KnownRows = jax.tree.map(lambda values: jnp.where(valid, values, 0.0), rest)
+        return made._replace(anchor=jnp.where(valid, self.anchor, NO_ROW))
+
+    @property
+    def unit(self) -> Array:
+        """What is taken out of the matrix before it is rounded."""
+        return largest_factor(jnp.maximum(jnp.abs(self.factor), jnp.abs(self.factor * self.target)))
+
+
+def largest_factor(values: Array) -> Array:
+    """max |value|, taken out of what is rounded and put back in float32; 1 where all are 0 or there is none.
+
+    Of the finite values: one token's inf or NaN must not reach the others' rows.
+    """
+    sizes = jnp.abs(values)
+    largest = jnp.where(sizes < jnp.inf, sizes, 0.0).max(initial=0.0)
+    return jnp.where(largest > 0, largest, 1.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -515,11 +536,17 @@ def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
     )
 
 
+def smooth_share(inputs: Inputs, options: LossOptions) -> Array | float:
+    """(ε/V) Σ_j k_j; without smoothing 0, whatever the weights of classes that no token has."""
+    if not options.label_smoothing:
+        return 0.0
+    return options.label_smoothing / inputs.vocab * inputs.class_weight_sum()
+
+
 def _alpha_beta(inputs: Inputs, options: LossOptions, lse: Array, k: Array | float) -> tuple[Array, Array]:
     """α_i and β_i without t_i: dz_ij = g t (α p_ij − β δ_{j y}), smoothing's constant apart. k: of the targets."""
     beta = (1.0 - options.label_smoothing) * k * jnp.ones_like(lse)
-    smooth = options.label_smoothing / inputs.vocab
-    alpha = beta + smooth * inputs.class_weight_sum() + 2.0 * options.z_loss * lse
+    alpha = beta + smooth_share(inputs, options) + 2.0 * options.z_loss * lse
     floor = ALPHA_FLOOR * jnp.abs(beta)
     return jnp.where(jnp.abs(alpha) < floor, jnp.copysign(floor, alpha), alpha), beta
 
@@ -554,12 +581,18 @@ def known_loss_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Ar
     smooth = options.label_smoothing / inputs.vocab
     target = (alpha - beta) * p - beta * q - smooth * inputs.target_class_weight()
     target = _sloped(target, sums.target_logit, options)
-    return KnownRows(sums.anchor, sums.log_total, g, target, alpha=alpha, sigma=jnp.full_like(g, smooth))
+    # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
+    k = inputs.class_weight
+    largest = 1.0 if k is None else inputs.shard.largest(jnp.abs(k).max())
+    scale = jnp.abs(alpha) + jnp.abs(beta) + smooth * largest
+    scale = jnp.where(scale == 0, 1.0, scale)
+    return KnownRows(sums.anchor, sums.log_total, g * scale, target / scale, alpha=alpha / scale, sigma=smooth / scale)
 
 
 def known_log_prob_rows(options: LossOptions, sums: TokenSums, g_log_prob: Array, g_entropy: Array | None) -> KnownRows:
     """The rows of g₁ log p_y + g₂ H: dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H)."""
-    p, q = jnp.exp(-sums.nll), -jnp.expm1(-sums.nll)
+    nll = jnp.minimum(sums.nll, -LOWEST_GAP)  # p log p is 0 where p is 0
+    p, q = jnp.exp(-nll), -jnp.expm1(-nll)
     if g_entropy is None:
         return KnownRows(sums.anchor, sums.log_total, -g_log_prob, _sloped(-q, sums.target_logit, options))
     assert sums.entropy is not None
@@ -567,7 +600,7 @@ def known_log_prob_rows(options: LossOptions, sums: TokenSums, g_log_prob: Array
     scale = jnp.abs(g_log_prob) + jnp.abs(g_entropy)
     safe = jnp.where(scale == 0, 1.0, scale)
     g1, g2 = g_log_prob / safe, g_entropy / safe
-    target = _sloped(-g2 * p * (sums.entropy - sums.nll) + g1 * q, sums.target_logit, options)
+    target = _sloped(-g2 * p * (sums.entropy - nll) + g1 * q, sums.target_logit, options)
     return KnownRows(sums.anchor, sums.log_total, scale, target, alpha=-g1 - g2 * sums.entropy, gamma=-g2)
 
 
@@ -605,6 +638,15 @@ class _Smoothing(NamedTuple):
         return (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
 
 
+def _loss_unit(inputs: Inputs, options: LossOptions, g: Array) -> Array:
+    """The largest factor of a loss's rows, as far as it is known before lse: g times the class weights."""
+    if inputs.class_weight is None:
+        return largest_factor(g)
+    size = (1.0 - options.label_smoothing) * jnp.abs(inputs.target_class_weight())
+    size = size + jnp.abs(smooth_share(inputs, options))
+    return largest_factor(g * jnp.where(size > 0, size, 1.0))
+
+
 class _Accumulators:
     """How dX, dW and db are gathered, block by block; the arrays themselves are carried as :class:`Gradients`."""
 
@@ -617,22 +659,21 @@ class _Accumulators:
         g: Array,
         hidden_dtype: Any,
         options: LossOptions,
+        unit: Array,
         *,
         anchored: bool,
     ) -> None:
-        """``anchored``: whether a row's target is apart from what its exponentials are made of: it keeps no tile."""
+        """``unit``: as large as the matrix's elements get. ``anchored``: whether a row's target is apart from what its
+        exponentials are made of: it keeps no tile."""
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
         self.dtype, self.hidden_dtype = inputs.accumulation_dtype, hidden_dtype
         self.options, self.anchored = options, anchored
         self.low = inputs.hidden.dtype != self.dtype
         # Several chunks add to dW in the accumulation dtype; a single one finishes each block in the weight's.
         self.direct = plan.weight_accumulator or not self.low
-        # Low-precision operands: the largest upstream factor is taken out of the matrix and put back in float32.
-        # float16 could not hold it (loss scaling), and 1/N would round all targets' elements to the same side.
-        self.unit: Array | None = None
-        if self.low and plan.tokens:
-            largest = jnp.abs(g).max()
-            self.unit = jnp.where(largest > 0, largest, 1.0)
+        # Low-precision operands: the largest factor is taken out of the matrix and put back in float32. float16 could
+        # not hold it (loss scaling, class weights), and 1/N would round all targets' elements to the same side.
+        self.unit = unit if self.low and plan.tokens else None
 
     def start(self) -> tuple[Gradients, Array]:
         """Zeros for what is wanted, and Σ_i g_i x_i for smoothing."""
@@ -757,7 +798,8 @@ def loss_gradients(
     dtype, shard = inputs.accumulation_dtype, inputs.shard
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
-    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, options, anchored=True)
+    unit = _loss_unit(inputs, options, g)
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, options, unit, anchored=True)
 
     def chunk(carry: Any, first: Any, tokens: int) -> Any:
         all_sums, state, e = carry
@@ -788,12 +830,14 @@ def loss_gradients(
 
         alpha, beta = _alpha_beta(inputs, options, part.lse, _class_weights_of(inputs, first, target))
         element = _target_over_alpha(alpha, beta, running.e_target(), running.s)
-        element = _sloped(element, part.target_logit, options)
+        valid = _take(inputs.valid, first, tokens)
+        element = jnp.where(valid, _sloped(element, part.target_logit, options), 0.0)
 
         def matrix(start: Any, size: int) -> Array:
             return jnp.where(_is_target(target, start, size), element[:, None], _take_block(e, tokens, start, size))
 
         factor = _take(g, first, tokens) * alpha / (running.s + running.e_target())
+        factor = jnp.where(valid, factor, 0.0)
         state = accumulators.add_chunk(state, first, x, factor, target, matrix)
         return _put_sums(all_sums, part, first), state, e
 
@@ -840,7 +884,8 @@ def known_gradients(
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # Devices' shares of dX are rounded after they are summed.
     hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
-    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, options, anchored=False)
+    known = known.of(inputs.valid)
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, options, known.unit, anchored=False)
 
     def chunk(state: Any, first: Any, tokens: int) -> Any:
         x = _rows_of(inputs, first, tokens)

@@ -213,7 +213,8 @@ def test_a_row_is_stored_no_further_than_its_matrix(
 
     def targets(x: Any, out: Any) -> Any:
         reference = jax.new_ref(out)
-        lists = {"key": places, "token": places, "value": jnp.ones(places.shape)}
+        lists = {"key": places, "token": places}
+        lists |= {name: jnp.ones(places.shape) for name in kernels.TARGET_VECTORS}
         arguments = {"x": x, "out": reference, "scale": jnp.ones(1)}
         part = kernels.add_targets(lists | arguments)["part"]
         kernels.add_long_runs({"key": places, "scale": arguments["scale"], "part": part, "out": reference})
@@ -333,7 +334,7 @@ def test_what_a_matrix_of_the_kernels_leaves_out(known: bool) -> None:
     g[3] = 0.0  # position 2
     e = np.full((304, 1024), 2.0**-10, np.float32)
     e[150, 300], e[2, 700], e[199, 999], e[200:] = 2.0**-8, 1.0, np.nan, np.nan
-    factors = None if known else fused._Factors(jnp.full(384, -2.0), jnp.zeros(384))
+    factors = None if known else fused._Factors(jnp.full(384, -2.0), *jnp.zeros((2, 384)))
     e = e if known else e / 2.0  # what is judged is |e · factor|
     products = fused._Products(call, Needs(True, True, False), jnp.asarray(g, jnp.float32), jnp.float32(4.0))
     state, kept = products.filtered(fused._State(), rows, jnp.asarray(e, jnp.bfloat16), 0, 1000, factors)

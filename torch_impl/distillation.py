@@ -170,7 +170,7 @@ def _gradients(
     inputs, (vocab, size) = student.inputs, student.inputs.weight.shape
     factor = eager.row_upstream(inputs, call.options, upstream)
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
-    unit = torch.where(factor.any(), factor.abs().amax() if len(factor) else 1.0, 1.0)
+    unit = eager.largest_factor(factor)
     factor = factor / unit
     dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=mean.dtype) if needs[0] else None
     dw = inputs.weight.new_empty((vocab, size), dtype=arrays[1].dtype) if needs[1] else None
