@@ -17,7 +17,16 @@ from logitless.rounding import round_to
 from logitless.spec import FILTER_COLUMNS, LossOptions
 
 Recipe = Literal[
-    "random", "shifted_up", "shifted_down", "confident", "confident_wrong", "tied", "minus_inf", "low_runs"
+    "random",
+    "shifted_up",
+    "shifted_down",
+    "confident",
+    "confident_wrong",
+    "tied",
+    "minus_inf",
+    "low_runs",
+    "trained",
+    "banned",
 ]
 
 CONFIDENCES = (0.9, 0.99, 0.999, 0.9999, 0.99999)
@@ -95,6 +104,12 @@ class Case:
         rows = np.broadcast_to(self.upstream, self.problem.shape).reshape(-1).astype(np.float64)
         return rows / self.normalizer()
 
+    def commonest_targets(self, count: int = 10) -> NDArray[np.int64]:
+        """The ids that most tokens have: their rows of dW hold the largest sums."""
+        target = self.target.reshape(-1)
+        ids, counts = np.unique(target[target != self.problem.options.ignore_index], return_counts=True)
+        return ids[np.argsort(-counts, kind="stable")[:count]]
+
     def reduce(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
         """Token losses [N] to the problem's reduction."""
         if self.problem.options.reduction == "none":
@@ -110,6 +125,8 @@ def _make_case(problem: Problem) -> Case:
     b = rng.standard_normal(vocab) if problem.bias else None
     y = rng.integers(0, vocab, tokens)
     x, w, b = _apply_recipe(problem.recipe, x, w, b, y)
+    if problem.recipe == "trained":
+        y[:] = _drawn_targets(problem.options, x, w, b, rng)
     ignored = rng.random(tokens) < problem.ignored
     y = np.where(ignored, problem.options.ignore_index, y).astype(np.int64)
     t = {"none": None, "mask": (rng.random(tokens) < 0.7) * 1.0, "random": rng.uniform(0.1, 2.0, tokens)}
@@ -130,6 +147,14 @@ def _make_case(problem: Problem) -> Case:
     )
 
 
+def _drawn_targets(o: LossOptions, x: Any, w: Any, b: Any, rng: np.random.Generator) -> NDArray[np.int64]:
+    """An id for every token, drawn from the model's own softmax."""
+    z = o.logit_scale * (x @ w.T + (0.0 if b is None else b))
+    z = z if o.softcap is None else o.softcap * np.tanh(z / o.softcap)
+    p = np.exp(z - z.max(axis=1, keepdims=True)).cumsum(axis=1)
+    return (p < rng.random((len(p), 1)) * p[:, -1:]).sum(axis=1)
+
+
 def _apply_recipe(recipe: Recipe, x: Any, w: Any, b: Any, y: Any) -> tuple[Any, Any, Any]:
     """Bend random data into a hard case; the recipes that steer logits use an extra direction, the last hidden axis."""
     tokens, size = x.shape
@@ -142,6 +167,13 @@ def _apply_recipe(recipe: Recipe, x: Any, w: Any, b: Any, y: Any) -> tuple[Any, 
         b = np.zeros(vocab) if b is None else b
         b[-1] = -np.inf
         y[:] = y % (vocab - 1)
+    elif recipe == "banned":  # no target of theirs; one is id 0, which stands for an ignored token's
+        b = np.zeros(vocab) if b is None else b
+        b[::7] = -np.inf
+        y[:] = np.where(y % 7 == 0, y % (vocab - 1) + 1, y)
+        y[:] = np.where(y % 7 == 0, 1, y)
+    elif recipe == "trained":  # a Zipf distribution along one axis of the hidden states: what most heads learn first
+        x[:, 0], w[:, 0] = 3.0, -np.log(np.arange(1, vocab + 1.0)) / 3.0
     elif recipe == "tied":  # two classes at 2²⁴, the others at 0
         x[:], w[:] = 0.0, 0.0
         x[:, 0], w[:2, 0] = 2.0**12, 2.0**12
@@ -236,6 +268,28 @@ PROBLEMS: tuple[Problem, ...] = (
     ),
     Problem("tied", (8,), 4, 64, recipe="tied", tags=("extreme",)),
     Problem("minus_inf", (40,), 16, 64, recipe="minus_inf", tags=("extreme",)),
+    Problem("banned", (60,), 16, 64, bias=True, ignored=0.2, recipe="banned", tags=("extreme",)),
+    Problem(
+        "banned_none", (60,), 16, 64, options=LossOptions("none", softcap=20.0), bias=True, ignored=0.2,
+        recipe="banned", tags=("extreme",),
+    ),
+    # Targets drawn from the model's own softmax: the gradients of common tokens nearly cancel.
+    Problem("trained", (2, 512), 64, 768, recipe="trained", tags=("trained",)),
+    Problem(
+        "trained_bias", (4, 128), 48, 512, bias=True, ignored=0.1, upstream=3.0, recipe="trained", tags=("trained",)
+    ),
+    Problem(
+        "trained_weights", (4, 128), 48, 512, options=LossOptions("sum", z_loss=1e-4), token_weight="mask",
+        recipe="trained", tags=("trained",),
+    ),
+    Problem(
+        "trained_softcap", (4, 128), 48, 512, options=LossOptions(softcap=15.0, logit_scale=1.5), recipe="trained",
+        tags=("trained",),
+    ),
+    Problem("trained_smooth", (4, 128), 48, 512, options=LossOptions(label_smoothing=0.01), recipe="trained",
+            class_weight="positive", tags=("trained",)),
+    Problem("trained_none", (4, 128), 48, 512, options=LossOptions("none"), bias=True, ignored=0.1, recipe="trained",
+            tags=("trained",)),
 )  # fmt: skip
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}

@@ -5,7 +5,8 @@ implementation K passes when for each of loss, dhidden, dweight and dbias
 
     error(K, T) <= RATIO · error(B, T) + TINY[dtype]
 
-error(A, T) = ‖A − T‖ / ‖T‖ over the whole array (the plain norm of A where T is zero).
+error(A, T) = ‖A − T‖ / ‖T‖ over the whole array (the plain norm of A where T is zero). Of dweight it must hold over the
+rows of the commonest targets as well (COMMONEST), where a trained model's gradients cancel.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ AREAL = {
 
 # Between two implementations that both pass: the sum of their allowances is what they may differ by.
 OUTPUTS = ("loss", "dhidden", "dweight", "dbias")
+# The rows of dweight that belong to the commonest targets of a problem with the tag "trained".
+COMMONEST = "dweight of the commonest targets"
 
 
 def error(value: Any, truth: Any) -> float:

@@ -1,0 +1,45 @@
+"""The accuracy rule where gradients cancel: targets drawn from the model's own softmax. It is held over all of dW and over
+the rows of the commonest targets, for every dtype and every kind of plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from implementations import assert_within, every_implementation, in_turn, problem_named, run_case
+
+from logitless import plan
+from logitless.problems import PROBLEMS, Problem
+
+TRAINED = [problem for problem in PROBLEMS if "trained" in problem.tags]
+PLANS: dict[str, dict[str, Any]] = {
+    "one_chunk": {"order": "tokens"},
+    "chunks": {"order": "tokens", "chunk": 128},
+    "two_pass": {"order": "tokens", "chunk": 256, "one_pass": False},
+    "vocab": {"order": "vocab", "chunk": 256},
+}
+
+
+@pytest.mark.case(34)
+@every_implementation
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("problem", "kind"), in_turn(TRAINED, [*PLANS][1:], always=["one_chunk"]))
+def test_dweight_keeps_its_digits(impl: Any, problem: Problem, kind: str, dtype: str) -> None:
+    problem = problem.with_dtype(impl.takes(dtype))
+    sizes = {"tokens": problem.tokens, "hidden": problem.hidden, "vocab": problem.vocab, "dtype": dtype}
+    chosen = plan(**sizes, fused=impl.fused, padded=impl.padded, **PLANS[kind])
+    assert_within(problem, run_case(impl, problem.case(), plan=chosen))
+
+
+@pytest.mark.case(34)
+def test_the_problems_cancel() -> None:
+    """The commonest target's row of dW is small beside the two sums that it is the difference of."""
+    case = problem_named("trained").case()
+    (commonest,) = case.commonest_targets(1)
+    x, target = case.hidden.reshape(case.target.size, -1).astype(np.float64), case.target.reshape(-1)
+    z = x @ case.weight.T.astype(np.float64)
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    predicted, found = p[:, commonest] @ x, x[target == commonest].sum(axis=0)
+    assert np.linalg.norm(predicted - found) < 0.3 * np.linalg.norm(found)
