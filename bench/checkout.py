@@ -25,13 +25,20 @@ def parser(description: str | None, file: str) -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
+def packages() -> Iterator[None]:
+    """The checkout's packages are on the path as ``logitless``."""
+    with tempfile.TemporaryDirectory() as folder:
+        sys.path.insert(0, str(make_overlay(Path(folder))))
+        yield
+
+
+@contextlib.contextmanager
 def results(file: Path, commit: str | None) -> Iterator[dict[str, Any]]:
     """The results, which begin with the machine; while they are added to, the checkout's packages are on the path as
     ``logitless``. Written at the end, unless something failed; the folder is there from the beginning."""
     file.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and torch share the GPU's memory
-    with tempfile.TemporaryDirectory() as folder:
-        sys.path.insert(0, str(make_overlay(Path(folder))))
+    with packages():
         found: dict[str, Any] = {"machine": machine.describe(commit)}
         yield found
     file.write_text(json.dumps(found, indent=1) + "\n")

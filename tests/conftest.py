@@ -34,6 +34,9 @@ else:
         os.environ.setdefault("NPROC", "16")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
+# Of tests/test_fuzz.py: another one in every run; workers have the one of the process that started them.
+os.environ.setdefault("LOGITLESS_FUZZ_SEED", str(int.from_bytes(os.urandom(4), "big")))
+
 IN_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IN_XDIST_WORKER:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -46,6 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_report_header() -> str:
+    """The seed that repeats the run."""
+    return f"random problems: LOGITLESS_FUZZ_SEED={os.environ['LOGITLESS_FUZZ_SEED']}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,196 @@
+"""A problem's arrays in NumPy: floats in float32 or float64 that hold values of the dtype, ids in int64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bench.fuzzing.problems import Problem
+from logitless.rounding import round_to
+
+Arrays = dict[str, Any]
+
+# A class's logit in the trained data falls by this times the logarithm of its number, as words' frequencies do.
+ZIPF = 1.0
+
+
+def make(problem: Problem) -> Arrays:
+    """Every array of the call by the name of its argument, "upstream" and, with an entropy, "upstream_entropy"."""
+    rng = problem.rng()
+    if problem.function == "padded_index_gather":
+        return _gather(problem, rng)
+    made = _head(problem, rng)
+    made["target"] = _ignore(problem, rng, made["target"])
+    made |= _weights(problem, rng) | _known(problem, rng)
+    made = {name: _shared(values, problem.layouts.get(name, "")) for name, values in made.items()}
+    _spoil(problem, rng, made)
+    if problem.function == "distillation_loss":
+        made |= _teacher(problem, rng)
+        del made["target"]
+    if problem.function == "cross_entropy":
+        _to_logits(problem, made)
+    return made | _upstreams(problem, rng)
+
+
+def side_dtype(problem: Problem) -> str:
+    """Of weights, masks' floats and upstream gradients."""
+    return "float64" if problem.dtype == "float64" else "float32"
+
+
+def _gather(problem: Problem, rng: Any) -> Arrays:
+    rows, places = problem.shape
+    padded = -(-places // problem.options["pad_to_multiple"]) * problem.options["pad_to_multiple"]
+    values = round_to(rng.standard_normal((rows, problem.hidden)), problem.dtype)
+    made = {"input": values, "index": rng.integers(0, rows, places)}
+    made = {name: _shared(values, problem.layouts[name]) for name, values in made.items()}
+    return made | {"upstream": round_to(rng.standard_normal((padded, problem.hidden)), problem.dtype)}
+
+
+def _head(problem: Problem, rng: Any) -> Arrays:
+    """Hidden states, weight, bias and targets of the kind of data."""
+    tokens, size, vocab, dtype = problem.tokens, problem.hidden, problem.vocab, problem.dtype
+    x, w = rng.standard_normal((tokens, size)), rng.standard_normal((vocab, size)) * size**-0.5
+    b = rng.standard_normal(vocab) if "bias" in problem.arrays else None
+    y = rng.integers(0, vocab, tokens)
+    classes = min(size, vocab - 1, 8)
+    if problem.data == "trained":
+        x[:, 0], w[:, 0] = 3.0, -ZIPF * np.log(np.arange(1, vocab + 1)) / 3
+    elif problem.data in ("confident", "confident_wrong"):
+        y = np.arange(tokens) % classes
+        x[:], w[:] = 0.0, 0.0
+        w[np.arange(classes), np.arange(classes)] = 1.0
+        nats = rng.choice(
+            [3.0, 7.0, 12.0, 20.0] if problem.data == "confident" else [0.0, 30.0, 60.0, 120.0, 500.0], tokens
+        )
+        x[np.arange(tokens), y if problem.data == "confident" else (y + 1) % classes] = nats
+    elif problem.data == "tied":
+        x[:], w[:] = 0.0, 0.0
+        x[:, 0], w[:2, 0] = 2.0**12, 2.0**12
+        y = np.arange(tokens) % 2
+    elif problem.data == "shifted" and b is not None:
+        b += rng.choice([-1000.0, 1000.0])
+    if problem.data == "banned" and b is not None:
+        banned = rng.choice(vocab, max(1, vocab // 5), replace=False)
+        b[banned] = -np.inf
+        y = rng.choice(np.setdiff1d(np.arange(vocab), banned), tokens)
+    x, w, b = round_to(x, dtype), round_to(w, dtype), None if b is None else round_to(b, dtype)
+    # Views of one element or row for all: values first, so that a model can be sampled from them.
+    x, w, b = (_shared(a, problem.layouts.get(name, "")) for name, a in (("hidden", x), ("weight", w), ("bias", b)))
+    if problem.data == "trained":
+        y = _sampled(problem, rng, x, w, b)
+    made: Arrays = {"hidden": x.reshape(*problem.shape, size), "weight": w, "target": y.reshape(problem.shape)}
+    return made if b is None else made | {"bias": b}
+
+
+def _sampled(problem: Problem, rng: Any, x: Any, w: Any, b: Any) -> Any:
+    """Targets from the model's own softmax, so that gradients cancel as they do in a trained model."""
+    z = x.astype(np.float64) @ w.T.astype(np.float64) + (0.0 if b is None else b)
+    z = z * problem.options.get("logit_scale", 1.0)
+    if "softcap" in problem.options:
+        z = problem.options["softcap"] * np.tanh(z / problem.options["softcap"])
+    return np.argmax(z + rng.gumbel(size=z.shape), axis=1)
+
+
+def _ignore(problem: Problem, rng: Any, target: Any) -> Any:
+    ignored = rng.random(target.shape) < problem.ignored
+    return np.where(ignored, problem.options.get("ignore_index", -100), target).astype(np.int64)
+
+
+def _weights(problem: Problem, rng: Any) -> Arrays:
+    """Token weights and class weights."""
+    tokens, vocab = problem.shape, problem.vocab
+    kinds = {
+        "mask": lambda: (rng.random(tokens) < 0.7) * 1.0,
+        "random": lambda: rng.uniform(0.1, 2.0, tokens),
+        "huge": lambda: np.full(tokens, 1e5) * rng.uniform(0.5, 2.0, tokens),
+        "tiny": lambda: np.full(tokens, 1e-5) * rng.uniform(0.5, 2.0, tokens),
+    }
+    class_kinds = {
+        "positive": lambda: rng.uniform(0.2, 2.0, vocab),
+        "signed": lambda: rng.uniform(0.2, 2.0, vocab) * np.where(rng.random(vocab) < 0.15, -1.0, 1.0),
+        "huge": lambda: 1e5 * rng.uniform(0.5, 2.0, vocab),
+        "tiny": lambda: 1e-5 * rng.uniform(0.5, 2.0, vocab),
+        "spread": lambda: rng.choice([1e-5, 1.0, 1e5], vocab),
+        "sum_1": lambda: (lambda k: k / k.sum())(rng.uniform(0.5, 2.0, vocab)),
+    }
+    made: Arrays = {}
+    if "token_weight" in problem.arrays:
+        made["token_weight"] = kinds[problem.arrays["token_weight"]]()
+    if "class_weight" in problem.arrays:
+        made["class_weight"] = class_kinds[problem.arrays["class_weight"]]()
+    return {name: round_to(values, side_dtype(problem)) for name, values in made.items()}
+
+
+def _known(problem: Problem, rng: Any) -> Arrays:
+    """The constants of the losses on top."""
+    made: Arrays = {}
+    for name in ("advantage", "old_log_prob", "reference_log_prob"):
+        if name in problem.arrays:
+            shape = problem.shape[:-1] if problem.arrays[name] == "per_sequence" else problem.shape
+            values = rng.standard_normal(shape)
+            if name != "advantage":  # somewhere near what random logits give
+                values = -np.log(max(2, problem.vocab)) + 0.3 * values
+            made[name] = round_to(values, side_dtype(problem))
+    if "mask" in problem.arrays:
+        made["mask"] = (rng.random(problem.shape) < 0.7).astype(problem.arrays["mask"])
+    return made
+
+
+def _teacher(problem: Problem, rng: Any) -> Arrays:
+    size, dtype = problem.hidden + 3, problem.dtype
+    made = {
+        "teacher_hidden": round_to(rng.standard_normal((*problem.shape, size)), dtype),
+        "teacher_weight": round_to(rng.standard_normal((problem.vocab, size)) * size**-0.5, dtype),
+    }
+    if "teacher_bias" in problem.arrays:
+        made["teacher_bias"] = round_to(rng.standard_normal(problem.vocab), dtype)
+    return {name: _shared(values, problem.layouts.get(name, "")) for name, values in made.items()}
+
+
+def _to_logits(problem: Problem, made: Arrays) -> None:
+    """Hidden states and weight become logits in the dtype; some classes are banned in them."""
+    x, w = made.pop("hidden").astype(np.float64), made.pop("weight").astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        z = x @ w.T
+    if problem.data == "banned":
+        banned = np.arange(problem.vocab) % 5 == 3
+        at_target = np.arange(problem.vocab) == made["target"][..., None]
+        z = np.where(banned & ~at_target, -np.inf, z)
+    made["logits"] = _shared(round_to(z, problem.dtype), problem.layouts["logits"])
+
+
+def _upstreams(problem: Problem, rng: Any) -> Arrays:
+    none = problem.options.get("reduction") == "none" or problem.function == "linear_log_probs"
+    made: Arrays = {"upstream": rng.choice([0.25, 3.0, -2.5]) if problem.upstream == "scaled" else 1.0}
+    if none:
+        shape = problem.shape
+        if problem.function == "dpo_loss":
+            shape = (problem.shape[0] // 2,)
+        made["upstream"] = rng.standard_normal(shape)
+    if problem.blemish.endswith("upstream"):
+        made["upstream"].flat[rng.integers(problem.tokens)] = np.nan if problem.blemish.startswith("nan") else np.inf
+    if problem.options.get("with_entropy"):
+        made["upstream_entropy"] = rng.standard_normal(problem.shape)
+    if problem.upstream == "expanded":
+        made = {name: _shared(values, "broadcast") for name, values in made.items()}
+    return {name: round_to(values, side_dtype(problem)) for name, values in made.items()}
+
+
+def _spoil(problem: Problem, rng: Any, made: Arrays) -> None:
+    """What the blemish does to the arguments, in one token."""
+    if problem.blemish == "nan_row":
+        made["hidden"] = made["hidden"].copy()
+        made["hidden"].reshape(-1, problem.hidden)[rng.integers(problem.tokens)] = np.nan
+    elif problem.blemish == "outside":
+        made["target"] = made["target"].copy()
+        outside = [i for i in (problem.vocab, problem.vocab + 5, -7) if i != problem.options.get("ignore_index", -100)]
+        made["target"].reshape(-1)[rng.integers(problem.tokens)] = rng.choice(outside)
+
+
+def _shared(values: Any, layout: str) -> Any:
+    """The values that a view of this layout can have: "expanded" repeats the first row, "broadcast" one element."""
+    if values is None or layout not in ("expanded", "broadcast") or not np.ndim(values) or not np.size(values):
+        return values
+    first = values[:1] if layout == "expanded" else values.reshape(-1)[:1].reshape((1,) * values.ndim)
+    return np.broadcast_to(first, values.shape).copy()

@@ -1,0 +1,99 @@
+"""One problem from its number to a verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from typing import Any
+
+import numpy as np
+
+from bench.fuzzing import data, truth
+from bench.fuzzing.problems import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """``wrong``: what is wrong with it, in words; empty where nothing is."""
+
+    problem: Problem
+    wrong: tuple[str, ...]
+
+
+def judged(problem: Problem) -> Verdict:
+    """The problem carried out, and held against the truth."""
+    arrays = data.make(problem)
+    runner = importlib.import_module(f"bench.fuzzing.run_{'torch' if problem.torch else 'jax'}")
+    try:
+        outputs = runner.run(problem, arrays)
+    except Exception as error:  # whatever is raised is the finding
+        return Verdict(problem, _refusal(problem, error))
+    if problem.blemish == "outside" and _looked_at(problem):
+        return Verdict(problem, ("target: an id outside of the vocabulary was not refused",))
+    return Verdict(problem, tuple(compared(problem, arrays, outputs)))
+
+
+def _looked_at(problem: Problem) -> bool:
+    """Whether an id outside of the vocabulary is an error, and not a loss of NaN."""
+    return problem.device == "cpu" and problem.transform not in ("jit", "vmap", "compile", "checkpoint", "func")
+
+
+def _refusal(problem: Problem, error: Exception) -> tuple[str, ...]:
+    if problem.blemish == "outside" and isinstance(error, ValueError) and str(error).startswith("target: got id"):
+        return ()
+    if "accumulate_own" in problem.extras and "beside accumulate_into" in str(error):
+        return ()
+    return (f"{type(error).__name__}: {error}"[:300],)
+
+
+def compared(problem: Problem, arrays: data.Arrays, outputs: dict[str, Any]) -> list[str]:
+    """What is wrong with the outputs, in words."""
+    wrong = []
+    if outputs.pop("written", 0):
+        wrong.append("an argument was written to")
+    for name, true in truth.expected(problem, arrays).items():
+        source = name.removesuffix(" of common ids")
+        if source not in outputs:
+            if source.startswith("d") and problem.transform == "no_grad":
+                continue
+            wrong.append(f"{name}: missing")
+            continue
+        made = outputs[source]
+        if source != name:
+            target = arrays["target"].reshape(-1)
+            valid = target != problem.options.get("ignore_index", -100)
+            made = made[truth.common_ids(target[valid], problem.vocab)]
+        wrong += _against(name, made, true)
+    return wrong + _argmax(problem, arrays, outputs)
+
+
+def _against(name: str, made: Any, true: truth.Expected) -> list[str]:
+    if made.shape != true.values.shape:
+        return [f"{name}: shape {made.shape}, for {true.values.shape}"]
+    if true.undecided:
+        return []
+    known = np.isfinite(true.values) & (np.abs(np.nan_to_num(true.values)) < 0.999 * truth.LARGEST[true.dtype])
+    wrong = []
+    if not np.isfinite(made[known]).all():
+        wrong.append(f"{name}: {int((~np.isfinite(made[known])).sum())} of {known.sum()} elements are not finite")
+    elif (distance := float(np.linalg.norm(made[known] - true.values[known]))) > true.allowed:
+        norm = float(np.linalg.norm(true.values[known]))
+        wrong.append(f"{name}: off by {distance:.3g}, allowed {true.allowed:.3g}, of {norm:.3g}")
+    lost = ~np.isfinite(true.values) & np.isfinite(made)
+    if true.poison and lost.any():
+        wrong.append(f"{name}: {int(lost.sum())} elements are finite where the truth is not")
+    return wrong
+
+
+def _argmax(problem: Problem, arrays: data.Arrays, outputs: dict[str, Any]) -> list[str]:
+    """argmax names a class whose logit is the largest but for rounding, -1 where a token is ignored."""
+    best = outputs.get("stats.argmax")
+    if best is None or problem.blemish != "none":
+        return []
+    ignored = arrays["target"] == problem.options.get("ignore_index", -100)
+    inside = (best >= 0) & (best < problem.vocab)
+    if (best[ignored] != -1).any() or not inside[~ignored].all():
+        return ["stats.argmax: outside of the vocabulary, or not -1 for an ignored token"]
+    hit = (best == arrays["target"]) & ~ignored
+    return [] if (outputs["stats.correct"].astype(bool) == hit).all() else ["stats.correct: not argmax == target"]
