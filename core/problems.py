@@ -152,7 +152,8 @@ def _drawn_targets(o: LossOptions, x: Any, w: Any, b: Any, rng: np.random.Genera
     z = o.logit_scale * (x @ w.T + (0.0 if b is None else b))
     z = z if o.softcap is None else o.softcap * np.tanh(z / o.softcap)
     p = np.exp(z - z.max(axis=1, keepdims=True)).cumsum(axis=1)
-    return (p < rng.random((len(p), 1)) * p[:, -1:]).sum(axis=1)
+    ids: NDArray[np.int64] = (p < rng.random((len(p), 1)) * p[:, -1:]).sum(axis=1)
+    return ids
 
 
 def _apply_recipe(recipe: Recipe, x: Any, w: Any, b: Any, y: Any) -> tuple[Any, Any, Any]:
