@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from logitless.planning import TOKEN_TILE, VOCAB_TILE
-from logitless.spec import FLOAT_DTYPES, ITEMSIZE, REDUCTIONS, ArrayInfo, Reduction, check_number
+from logitless.spec import (
+    FLOAT_DTYPES,
+    ITEMSIZE,
+    REDUCTIONS,
+    ArrayInfo,
+    Reduction,
+    check_factor,
+    check_number,
+    tempered,
+)
 
 Aggregation = Literal["token_mean", "sequence_mean"]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
@@ -109,22 +118,20 @@ class DistillationOptions:
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, low=0.0, high=1.0)
-        check_number("temperature", self.temperature, low=0.0, open_low=True)
+        check_factor("temperature", self.temperature)
         _check_choice("reduction", self.reduction, REDUCTIONS)
         for name in ("logit_scale", "teacher_logit_scale"):
-            check_number(name, getattr(self, name), low=0.0, open_low=True)
+            check_factor(name, getattr(self, name))
         for name in ("softcap", "teacher_softcap"):
             if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), low=0.0, open_low=True, also="None")
+                check_factor(name, getattr(self, name), also="None")
 
     def logits(self, teacher: bool) -> dict[str, Any]:
         """logit_scale and softcap of z / τ: τ divides what the softcap gives, as a sampler's temperature does."""
         scale = self.teacher_logit_scale if teacher else self.logit_scale
         cap = self.teacher_softcap if teacher else self.softcap
-        return {
-            "logit_scale": scale / self.temperature,
-            "softcap": None if cap is None else cap / self.temperature,
-        }
+        scale, cap = tempered(scale, cap, self.temperature)
+        return {"logit_scale": scale, "softcap": cap}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,6 +106,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     normalizer: ArrayLike | None = None,
     filter_eps: float | None = None,
     filter_cut: FilterCut = FilterCut(),
@@ -122,6 +123,7 @@ def linear_cross_entropy(
     out: label smoothing's rank-one part (with a softcap it is in G), and db, which is exact.
     """
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps)  # type: ignore[arg-type]
+    options = options.tempered(temperature)
     inputs = _inputs(hidden, weight, target, bias, token_weight, class_weight, ignore_index)
     tokens = inputs.y.size
     g = np.broadcast_to(np.asarray(upstream, np.float64), np.shape(target) if reduction == "none" else ())
@@ -164,6 +166,7 @@ def linear_log_probs(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     ignore_index: int = -100,
     log_prob_upstream: ArrayLike = 1.0,
     entropy_upstream: ArrayLike = 0.0,
@@ -173,7 +176,7 @@ def linear_log_probs(
 
     ∂ log p_y / ∂z_j = δ_jy − p_j and ∂H / ∂z_j = −p_j (log p_j + H); ignored tokens give 0 and no gradient.
     """
-    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap).tempered(temperature)
     inputs = _inputs(hidden, weight, target, bias, None, None, ignore_index)
     tokens, shape = inputs.y.size, np.shape(target)
     g1 = np.broadcast_to(np.asarray(log_prob_upstream, np.float64), shape).reshape(-1)
@@ -209,12 +212,13 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     normalizer: ArrayLike | None = None,
     upstream: ArrayLike = 1.0,
     chunk: int = 128,
 ) -> LogitsResult:
     """:func:`linear_cross_entropy` on logits that are given: they take the place of hidden weightᵀ + bias."""
-    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)  # type: ignore[arg-type]
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature)  # type: ignore[arg-type]
     nothing = np.zeros((np.shape(logits)[-1], 1))
     inputs = _inputs(np.zeros((np.size(target), 1)), nothing, target, None, token_weight, class_weight, ignore_index)
     r, tokens, shape = _float64(logits).reshape(-1, len(nothing)), inputs.y.size, np.shape(target)

@@ -8,7 +8,8 @@ Dimension letters, used everywhere in this project:
     C  tokens in a chunk
     B  vocabulary entries in a block
 
-The loss of token i, with raw logits r = x wᵀ + b, z = scale · r and then, with a softcap, z = cap · tanh(z / cap):
+The loss of token i, with raw logits r = x wᵀ + b, z = scale · r, then with a softcap z = cap · tanh(z / cap), and
+last of all z / temperature:
 
     ℓ_i = t_i · [ (1−ε) k_{y_i} (lse_i − z_{i,y_i}) + (ε/V) Σ_j k_j (lse_i − z_ij) + λ lse_i² ]
     mean = Σ_i ℓ_i / Σ_i t_i k_{y_i}
@@ -44,6 +45,9 @@ NO_ROW = 1e30
 
 # z − anchor is cut off here where it is multiplied by exp(z − anchor), which is 0 there: 0 · −inf would be NaN.
 LOWEST_GAP = -1e4
+
+# logit_scale, softcap and temperature: float32 can do what is done with them, quotients of two included.
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-15, 1e15
 
 # α_i is kept at least this far from zero, relative to β_i, where it divides (signed class weights, z-loss at lse < 0).
 ALPHA_FLOOR = 2.0**-20
@@ -82,12 +86,20 @@ class LossOptions:
         if not -(2**31) <= self.ignore_index < 2**31:
             raise ValueError(f"ignore_index: got {self.ignore_index}, allowed is what an int32 target can hold")
         check_number("label_smoothing", self.label_smoothing, low=0.0, high=1.0)
-        check_number("z_loss", self.z_loss, low=0.0)
-        check_number("logit_scale", self.logit_scale, low=0.0, open_low=True)
+        check_number("z_loss", self.z_loss, low=0.0, high=LARGEST_FACTOR)
+        check_factor("logit_scale", self.logit_scale)
         if self.softcap is not None:
-            check_number("softcap", self.softcap, low=0.0, open_low=True, also="None")
+            check_factor("softcap", self.softcap, also="None")
         if self.filter_eps is not None:
-            check_number("filter_eps", self.filter_eps, low=0.0, open_low=True, also="None")
+            check_number("filter_eps", self.filter_eps, low=0.0, high=LARGEST_FACTOR, open_low=True, also="None")
+
+    def tempered(self, temperature: float) -> LossOptions:
+        """The options of z / temperature: it divides what the softcap gives, as a sampler's does.
+
+        cap · tanh(scale · r / cap) / T = (cap / T) · tanh((scale / T) · r / (cap / T))
+        """
+        scale, cap = tempered(self.logit_scale, self.softcap, temperature)
+        return dataclasses.replace(self, logit_scale=scale, softcap=cap)
 
     @property
     def separable(self) -> bool:
@@ -106,7 +118,7 @@ class TokenStats(NamedTuple):
     lse: Any
     """log Σ_j exp(z_ij) [nats]."""
     target_logit: Any
-    """z_{i,y_i}, after logit_scale and softcap."""
+    """z_{i,y_i}, after logit_scale, softcap and temperature."""
     entropy: Any
     """−Σ_j p_ij log p_ij [nats]."""
     argmax: Any
@@ -115,6 +127,26 @@ class TokenStats(NamedTuple):
     """argmax == target, bool."""
     max_logit: Any
     min_logit: Any
+
+
+def check_factor(name: str, value: object, also: str = "") -> None:
+    """Check logit_scale, softcap or a temperature: a number that float32 can multiply and divide by."""
+    check_number(name, value, low=SMALLEST_FACTOR, high=LARGEST_FACTOR, also=also)
+
+
+def tempered(logit_scale: float, softcap: float | None, temperature: object) -> tuple[float, float | None]:
+    """logit_scale and softcap of z / temperature, where z has these; both checked before. 1 changes nothing."""
+    check_factor("temperature", temperature)
+    divisor = float(temperature)  # type: ignore[arg-type]
+    if divisor == 1.0:
+        return logit_scale, softcap
+    made = (logit_scale / divisor, None if softcap is None else softcap / divisor)
+    if any(not SMALLEST_FACTOR <= value <= LARGEST_FACTOR for value in made if value is not None):
+        raise ValueError(
+            f"temperature: got {temperature!r} beside logit_scale={logit_scale!r} and softcap={softcap!r}, allowed are "
+            f"quotients in [{SMALLEST_FACTOR:g}, {LARGEST_FACTOR:g}]"
+        )
+    return made
 
 
 def check_number(
@@ -235,6 +267,11 @@ def check_backend(name: str | None, known: tuple[str, ...]) -> None:
 def unavailable_error(name: str, reason: str, usable: str) -> NotImplementedError:
     """The error for a backend that was asked for and cannot run here; ``usable`` can."""
     return NotImplementedError(f"backend: {name!r} cannot run here: {reason}; backend={usable!r} can")
+
+
+def needs_hopper(capability: str) -> str:
+    """The reason of an :func:`unavailable_error` on a CUDA GPU that the kernels were not built for."""
+    return f"its kernels are built for NVIDIA GPUs of compute capability 9.x (Hopper), not {capability}"
 
 
 def needs_cuda(device: str) -> str:

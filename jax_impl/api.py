@@ -42,6 +42,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     normalizer: Array | float | None = None,
     filter_eps: float | None = None,
     plan: ChunkPlan | None = None,
@@ -54,7 +55,8 @@ def linear_cross_entropy(
 ) -> Array | tuple[Array, TokenStats]:
     """Cross-entropy of ``softmax(f(hidden @ weight.T + bias))`` against ``target``, without holding the logits.
 
-    With z = logit_scale · (hidden weightᵀ + bias), then z = softcap · tanh(z / softcap) if a softcap is given:
+    With z = logit_scale · (hidden weightᵀ + bias), then z = softcap · tanh(z / softcap) if a softcap is given, and z
+    divided by the temperature:
 
         ℓ_i = t_i [ (1−ε) k_{y_i} (lse_i − z_{i,y_i}) + (ε/V) Σ_j k_j (lse_i − z_ij) + z_loss · lse_i² ]
 
@@ -73,16 +75,17 @@ def linear_cross_entropy(
         class_weight: k, [V] floating, constant, as in torch.nn.CrossEntropyLoss(weight=).
         label_smoothing: ε in [0, 1].
         z_loss: factor of lse², at least 0.
-        logit_scale: 1 / temperature, greater than 0.
-        softcap: greater than 0, or None.
+        logit_scale: of the model, greater than 0.
+        softcap: of the model, greater than 0, or None.
+        temperature: divides z last of all, after the softcap, as a sampler's does; greater than 0.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or an array without
             axes, constant.
         filter_eps: None: exact gradients. A number ε > 0 leaves out of both gradient products the tiles (128 tokens ×
             256 vocabulary entries) of the logits' gradient G in which every element has |G_ij| < ε |g_i|, with g_i =
-            upstream · t_i · logit_scale / normalizer: an approximation, |δdX_id| ≤ ε |g_i| Σ_j |w_jd| and |δdW_jd| ≤
-            ε Σ_i |g_i| |x_id|. Exact stay the loss, db, the targets' elements and label smoothing's constant part.
-            :func:`filtered_share` tells how much it saves: on heads of real models little at thresholds that hurt as
-            little as bfloat16 does. Source: gradient filtering of arXiv:2411.09009.
+            upstream · t_i · logit_scale / (temperature · normalizer): an approximation, |δdX_id| ≤ ε |g_i| Σ_j |w_jd|
+            and |δdW_jd| ≤ ε Σ_i |g_i| |x_id|. Exact stay the loss, db, the targets' elements and label smoothing's
+            constant part. :func:`filtered_share` tells how much it saves: on heads of real models little at thresholds
+            that hurt as little as bfloat16 does. Source: gradient filtering of arXiv:2411.09009.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
         backend: "pallas" (kernels for bfloat16 and float16 on Hopper GPUs, or on a CPU under
@@ -114,7 +117,8 @@ def linear_cross_entropy(
     call = loss_call(
         arrays, _shard(weight, axis_name, vocab, sequence_parallel), reduction=reduction, ignore_index=ignore_index,
         label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
-        filter_eps=filter_eps, plan=plan, memory_budget=memory_budget, backend=backend, return_stats=return_stats,
+        temperature=temperature, filter_eps=filter_eps, plan=plan, memory_budget=memory_budget, backend=backend,
+        return_stats=return_stats,
     )  # fmt: skip
     loss, stats = loss_and_stats(call, _arrays(arrays))
     return (loss, stats) if return_stats else loss
@@ -135,6 +139,7 @@ def filtered_share(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     normalizer: Array | float | None = None,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
@@ -155,7 +160,8 @@ def filtered_share(
     arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
     call = loss_call(
         arrays, WHOLE, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-        logit_scale=logit_scale, softcap=softcap, filter_eps=filter_eps, plan=plan, memory_budget=memory_budget,
+        logit_scale=logit_scale, softcap=softcap, temperature=temperature, filter_eps=filter_eps, plan=plan,
+        memory_budget=memory_budget,
         backend=backend,
     )  # fmt: skip
     share: Array = vjp.filtered_share(call, jax.lax.stop_gradient(_arrays(arrays)))
@@ -170,6 +176,7 @@ def linear_log_probs(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     ignore_index: int = -100,
     with_entropy: bool = False,
     plan: ChunkPlan | None = None,
@@ -193,6 +200,7 @@ def linear_log_probs(
     arrays = Arrays(hidden, weight, bias, target, None, None, None)
     call = log_probs_call(
         arrays, _shard(weight, axis_name, vocab, sequence_parallel), logit_scale=logit_scale, softcap=softcap,
+        temperature=temperature,
         ignore_index=ignore_index, with_entropy=with_entropy, plan=plan, memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     made = log_probs_and_entropy(call, _arrays(arrays))
@@ -210,6 +218,7 @@ def loss_call(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     filter_eps: float | None = None,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
@@ -220,6 +229,7 @@ def loss_call(
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps)
+    options = options.tempered(temperature)
     _check_arrays(arrays, shard)
     _check_normalizer(arrays.normalizer, reduction)
     _check_targets(arrays.target, shard.vocab or arrays.weight.shape[0], ignore_index)
@@ -235,6 +245,7 @@ def log_probs_call(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     ignore_index: int = -100,
     with_entropy: bool = False,
     plan: ChunkPlan | None = None,
@@ -244,7 +255,7 @@ def log_probs_call(
     """The call that :func:`linear_log_probs` makes on one device, its arguments checked."""
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
-    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap).tempered(temperature)
     _check_arrays(arrays, shard)
     _check_targets(arrays.target, shard.vocab or arrays.weight.shape[0], ignore_index)
     name = _backend(backend, arrays, cut=False)

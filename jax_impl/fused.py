@@ -52,9 +52,13 @@ def unavailable(device: Any, dtype: str) -> str | None:
     reason = unusable(device, dtype, DTYPES)
     if reason is not None or device is None or device.platform != "gpu":
         return reason
-    if not str(getattr(device, "compute_capability", "")).startswith("9."):
-        return "its kernels need an NVIDIA GPU of compute capability 9 (Hopper)"
-    return None
+    return unbuilt(device)
+
+
+def unbuilt(device: Any) -> str | None:
+    """Why no Pallas kernel was built for a GPU, or None."""
+    capability = str(getattr(device, "compute_capability", "an unknown one"))
+    return None if capability.startswith("9.") else spec.needs_hopper(capability)
 
 
 def unusable(device: Any, dtype: str, dtypes: tuple[str, ...]) -> str | None:

@@ -27,10 +27,7 @@ def unavailable(device: Any, dtype: str) -> str | None:
     reason = fused.unusable(device, dtype, DTYPES)
     if reason is not None or device is None or device.platform != "gpu":
         return reason
-    # They move and add numbers and multiply no matrices: what comes after Hopper has all that they need.
-    if int(str(getattr(device, "compute_capability", "0")).split(".")[0]) < 9:
-        return "its kernels need an NVIDIA GPU of compute capability 9 (Hopper) or newer"
-    return None
+    return fused.unbuilt(device)
 
 
 def _row(inputs: xla.Inputs, options: LossOptions) -> Any:

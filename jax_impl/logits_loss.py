@@ -59,6 +59,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     normalizer: Array | float | None = None,
     inplace_backward: bool = False,
     backend: str | None = None,
@@ -66,7 +67,8 @@ def cross_entropy(
 ) -> Array | tuple[Array, TokenStats]:
     """Cross-entropy of ``softmax(f(logits))`` against ``target``: :func:`linear_cross_entropy` on given logits.
 
-    With z = logit_scale · logits, then z = softcap · tanh(z / softcap) if a softcap is given:
+    With z = logit_scale · logits, then z = softcap · tanh(z / softcap) if a softcap is given, and z divided by the
+    temperature:
 
         ℓ_i = t_i [ (1−ε) k_{y_i} (lse_i − z_{i,y_i}) + (ε/V) Σ_j k_j (lse_i − z_ij) + z_loss · lse_i² ]
 
@@ -96,7 +98,7 @@ def cross_entropy(
     that cannot run.
     """
     spec.check_backend(backend, api.BACKENDS)
-    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature)
     given = {"logits": logits, "target": target, "token_weight": token_weight, "class_weight": class_weight}
     api._check_types(given, ("token_weight", "class_weight"))
     spec.check_logits(*(None if array is None else api._info(array) for array in given.values()))  # type: ignore[arg-type]

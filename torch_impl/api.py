@@ -37,6 +37,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     normalizer: Tensor | float | None = None,
     filter_eps: float | None = None,
     plan: ChunkPlan | None = None,
@@ -50,7 +51,8 @@ def linear_cross_entropy(
 ) -> Any:
     """Cross-entropy of ``softmax(f(hidden @ weight.T + bias))`` against ``target``, without holding the logits.
 
-    With z = logit_scale · (hidden weightᵀ + bias), then z = softcap · tanh(z / softcap) if a softcap is given:
+    With z = logit_scale · (hidden weightᵀ + bias), then z = softcap · tanh(z / softcap) if a softcap is given, and z
+    divided by the temperature:
 
         ℓ_i = t_i [ (1−ε) k_{y_i} (lse_i − z_{i,y_i}) + (ε/V) Σ_j k_j (lse_i − z_ij) + z_loss · lse_i² ]
 
@@ -69,19 +71,20 @@ def linear_cross_entropy(
         class_weight: k, [V] floating, constant, as in torch.nn.CrossEntropyLoss(weight=).
         label_smoothing: ε in [0, 1].
         z_loss: factor of lse², at least 0.
-        logit_scale: 1 / temperature, greater than 0.
-        softcap: greater than 0, or None.
+        logit_scale: of the model, greater than 0.
+        softcap: of the model, greater than 0, or None.
+        temperature: divides z last of all, after the softcap, as a sampler's does; greater than 0.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or a tensor without
             axes, constant.
         filter_eps: None: exact gradients. A number ε > 0 leaves out of both gradient products the tiles (128 tokens ×
             256 vocabulary entries) of the logits' gradient G in which every element has |G_ij| < ε |g_i|, with g_i =
-            upstream · t_i · logit_scale / normalizer: an approximation, |δdX_id| ≤ ε |g_i| Σ_j |w_jd| and |δdW_jd| ≤
-            ε Σ_i |g_i| |x_id|. Exact stay the loss, db, the targets' elements and label smoothing's constant part.
-            :func:`filtered_share` tells how much it saves: on heads of real models little at thresholds that hurt as
-            little as bfloat16 does. Source: gradient filtering of arXiv:2411.09009.
+            upstream · t_i · logit_scale / (temperature · normalizer): an approximation, |δdX_id| ≤ ε |g_i| Σ_j |w_jd|
+            and |δdW_jd| ≤ ε Σ_i |g_i| |x_id|. Exact stay the loss, db, the targets' elements and label smoothing's
+            constant part. :func:`filtered_share` tells how much it saves: on heads of real models little at thresholds
+            that hurt as little as bfloat16 does. Source: gradient filtering of arXiv:2411.09009.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
-        backend: "triton" (kernels: bfloat16, float16, float32 on a CUDA GPU of compute capability 9.0 or newer, or CPU
+        backend: "triton" (kernels: bfloat16, float16, float32 on a CUDA GPU of compute capability 9.x, or CPU
             tensors under TRITON_INTERPRET=1), "eager" (plain operations, anywhere), or None: the first that runs.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
         process_group: the torch.distributed ranks that share the vocabulary: weight, bias and class_weight are this
@@ -114,7 +117,9 @@ def linear_cross_entropy(
         from logitless.torch_impl import sharding  # it reads this module
 
         request = sharding.Request(
-            LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps),
+            LossOptions(
+                reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps
+            ).tempered(temperature),
             return_stats, False, plan, memory_budget, backend, process_group, sequence_parallel, accumulate_into,
             defer_weight_grad,
         )  # fmt: skip
@@ -131,7 +136,7 @@ def linear_cross_entropy(
         token_weight,
         class_weight,
         normalizer,
-        (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps),
+        (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps, temperature),
         None if plan is None else dataclasses.astuple(plan),
         memory_budget,
         return_stats,
@@ -181,7 +186,8 @@ def _loss_call(
     backend: str | None,
 ) -> Call:
     """Everything about a loss that is not an array, all of it checked."""
-    options = LossOptions(*map(tracing.number, option_values))
+    *values, temperature = map(tracing.number, option_values)
+    options = LossOptions(*values).tempered(temperature)
     given = arrays._asdict()
     constants = {name: given.pop(name) for name in ("token_weight", "class_weight")}
     dtype = _check_tensors({name: given[name] for name in ("hidden", "weight", "target", "bias")}, constants)
@@ -210,6 +216,7 @@ def filtered_share(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     normalizer: Tensor | float | None = None,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
@@ -235,7 +242,7 @@ def filtered_share(
             "filtered_share: got a DTensor, allowed are one device's tensors: to_local() gives them"
         )
     arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
-    option_values = (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps)
+    option_values = (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps, temperature)
     plan_values = None if plan is None else dataclasses.astuple(plan)
     call = _loss_call(arrays, normalizer, option_values, plan_values, memory_budget, False, backend)
     return steps.filtered_share(arrays, normalizer, call)
@@ -249,6 +256,7 @@ def linear_log_probs(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     ignore_index: int = -100,
     with_entropy: bool = False,
     plan: ChunkPlan | None = None,
@@ -273,7 +281,7 @@ def linear_log_probs(
     if process_group is not None or sequence_parallel or _placed(weight) or _placed(hidden):
         from logitless.torch_impl import sharding
 
-        options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+        options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap).tempered(temperature)
         request = sharding.Request(
             options, with_entropy, True, plan, memory_budget, backend, process_group, sequence_parallel
         )
@@ -282,8 +290,8 @@ def linear_log_probs(
         return made
     plan_values = None if plan is None else dataclasses.astuple(plan)
     log_prob, *entropy = _linear_log_probs(
-        hidden, weight, target, bias, logit_scale, softcap, ignore_index, with_entropy, plan_values, memory_budget,
-        backend,
+        hidden, weight, target, bias, logit_scale, softcap, temperature, ignore_index, with_entropy, plan_values,
+        memory_budget, backend,
     )  # fmt: skip
     return log_prob, entropy[0] if with_entropy else None
 
@@ -296,6 +304,7 @@ def _linear_log_probs(
     bias: Tensor | None,
     logit_scale: float,
     softcap: float | None,
+    temperature: float,
     ignore_index: int,
     with_entropy: bool,
     plan_values: tuple[Any, ...] | None,
@@ -304,8 +313,9 @@ def _linear_log_probs(
 ) -> tuple[Tensor, ...]:
     """log p(target) and, if asked for, the entropy."""
     transforms.check("linear_log_probs")
-    ignore_index, logit_scale, softcap = map(tracing.number, (ignore_index, logit_scale, softcap))
-    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+    given = (ignore_index, logit_scale, softcap, temperature)
+    ignore_index, logit_scale, softcap, temperature = map(tracing.number, given)
+    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap).tempered(temperature)
     dtype = _check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     _check_targets(target, weight.shape[0], ignore_index)
     name = _backend(backend, hidden, dtype)

@@ -68,9 +68,10 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"its kernels take bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda":
         return None if interpreted() and device.type == "cpu" else spec.needs_cuda(device.type)
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
-        return "its kernels need an NVIDIA GPU of compute capability 9.0 or newer"
-    return None
+    if torch.version.hip is not None:
+        return spec.needs_hopper("an AMD GPU")
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major == 9 else spec.needs_hopper(f"{major}.{minor}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     normalizer: Tensor | float | None = None,
     inplace_backward: bool = False,
     backend: str | None = None,
@@ -64,7 +65,8 @@ def cross_entropy(
 ) -> Tensor | tuple[Tensor, TokenStats]:
     """Cross-entropy of ``softmax(f(logits))`` against ``target``: :func:`linear_cross_entropy` on given logits.
 
-    With z = logit_scale · logits, then z = softcap · tanh(z / softcap) if a softcap is given:
+    With z = logit_scale · logits, then z = softcap · tanh(z / softcap) if a softcap is given, and z divided by the
+    temperature:
 
         ℓ_i = t_i [ (1−ε) k_{y_i} (lse_i − z_{i,y_i}) + (ε/V) Σ_j k_j (lse_i − z_ij) + z_loss · lse_i² ]
 
@@ -98,7 +100,7 @@ def cross_entropy(
     loss, *stats = _cross_entropy(
         Arrays(logits, target, token_weight, class_weight),
         normalizer,
-        (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap),
+        (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature),
         return_stats,
         inplace_backward,
         backend,
@@ -117,7 +119,8 @@ def _cross_entropy(
 ) -> tuple[Tensor, ...]:
     """The loss and, if asked for, the statistics."""
     transforms.check("cross_entropy", takes_one=False)
-    options = LossOptions(*map(tracing.number, option_values))
+    *values, temperature = map(tracing.number, option_values)
+    options = LossOptions(*values).tempered(temperature)
     arrays = Arrays(*given)
     logits, target, *_ = arrays
     _check_tensors(arrays)

@@ -42,6 +42,7 @@ def dpo_loss(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -76,7 +77,8 @@ def dpo_loss(
     shapes = {"[2 B, T] =": tuple(target.shape), "[2 B] =": tuple(target.shape[:1])}
     reference = _constant("reference_log_prob", reference_log_prob, shapes, hidden)
     log_prob, _ = linear_log_probs(
-        hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index, plan=plan,
+        hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        ignore_index=ignore_index, plan=plan,
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     reference = reference.to(log_prob.dtype)
@@ -113,6 +115,7 @@ def clipped_policy_loss(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -139,7 +142,7 @@ def clipped_policy_loss(
         clip_low in [0, 1]; clip_high, entropy_coef and kl_coef at least 0.
         normalizer: replaces token_mean's number of tokens (Dr. GRPO's constant, the tokens of the whole batch) or
             sequence_mean's number of sequences: a number, or a constant tensor without axes.
-        logit_scale: 1 / temperature of the sampler; the others: as for :func:`linear_log_probs`.
+        temperature: the sampler's, which divides what the softcap gives; the others: as for :func:`linear_log_probs`.
         return_stats: also return :class:`logitless.objectives.PolicyStats`, without gradient.
 
     Returns the loss in float32 (float64 for float64 input), or (loss, PolicyStats); differentiable once in hidden,
@@ -158,8 +161,9 @@ def clipped_policy_loss(
     if reference_log_prob is not None:
         reference_log_prob = _constant("reference_log_prob", reference_log_prob, per_token, hidden)
     log_prob, entropy = linear_log_probs(
-        hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index,
-        with_entropy=entropy_coef > 0, plan=plan, memory_budget=memory_budget, backend=backend,
+        hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        ignore_index=ignore_index, with_entropy=entropy_coef > 0, plan=plan, memory_budget=memory_budget,
+        backend=backend,
     )  # fmt: skip
 
     def known(values: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class LinearCrossEntropy(nn.Linear):
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         softcap: float | None = None,
+        temperature: float = 1.0,
         filter_eps: float | None = None,
         memory_budget: int | None = None,
         backend: str | None = None,
@@ -49,7 +50,7 @@ class LinearCrossEntropy(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.options = LossOptions(
             reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps
-        )  # fmt: skip
+        ).tempered(temperature)  # fmt: skip
         self.memory_budget = memory_budget
         self.backend = backend
         self.process_group = process_group
@@ -96,7 +97,7 @@ class LinearCrossEntropy(nn.Linear):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """z = f(hidden weightᵀ + bias), [..., V], with logit_scale and softcap: held whole, for generation."""
+        """z = f(hidden weightᵀ + bias), [..., V], as the loss has them: held whole, for generation."""
         z = nn.functional.linear(hidden, self.weight, self.bias)
         if self.options.logit_scale != 1.0:
             z = z * self.options.logit_scale
