@@ -245,22 +245,37 @@ def test_the_module_is_restored_whatever_happens() -> None:
     assert torch.equal(model(ids).logits, before[2])
 
 
-def test_an_instances_own_forward_comes_back() -> None:
-    """accelerate patches the forward of an instance."""
+def test_accelerates_forward_comes_back() -> None:
+    """accelerate replaces the forward of an instance; a hook of its that changes no value may be left out."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="this is about it")
     model, (ids, _) = Model(), ids_and_target()
+    hooks.add_hook_to_module(model.lm_head, hooks.ModelHook())
+    assert "forward" in model.lm_head.__dict__
+    hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook(execution_device="cpu"))
     own = model.lm_head.forward
-    calls = []
-
-    def patched(x: Any) -> Any:
-        calls.append(x.shape)
-        return own(x)
-
-    model.lm_head.forward = patched
-    with capture_lm_head(model):
+    with capture_lm_head(model) as head:
         model(ids)
-    assert not calls
-    model(ids)
-    assert len(calls) == 1
+    assert head.hidden is not None
+    assert model.lm_head.forward is own
+
+
+@pytest.mark.case(42)
+@pytest.mark.parametrize("how", ["a function", "a hook that scales"])
+def test_a_head_whose_forward_was_replaced_is_refused(how: str) -> None:
+    model, (ids, _) = Model(), ids_and_target()
+    if how == "a function":
+        model.lm_head.forward = lambda x: 2 * torch.nn.functional.linear(x, model.lm_head.weight)
+    else:
+        hooks = pytest.importorskip("accelerate.hooks", reason="this is about it")
+
+        class Scaled(hooks.ModelHook):  # type: ignore[misc, name-defined]
+            def post_forward(self, module: Any, output: Any) -> Any:
+                return 2 * output
+
+        hooks.add_hook_to_module(model.lm_head, Scaled())
+    words = r"LM head's forward was replaced on the instance by"
+    with pytest.raises(NotImplementedError, match=words), capture_lm_head(model):
+        model(ids)
 
 
 def test_hidden_before_a_forward_and_after_one_that_failed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -410,6 +411,76 @@ def test_fsdp_with_one_normalizer_over_ragged_batches(pool: Ranks, averaged: boo
     assert answers[2][0] == 0
 
 
+def cut_by_fsdp_run(rank: int) -> Any:
+    """A head outside of its module's forward, on every rank with data of its own: the errors, and the remedy's loss."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from logitless.torch_impl import LinearCrossEntropy, capture_lm_head, linear_log_probs
+
+    class Model(torch.nn.Module):
+        def __init__(self, head: Any) -> None:
+            super().__init__()
+            self.body, self.lm_head = torch.nn.Linear(6, 6), head
+
+        def forward(self, x: Any, *target: Any) -> Any:
+            return self.lm_head(self.body(x), *target)
+
+    mesh, said = init_device_mesh("cpu", (7,)), []
+    torch.manual_seed(0)
+    model = Model(torch.nn.Linear(6, 14, bias=False))
+    alone = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank))
+    y = torch.tensor([0, 13, *torch.randint(0, 14, (3,), generator=torch.Generator().manual_seed(rank)).tolist()])
+    with capture_lm_head(model) as head:
+        model(x)
+    for call in (linear_cross_entropy, linear_log_probs):
+        for hidden, weight in ((x, model.lm_head.weight), (head.hidden, head.weight)):
+            try:
+                call(hidden, weight, y)
+                said.append("no error")
+            except ValueError as error:
+                said.append(str(error))
+    remedy = Model(LinearCrossEntropy(6, 14))
+    remedy.load_state_dict(alone.state_dict())
+    fully_shard(remedy, mesh=mesh)
+    truth = torch.nn.functional.cross_entropy(alone(x), y)
+    return said, float(remedy(x, y).detach()), float(truth.detach())
+
+
+@pytest.mark.case(40)
+def test_a_weight_that_fsdp_has_cut_is_no_part_of_a_vocabulary(pool: Ranks) -> None:
+    for said, loss, right in pool.run(cut_by_fsdp_run):
+        for words in said:
+            assert words.startswith("weight: got a parameter that fully_shard (FSDP2) has cut"), words
+            assert "LinearCrossEntropy" in words
+        assert loss == pytest.approx(right, rel=1e-6)
+
+
+def tensor_parallel_run(rank: int) -> Any:
+    """Plain hidden states, the same on every rank, beside a Shard(0) weight, as Hugging Face's tensor parallelism."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator) for shape in ((9, 4), (21, 4)))
+    target = torch.randint(0, 21, (9,), generator=generator)
+    alone, x_alone = w.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.nn.functional.cross_entropy(x_alone @ alone.T, target).backward()
+    w = distribute_tensor(w, init_device_mesh("cpu", (7,)), [Shard(0)]).requires_grad_()
+    x.requires_grad_()
+    linear_cross_entropy(x, w, target).backward()
+    return [EAGER.numpy(g) for g in (x.grad, x_alone.grad, w.grad.full_tensor(), alone.grad)]
+
+
+@pytest.mark.case(40)
+def test_plain_hidden_states_beside_a_part_of_a_vocabulary(pool: Ranks) -> None:
+    for dx, true_dx, dw, true_dw in pool.run(tensor_parallel_run):
+        assert error(dx, true_dx) <= TINY["float32"]
+        assert error(dw, true_dw) <= TINY["float32"]
+
+
 def normalizer_run(rank: int) -> list[float]:
     target = torch.tensor([rank, -100, 2])[: 3 - rank]
     k = torch.tensor([1.0, 2.0, -4.0, 0.5])
@@ -461,7 +532,7 @@ MISMATCHES = {
     "hidden size": "process_group: the ranks were given 24, 18, 24, 24 as hidden's number of elements",
     "dtype": "process_group: the ranks were given different ones as the dtype of hidden",
     "gradient": "process_group: the ranks were given 0, 1, 0, 0 as whether hidden requires grad",
-    "id": "process_group: the ranks were given 0, 1000, 0, 0 as the smallest id",
+    "id": "process_group: the ranks were given different ones as the target's ids",
     "options": "process_group: the ranks were given different ones as the options",
     "refused": "process_group: rank 1 of the group refused its arguments",
 }

@@ -234,3 +234,42 @@ def test_the_module_and_a_compiled_function_take_them() -> None:
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of a graph"):
         torch.compile(step, backend="aot_eager", fullgraph=True)(t["hidden"], t["target"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Megatron's main_grad
+
+
+class MegatronHook:
+    """What megatron-core's DistributedDataParallel does with overlap_grad_reduce when a parameter's .grad arrives."""
+
+    def __init__(self, parameter: Any) -> None:
+        self.ready = 0
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter, dtype=torch.float32), False
+        parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Any) -> None:
+        assert parameter.grad is not None, "param.grad being None is not safe when overlap_grad_reduce is True"
+        if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+            parameter.main_grad.add_(parameter.grad.data)
+        parameter.grad = None
+        self.ready += 1
+
+
+@pytest.mark.case(40)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_megatrons_hook_sees_a_gradient_that_it_need_not_add(zeros: bool) -> None:
+    x, y = torch.randn(6, 4), torch.arange(6)
+    weight = torch.nn.Parameter(torch.randn(9, 4))
+    alone = weight.detach().clone().requires_grad_()
+    hook = MegatronHook(weight)
+    if zeros:
+        weight.zero_out_wgrad = True
+    for _ in range(2):
+        weight.grad_added_to_main_grad = False
+        linear_cross_entropy(x, weight, y, accumulate_into=weight.main_grad).backward()
+        torch.nn.functional.cross_entropy(x @ alone.T, y).backward()
+        assert weight.grad_added_to_main_grad
+    assert hook.ready == 2
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, alone.grad)

@@ -96,8 +96,10 @@ def linear_cross_entropy(
             its first axis and in the order of the ranks, and so is its gradient; target and token_weight are of all
             tokens.
         accumulate_into: [V, D] buffer, float32 (float64 for float64 input) or weight's dtype: the backward adds dW to
-            it, and weight.grad stays as it was. Nothing of dW's size is made. Costs 8·N·D·V flops where the forward
-            could make dW only in a buffer of its own: backend "eager", or several chunks.
+            it, and weight.grad stays as it was. Nothing of dW's size is made, but for a parameter with Megatron's
+            ``grad_added_to_main_grad``: that is set, and .grad is a placeholder, which Megatron's hook takes away.
+            Costs 8·N·D·V flops where the forward could make dW only in a buffer of its own: backend "eager", or
+            several chunks.
         defer_weight_grad: also return a :class:`DeferredWeightGrad`: the backward makes hidden's gradient only, its
             ``compute()`` those of weight and bias, later, with 2·N·D·V flops more; what is kept is said there.
 

@@ -140,11 +140,33 @@ def check_head(head: nn.Module) -> None:
             f"module: its LM head is a {type(head).__module__}.{type(head).__qualname__}, allowed is a "
             f"torch.nn.Linear: merge an adapter, and leave the head out of a quantisation, first"
         )
+    own = head.__dict__.get("forward")
+    if own is not None and not isinstance(own, Recorder) and not _is_quiet_hook(head):
+        raise NotImplementedError(
+            f"module: its LM head's forward was replaced on the instance by {_name_of(own)}, which would be left out, "
+            f"allowed is torch.nn.Linear's own: take it off first"
+        )
     if head.weight.dim() != 2 or not head.weight.is_floating_point():
         raise NotImplementedError(
             f"module: its LM head's weight is {head.weight.dtype} of shape {tuple(head.weight.shape)}, allowed is a "
             f"floating [V, D]"
         )
+
+
+def _is_quiet_hook(head: nn.Module) -> bool:
+    """Whether the instance's forward is accelerate's and changes no value: one of its hooks that move tensors, or do
+    nothing, and leave the weight where it is."""
+    hook = getattr(head, "_hf_hook", None)
+    if hook is None or getattr(head.__dict__.get("_old_forward"), "__func__", None) is not nn.Linear.forward:
+        return False
+    hooks = hook.hooks if type(hook).__name__ == "SequentialHook" else (hook,)
+    known = all(type(one).__name__ in ("ModelHook", "AlignDevicesHook") for one in hooks)
+    return known and not any(getattr(one, "offload", False) for one in hooks)
+
+
+def _name_of(function: Any) -> str:
+    function = getattr(function, "__func__", getattr(function, "func", function))
+    return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def logit_options(owner: nn.Module) -> tuple[float, float | None]:

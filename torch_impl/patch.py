@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from logitless import spec
 from logitless.planning import check_memory_budget
+from logitless.torch_impl import placements
 from logitless.torch_impl.api import BACKENDS, linear_cross_entropy
 from logitless.torch_impl.lm_head import (
     Recorder,
@@ -303,10 +304,23 @@ class _Loss:
 
     def _make_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """z = f(hidden weightᵀ + bias), [..., V], rounded where models round it."""
-        z = nn.functional.linear(hidden, weight, bias)
+        z = _linear(hidden, weight, bias)
         if self.logit_scale != 1.0:
             z = z * self.logit_scale
         return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """hidden weightᵀ + bias; of a weight that tensor parallelism has cut, all of it on every rank."""
+    if not placements.is_dtensor(weight) or placements.is_dtensor(hidden):
+        return nn.functional.linear(hidden, weight, bias)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
+    whole: Any = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    z: Any = nn.functional.linear(whole, weight, bias)
+    logits: Tensor = z.full_tensor()
+    return logits
 
 
 def _target(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

@@ -6,6 +6,8 @@
 | Shard(0) | Shard(a token axis) | the same with sequence parallelism |
 | Replicate | plain or Replicate | every rank computes the whole loss; gradients are Replicate |
 
+A weight that fully_shard (FSDP2) has cut is Shard(0) too, but its ranks have hidden states of their own: it is refused.
+
 target and token_weight are plain or Replicate: all tokens, global ids. Everything else is refused. A gradient has its
 argument's placement, the loss is a plain tensor, the same on every rank.
 """
@@ -71,6 +73,21 @@ class Placed:
     """The axis of hidden that the ranks share under sequence parallelism, or None."""
 
 
+def is_fsdp_shard(weight: Any) -> bool:
+    """Whether fully_shard has cut this parameter: its ranks hold different data, not parts of one vocabulary.
+
+    FSDP2 keeps no mark on the parameter; its states, one for every module that it manages, know their parameters.
+    """
+    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    for reference in list(states.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            if any(parameter.sharded_param is weight for parameter in getattr(group, "fsdp_params", ())):
+                return True
+    return False
+
+
 def localize(arrays: dict[str, Any], group: Any, sequence_parallel: bool) -> Placed:
     """Plain local tensors, and the group and the axis that their placements say. Raises ValueError naming a placement
     that is not taken, and what is."""
@@ -78,6 +95,12 @@ def localize(arrays: dict[str, Any], group: Any, sequence_parallel: bool) -> Pla
     axis = 0 if sequence_parallel else None
     sharded = False
     if is_dtensor(weight):
+        if is_fsdp_shard(weight):
+            raise ValueError(
+                "weight: got a parameter that fully_shard (FSDP2) has cut over ranks with data of their own, allowed "
+                "is the whole one, which FSDP gathers for a module's forward: make the head a "
+                "torch_impl.LinearCrossEntropy (its forward is the loss), or use torch_impl.patch"
+            )
         sharded = _kind(weight, "weight", ("Shard(0)", "Replicate()")) == "Shard(0)"
         mesh_group = weight.device_mesh.get_group()
         if group is not None and not (sharded and group is mesh_group):

@@ -40,6 +40,27 @@ class Request:
     deferred: bool = False
 
 
+class _AddedToMainGrad(torch.autograd.Function):
+    """The weight itself, where Megatron's DistributedDataParallel waits for its gradient.
+
+    Megatron's hook runs when a parameter's .grad arrives, and with overlap_grad_reduce refuses None. As its own fused
+    kernels do: the parameter is marked, and gets a .grad that nobody reads, which the hook throws away.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, parameter: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.parameter = parameter
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None]:
+        parameter = ctx.parameter
+        parameter.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+        return make(parameter, requires_grad=False), None
+
+
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason="process_group, DTensors, accumulate_into and defer_weight_grad run outside of a graph"
 )
@@ -50,6 +71,8 @@ def linear_cross_entropy(
     given = arrays["weight"], arrays["bias"]
     placed, call = _prepared(arrays, normalizer, request)
     a = placed.arrays
+    if call.into is not None and not request.deferred and hasattr(given[0], "grad_added_to_main_grad"):
+        a["weight"] = _AddedToMainGrad.apply(a["weight"], given[0])  # type: ignore[no-untyped-call]
     if request.deferred:
         _check_leaves(given)
         call = dataclasses.replace(call, deferred=DeferredWeightGrad(*given))
@@ -177,16 +200,15 @@ def _words(value: Any) -> str:
 def _facts(a: dict[str, Any], dtype: torch.dtype, backend: str, request: Request) -> dict[str, object]:
     """What must be the same on every rank, words → value."""
     target, plan = a["target"], request.plan
-    low = high = 0
-    if target.device.type == "cpu" and target.numel():  # where looking costs nothing
-        low, high = int(target.min()), int(target.max())
+    ids: object = 0
+    if target.device.type == "cpu":  # where looking costs nothing
+        ids = target.reshape(-1).tolist()
     return {
         "hidden's number of elements": a["hidden"].numel(),
         "hidden's size D": a["hidden"].shape[-1],
         "the number of tokens": target.numel(),
         "the shape of target": tuple(target.shape),
-        "the smallest id": low,
-        "the largest id": high,
+        "the target's ids": ids,
         "the dtype of hidden": _words(a["hidden"]),
         "the dtype of weight": _words(a["weight"]),
         "the dtype of the computation": str(dtype),
@@ -203,7 +225,7 @@ def _facts(a: dict[str, Any], dtype: torch.dtype, backend: str, request: Request
     }
 
 
-FACTS = 19  # the length of _facts
+FACTS = 18  # the length of _facts
 
 
 def _plan(
