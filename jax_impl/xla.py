@@ -498,7 +498,8 @@ def normalizer(inputs: Inputs, options: LossOptions, given: Array | None) -> Arr
         return one
     if given is not None:
         return one / given.astype(one.dtype)
-    counts = inputs.token_weight * inputs.target_class_weight()
+    # An ignored token stands for id 0, whose weight may be no number.
+    counts = jnp.where(inputs.valid, inputs.token_weight * inputs.target_class_weight(), 0.0)
     if not inputs.shard.batch_axes:
         return jnp.where((counts != 0).any(), one / counts.sum(), 0.0)
     total, number = inputs.shard.batch_total((counts.sum(), (counts != 0).sum()))

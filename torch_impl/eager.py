@@ -438,7 +438,8 @@ def normalizer(inputs: Inputs, options: LossOptions, given: Tensor | float | Non
         return one
     if given is not None:
         return one / given
-    counts = inputs.token_weight * inputs.target_class_weight()
+    # An ignored token stands for id 0, whose weight may be no number.
+    counts = torch.where(inputs.valid, inputs.token_weight * inputs.target_class_weight(), 0.0)
     return torch.where((counts != 0).any(), one / counts.sum(), 0.0)
 
 

@@ -116,7 +116,8 @@ def compact_kernel(
         if MEAN:
             if HAS_CLASS:
                 target = tl.load(target_ptr + token, mask=token < tokens, other=0)
-                weight = weight * tl.load(class_weight_ptr + target, mask=token < tokens, other=0.0)
+                # An ignored token stands for id 0, whose weight may be no number.
+                weight = weight * tl.load(class_weight_ptr + target, mask=keep != 0, other=0.0)
             total += weight
             counting = tl.maximum(counting, (weight != 0).to(tl.int32))
     tl.store(count_ptr, count)

@@ -141,7 +141,7 @@ def check_head(head: nn.Module) -> None:
             f"torch.nn.Linear: merge an adapter, and leave the head out of a quantisation, first"
         )
     own = head.__dict__.get("forward")
-    if own is not None and not isinstance(own, Recorder) and not _is_quiet_hook(head):
+    if own is not None and not isinstance(own, Recorder) and not (_is_quiet_hook(head) or _is_parallel(own)):
         raise NotImplementedError(
             f"module: its LM head's forward was replaced on the instance by {_name_of(own)}, which would be left out, "
             f"allowed is torch.nn.Linear's own: take it off first"
@@ -162,6 +162,12 @@ def _is_quiet_hook(head: nn.Module) -> bool:
     hooks = hook.hooks if type(hook).__name__ == "SequentialHook" else (hook,)
     known = all(type(one).__name__ in ("ModelHook", "AlignDevicesHook") for one in hooks)
     return known and not any(getattr(one, "offload", False) for one in hooks)
+
+
+def _is_parallel(forward: Any) -> bool:
+    """Whether the instance's forward is that of transformers' tensor parallelism, which a sharded loss stands for."""
+    module = str(getattr(getattr(forward, "__func__", forward), "__module__", ""))
+    return module.startswith("transformers.") and module.endswith(".tensor_parallel")
 
 
 def _name_of(function: Any) -> str:
