@@ -141,8 +141,8 @@ class DivergenceFunction(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once("distillation_loss")
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        *arrays, mean = ctx.saved_tensors
+    def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor) -> tuple[Tensor | None, ...]:
+        *arrays, mean = kept
         with torch.autocast(mean.device.type, enabled=False):
             made = _gradients(tuple(arrays), mean, upstream, ctx.call, ctx.needs_input_grad[:3])
         like = zip(made, arrays[:3], strict=True)
