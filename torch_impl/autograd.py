@@ -66,8 +66,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         made = run.loss(arrays, normalizer, call, needs if call.deferred is None else needs.hidden_alone)
         ctx.call, ctx.waiting = call, made.waiting
         ctx.save_for_backward(*arrays, *made.saved)
-        ctx.mark_non_differentiable(*(value for value in made.stats if value is not None))
-        return tuple(map(layouts.own, (made.loss, *made.stats)))
+        loss, *stats = map(layouts.own, (made.loss, *made.stats))
+        ctx.mark_non_differentiable(*(value for value in stats if value is not None))
+        return (loss, *stats)
 
     @staticmethod
     @differentiable_once("linear_cross_entropy")

@@ -207,8 +207,9 @@ class CrossEntropyFunction(torch.autograd.Function):
         loss, stats, saved = (_traced_loss if call.traced else _loss)(arrays, normalizer, call)
         ctx.call, ctx.spent = call, False
         ctx.save_for_backward(*arrays, *saved)
+        loss, *stats = map(layouts.own, (loss, *stats))
         ctx.mark_non_differentiable(*(value for value in stats if value is not None))
-        return tuple(map(layouts.own, (loss, *stats)))
+        return (loss, *stats)
 
     @staticmethod
     @differentiable_once("cross_entropy", check=_check_unspent)
