@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitless.torch_impl import layouts, ops, steps
 from logitless.torch_impl.eager import Arrays, Gradients, Needs
-from logitless.torch_impl.once import differentiable_once
+from logitless.torch_impl.once import differentiable_once, reverse_only
 from logitless.torch_impl.steps import Call
 
 
@@ -70,6 +70,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.mark_non_differentiable(*(value for value in stats if value is not None))
         return (loss, *stats)
 
+    jvp = reverse_only("linear_cross_entropy")
+
     @staticmethod
     @differentiable_once("linear_cross_entropy")
     def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -92,13 +94,15 @@ class LinearLogProbsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, call: Call
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         run: Any = ops if call.traced else steps
         arrays = Arrays(hidden, weight, bias, target)
         made = run.log_probs(arrays, call, _needs(ctx, call, hidden, weight, bias))
         ctx.call, ctx.waiting = call, made.waiting
         ctx.save_for_backward(hidden, weight, bias, target, *made.saved)
         return layouts.own(made.log_prob), layouts.own(made.entropy)
+
+    jvp = reverse_only("linear_log_probs")
 
     @staticmethod
     @differentiable_once("linear_log_probs")

@@ -7,6 +7,7 @@ strides say, and know nothing of PyTorch's negative bit (``z.conj().imag``). Pla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +47,11 @@ def plain(arrays: Arrays) -> Arrays:
     return Arrays(signed(hidden), matrix(weight), bias, settled, token_weight, class_weight)
 
 
-def own(result: Tensor | None) -> Tensor | None:
-    """A fresh result of a forward that is the caller's to change in place.
+def own(result: Any) -> Any:
+    """A fresh result of a forward, or None, that is the caller's to change in place.
 
     Autograd refuses that for a view, such as reshape gives, when an autograd.Function returns it.
     """
     if result is None or not result._is_view():
         return result
-    made: Tensor = torch.ops.aten._unsafe_view.default(result, result.shape)
-    return made
+    return torch.ops.aten._unsafe_view.default(result, result.shape)

@@ -17,7 +17,7 @@ from torch import Tensor
 from logitless import spec
 from logitless.spec import LossOptions, Reduction, TokenStats
 from logitless.torch_impl import api, eager, layouts, logits_eager, logits_fused, tracing, transforms
-from logitless.torch_impl.once import differentiable_once
+from logitless.torch_impl.once import differentiable_once, reverse_only
 
 # Backends are modules with the same functions.
 MODULES: dict[str, Any] = {"eager": logits_eager, "triton": logits_fused}
@@ -207,9 +207,11 @@ class CrossEntropyFunction(torch.autograd.Function):
         loss, stats, saved = (_traced_loss if call.traced else _loss)(arrays, normalizer, call)
         ctx.call, ctx.spent = call, False
         ctx.save_for_backward(*arrays, *saved)
-        loss, *stats = map(layouts.own, (loss, *stats))
-        ctx.mark_non_differentiable(*(value for value in stats if value is not None))
-        return (loss, *stats)
+        made = tuple(map(layouts.own, (loss, *stats)))
+        ctx.mark_non_differentiable(*(value for value in made[1:] if value is not None))
+        return made
+
+    jvp = reverse_only("cross_entropy")
 
     @staticmethod
     @differentiable_once("cross_entropy", check=_check_unspent)

@@ -64,3 +64,15 @@ def differentiable_once(
         return wrapper
 
     return decorate
+
+
+def reverse_only(name: str) -> Any:
+    """An autograd.Function's ``jvp`` that says which mode there is; ``name``: of the function, for the error."""
+
+    def jvp(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"{name}: got a call in forward mode (torch.autograd.forward_ad), allowed is reverse mode: "
+            f"torch.autograd.grad"
+        )
+
+    return staticmethod(jvp)

@@ -171,7 +171,10 @@ def _log_probs(*arguments: Any) -> list[Tensor]:
     *given, text, token_chunk = arguments
     arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
     made = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
-    return [value for value in (made.log_prob, made.entropy, *made.saved) if value is not None]
+    values = (made.log_prob, made.entropy, *made.saved)
+    if not recipe.statistics:  # without tokens, sums may have an entropy that nobody asked for
+        values = (made.log_prob, *made.saved[:-1])
+    return [value for value in values if value is not None]
 
 
 @_log_probs.register_fake
