@@ -31,6 +31,8 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 TARGET_DTYPES = ("int32", "int64")
+# Of a number of items that comes as an array.
+COUNT_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 # A row whose largest logit exceeds its target's by more than this (in nats) is anchored at its maximum instead:
@@ -250,6 +252,8 @@ def check_normalizer(value: object, info: ArrayInfo | None, reduction: str) -> N
     if reduction != "mean":
         raise ValueError(f"normalizer: got a value beside reduction={reduction!r}, allowed is only reduction='mean'")
     if info is not None:
+        if info.dtype not in FLOAT_DTYPES + COUNT_DTYPES:
+            raise TypeError(f"normalizer: got dtype {info.dtype}, allowed are {', '.join(FLOAT_DTYPES)} and integers")
         if info.shape != ():
             raise ValueError(f"normalizer: got shape {info.shape}, allowed is a number or an array without axes")
         return

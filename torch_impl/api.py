@@ -15,7 +15,7 @@ from logitless import spec
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
-from logitless.torch_impl import fused, steps, tracing, transforms
+from logitless.torch_impl import fused, layouts, steps, tracing, transforms
 from logitless.torch_impl.autograd import LinearCrossEntropyFunction, LinearLogProbsFunction
 from logitless.torch_impl.eager import Arrays
 from logitless.torch_impl.steps import Call, LatePlan
@@ -171,6 +171,7 @@ def _linear_cross_entropy(
     transforms.check("linear_cross_entropy")
     arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
     call = _loss_call(arrays, normalizer, option_values, plan_values, memory_budget, return_stats, backend)
+    arrays = arrays if call.traced else layouts.plain(arrays)
     if transforms.active():
         return transforms.loss(arrays, normalizer, call)
     apply: Any = LinearCrossEntropyFunction.apply
@@ -247,7 +248,7 @@ def filtered_share(
     option_values = (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps, temperature)
     plan_values = None if plan is None else dataclasses.astuple(plan)
     call = _loss_call(arrays, normalizer, option_values, plan_values, memory_budget, False, backend)
-    return steps.filtered_share(arrays, normalizer, call)
+    return steps.filtered_share(layouts.plain(arrays), normalizer, call)
 
 
 def linear_log_probs(
@@ -324,10 +325,12 @@ def _linear_log_probs(
     hold = options.separable and not with_entropy
     chosen = _plan(target, weight, dtype, plan_values, memory_budget, False, hold, name)
     call = _call(options, chosen, dtype, with_entropy, name, hidden)
+    arrays = Arrays(hidden, weight, bias, target)
+    arrays = arrays if call.traced else layouts.plain(arrays)
     if transforms.active():
-        return transforms.log_probs(Arrays(hidden, weight, bias, target), call)
+        return transforms.log_probs(arrays, call)
     apply: Any = LinearLogProbsFunction.apply
-    made = apply(hidden, weight, bias, target, call)
+    made = apply(*arrays[:4], call)
     return tuple(value for value in made if value is not None)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.torch_impl import ops, steps
-from logitless.torch_impl.eager import Arrays, Needs
-from logitless.torch_impl.once import differentiable_once
+from logitless.torch_impl import layouts, ops, steps
+from logitless.torch_impl.eager import Arrays, Gradients, Needs
+from logitless.torch_impl.once import differentiable_once, reverse_only
 from logitless.torch_impl.steps import Call
 
 
@@ -27,6 +27,19 @@ def _needs(ctx: Any, call: Call, *arguments: Tensor | None) -> Needs:
     if call.into is not None and needs.weight:
         needs = dataclasses.replace(needs, weight=call.into.dtype, into=call.into)
     return needs
+
+
+def _take(ctx: Any) -> Any:
+    """What waits for the upstream gradient, for this backward alone: finishing it writes to it.
+
+    Where the graph is retained, plain operations' gradients are copied, so that every backward has the same bits.
+    """
+    waiting = ctx.waiting
+    if isinstance(waiting, Gradients) and torch._C._autograd._get_current_graph_task_keep_graph():
+        kept = (waiting.hidden, waiting.weight, waiting.bias)
+        return Gradients(*(None if gradient is None else gradient.clone() for gradient in kept))
+    ctx.waiting = None
+    return waiting
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -53,16 +66,17 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         made = run.loss(arrays, normalizer, call, needs if call.deferred is None else needs.hidden_alone)
         ctx.call, ctx.waiting = call, made.waiting
         ctx.save_for_backward(*arrays, *made.saved)
-        ctx.mark_non_differentiable(*(value for value in made.stats if value is not None))
-        return (made.loss, *made.stats)
+        loss, *stats = map(layouts.own, (made.loss, *made.stats))
+        ctx.mark_non_differentiable(*(value for value in stats if value is not None))
+        return (loss, *stats)
+
+    jvp = reverse_only("linear_cross_entropy")
 
     @staticmethod
     @differentiable_once("linear_cross_entropy")
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        waiting, ctx.waiting = ctx.waiting, None
-        call, kept = ctx.call, ctx.saved_tensors
+    def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        waiting, call = _take(ctx), ctx.call
         arrays, saved = Arrays(*kept[:6]), kept[6:]
-        del kept
         run: Any = ops if call.traced else steps
         needs = _needs(ctx, call, *arrays[:3])
         if call.deferred is not None:
@@ -86,13 +100,16 @@ class LinearLogProbsFunction(torch.autograd.Function):
         made = run.log_probs(arrays, call, _needs(ctx, call, hidden, weight, bias))
         ctx.call, ctx.waiting = call, made.waiting
         ctx.save_for_backward(hidden, weight, bias, target, *made.saved)
-        return made.log_prob, made.entropy
+        return layouts.own(made.log_prob), layouts.own(made.entropy)
+
+    jvp = reverse_only("linear_log_probs")
 
     @staticmethod
     @differentiable_once("linear_log_probs")
-    def backward(ctx: Any, g_log_prob: Tensor, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        waiting, ctx.waiting = ctx.waiting, None
-        call, kept = ctx.call, ctx.saved_tensors
+    def backward(
+        ctx: Any, kept: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        waiting, call = _take(ctx), ctx.call
         arrays = Arrays(*kept[:4])
         run: Any = ops if call.traced else steps
         needs = _needs(ctx, call, *arrays[:3])

@@ -11,8 +11,8 @@ With p the teacher's and q the student's probabilities of a token and m = β p +
                  q_j (log q_j − log p_j − divergence)                          β = 1
 
 lse of both sides is known, so a tile [C, B] of both sides' logits is all that is ever held. It comes in two parts, a
-logit and the rest, so that large logits cost no accuracy. At β = 0 and 1 the terms − p + q (or − q + p), of sum 0, are
-added: then the error of lse enters in second order.
+logit not far below the largest and the rest, so that large logits cost no accuracy, nor do saturated sides. At β = 0
+and 1 the terms − p + q (or − q + p), of sum 0, are added: then the error of lse enters in second order.
 
 Rounding: as in eager.py, with the gradient of a tile rounded to the student's dtype on a GPU, and accumulated in
 float32.
@@ -29,7 +29,7 @@ from torch import Tensor
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
-from logitless.torch_impl.once import differentiable_once
+from logitless.torch_impl.once import differentiable_once, reverse_only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +139,12 @@ class DivergenceFunction(torch.autograd.Function):
         ctx.save_for_backward(*arrays, mean)
         return total.masked_fill_(~student.inputs.valid, 0.0)
 
+    jvp = reverse_only("distillation_loss")
+
     @staticmethod
     @differentiable_once("distillation_loss")
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        *arrays, mean = ctx.saved_tensors
+    def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor) -> tuple[Tensor | None, ...]:
+        *arrays, mean = kept
         with torch.autocast(mean.device.type, enabled=False):
             made = _gradients(tuple(arrays), mean, upstream, ctx.call, ctx.needs_input_grad[:3])
         like = zip(made, arrays[:3], strict=True)

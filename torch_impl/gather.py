@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from logitless import spec
 from logitless.planning import round_up
@@ -29,8 +28,9 @@ def padded_index_gather(input: Tensor, index: Tensor, *, pad_to_multiple: int = 
             written. A negative index is outside: it does not count from the end.
         pad_to_multiple: at least 1.
 
-    Returns [P, ...] in input's dtype, new memory. Differentiable once in ``input``; what arrives at the padding goes
-    nowhere. Beyond the gradient the backward makes [R + 1, ...] in float32 for a narrower dtype.
+    Returns [P, ...] in input's dtype, new memory. Linear in ``input``, so differentiable as often as you like; what
+    arrives at the padding goes nowhere. Beyond the gradient the backward makes [R + 1, ...] in float32 for a narrower
+    dtype.
 
     Raises ValueError or TypeError naming the argument, what came and what is allowed.
     """
@@ -46,7 +46,7 @@ def padded_index_gather(input: Tensor, index: Tensor, *, pad_to_multiple: int = 
         if bool(outside.any()):
             position = int(outside.nonzero()[0])
             raise spec.index_error(position, int(index[position]), input.shape[0])
-    made: Tensor = GatherFunction.apply(input, index, pad_to_multiple)  # type: ignore[no-untyped-call]
+    made: Tensor = GatherFunction.apply(input, index, pad_to_multiple, torch.nan)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -55,35 +55,53 @@ def _places(index: Tensor, rows: int) -> Tensor:
     return torch.where((index >= 0) & (index < rows), index, rows).long()
 
 
+def _picked(input: Tensor, index: Tensor, multiple: int, outside: float) -> Tensor:
+    """The rows, ``outside`` where an index is outside."""
+    rows, count = input.shape[0], index.shape[0]
+    out = input.new_empty((round_up(count, multiple), *input.shape[1:]))
+    if rows:
+        places = _places(index, rows)
+        torch.index_select(input, 0, places.clamp(max=rows - 1), out=out[:count])
+        out[:count].masked_fill_((places == rows).view(-1, *(1,) * (input.dim() - 1)), outside)
+    else:
+        out[:count].fill_(outside)
+    out[count:].zero_()
+    return out
+
+
 class GatherFunction(torch.autograd.Function):
-    """See :func:`padded_index_gather`."""
+    """See :func:`padded_index_gather`. ``outside``: what the rows of an index outside hold."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, index: Tensor, multiple: int) -> Tensor:
-        rows, count = input.shape[0], index.shape[0]
-        out = input.new_empty((round_up(count, multiple), *input.shape[1:]))
-        if rows:
-            places = _places(index, rows)
-            torch.index_select(input, 0, places.clamp(max=rows - 1), out=out[:count])
-            out[:count].masked_fill_((places == rows).view(-1, *(1,) * (input.dim() - 1)), torch.nan)
-        else:
-            out[:count].fill_(torch.nan)
-        out[count:].zero_()
+    def forward(ctx: Any, input: Tensor, index: Tensor, multiple: int, outside: float) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.like = input.shape, input.dtype
-        return out
+        ctx.like = input.shape[0], multiple
+        return _picked(input, index, multiple, outside)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        (index,), (shape, dtype) = ctx.saved_tensors, ctx.like
-        rows, count = shape[0], index.shape[0]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        made: Tensor = ScatterFunction.apply(upstream, *ctx.saved_tensors, *ctx.like)  # type: ignore[no-untyped-call]
+        return made, None, None, None
+
+
+class ScatterFunction(torch.autograd.Function):
+    """The gather's transpose, and so its gradient: rows [P, ...] added up at their places in [rows, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, index: Tensor, rows: int, multiple: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.multiple = multiple
         # One row more takes what came from an index outside.
-        total = upstream.new_zeros((rows + 1, *shape[1:]), dtype=eager.accumulation_dtype(dtype))
-        places, values = _places(index, rows), upstream[:count].to(total.dtype)
+        total = given.new_zeros((rows + 1, *given.shape[1:]), dtype=eager.accumulation_dtype(given.dtype))
+        places, values = _places(index, rows), given[: index.shape[0]].to(total.dtype)
         # By PyTorch's documentation the one is deterministic on CUDA and the other is not, and on a CPU the reverse.
         if total.is_cuda:
             total.index_put_((places,), values, accumulate=True)
         else:
             total.index_add_(0, places, values)
-        return total[:rows].to(dtype), None, None
+        return total[:rows].to(given.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        made: Tensor = GatherFunction.apply(upstream, *ctx.saved_tensors, ctx.multiple, 0.0)  # type: ignore[no-untyped-call]
+        return made, None, None, None

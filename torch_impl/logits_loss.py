@@ -16,8 +16,8 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.spec import LossOptions, Reduction, TokenStats
-from logitless.torch_impl import api, eager, logits_eager, logits_fused, tracing, transforms
-from logitless.torch_impl.once import differentiable_once
+from logitless.torch_impl import api, eager, layouts, logits_eager, logits_fused, tracing, transforms
+from logitless.torch_impl.once import differentiable_once, reverse_only
 
 # Backends are modules with the same functions.
 MODULES: dict[str, Any] = {"eager": logits_eager, "triton": logits_fused}
@@ -122,11 +122,12 @@ def _cross_entropy(
     *values, temperature = map(tracing.number, option_values)
     options = LossOptions(*values).tempered(temperature)
     arrays = Arrays(*given)
-    logits, target, *_ = arrays
     _check_tensors(arrays)
+    traced = tracing.is_traced(arrays.logits)
+    arrays = arrays if traced else _plain(arrays)
+    logits, target, *_ = arrays
     api._check_normalizer(normalizer, options.reduction, logits.device)
     api._check_targets(target, logits.shape[-1], options.ignore_index)
-    traced = tracing.is_traced(logits)
     writes = in_place and not traced and torch.is_grad_enabled() and logits.requires_grad
     if writes:
         _check_may_be_overwritten(logits)
@@ -158,6 +159,13 @@ def _check_tensors(arrays: Arrays) -> None:
     spec.check_logits(logits, target, *weights)
 
 
+def _plain(arrays: Arrays) -> Arrays:
+    """As :func:`layouts.plain`; logits of any layout are copied where they are read."""
+    logits, target, token_weight, class_weight = arrays
+    settled: Any = layouts.vector(target)
+    return Arrays(layouts.signed(logits), settled, layouts.vector(token_weight), layouts.vector(class_weight))
+
+
 def _check_may_be_overwritten(logits: Tensor) -> None:
     """Refuse what a gradient must not be written over: the caller's own values, and parts of a larger tensor."""
     base, came = logits._base, None
@@ -171,6 +179,14 @@ def _check_may_be_overwritten(logits: Tensor) -> None:
         raise ValueError(
             f"logits: got {came}, with inplace_backward=True allowed is a contiguous result of an operation, whole or "
             f"reshaped; inplace_backward=False takes any"
+        )
+
+
+def _check_unspent(ctx: Any) -> None:
+    if ctx.spent:
+        raise RuntimeError(
+            "cross_entropy: the first backward wrote the gradient over the logits (inplace_backward=True): there is "
+            "nothing to make it from again; inplace_backward=False allows a second backward"
         )
 
 
@@ -191,18 +207,16 @@ class CrossEntropyFunction(torch.autograd.Function):
         loss, stats, saved = (_traced_loss if call.traced else _loss)(arrays, normalizer, call)
         ctx.call, ctx.spent = call, False
         ctx.save_for_backward(*arrays, *saved)
-        ctx.mark_non_differentiable(*(value for value in stats if value is not None))
-        return (loss, *stats)
+        made = tuple(map(layouts.own, (loss, *stats)))
+        ctx.mark_non_differentiable(*(value for value in made[1:] if value is not None))
+        return made
+
+    jvp = reverse_only("cross_entropy")
 
     @staticmethod
-    @differentiable_once("cross_entropy")
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        if ctx.spent:
-            raise RuntimeError(
-                "cross_entropy: the first backward wrote the gradient over the logits (inplace_backward=True): there "
-                "is nothing to make it from again; inplace_backward=False allows a second backward"
-            )
-        call, kept = ctx.call, ctx.saved_tensors
+    @differentiable_once("cross_entropy", check=_check_unspent)
+    def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        call = ctx.call
         ctx.spent = call.in_place
         arrays, saved = Arrays(*kept[:4]), kept[4:]
         if call.traced:
@@ -280,7 +294,7 @@ def _call(text: str) -> Call:
 def _loss_operation(*arguments: Any) -> list[Tensor]:
     """[loss, the eight statistics if asked for, four for the backward]."""
     *given, normalizer, text = arguments
-    loss, stats, saved = _loss(Arrays(*given), normalizer, _call(text))
+    loss, stats, saved = _loss(_plain(Arrays(*given)), normalizer, _call(text))
     return [value for value in (loss, *stats, *saved) if value is not None]
 
 
@@ -306,7 +320,7 @@ def _(*arguments: Any) -> list[Tensor]:
 )
 def _gradient_operation(*arguments: Any) -> Tensor:
     *given, saved, upstream, text = arguments
-    arrays = Arrays(*given)
+    arrays = _plain(Arrays(*given))
     out = torch.empty_like(arrays.logits, memory_format=torch.contiguous_format)
     _gradient(arrays, saved, upstream, _call(text), out)
     return out

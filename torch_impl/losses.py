@@ -6,12 +6,13 @@ distillation, which looks at whole distributions (torch_impl/distillation.py).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless import objectives
+from logitless import objectives, spec
 from logitless.objectives import (
     LARGEST_LOG_RATIO,
     Aggregation,
@@ -21,11 +22,12 @@ from logitless.objectives import (
     PolicyOptions,
     PolicyStats,
 )
-from logitless.planning import ChunkPlan
+from logitless.planning import ChunkPlan, check_plan_argument
 from logitless.spec import LossOptions, Reduction
-from logitless.torch_impl import api, transforms
-from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
+from logitless.torch_impl import api, layouts, steps, transforms
+from logitless.torch_impl.api import linear_log_probs
 from logitless.torch_impl.distillation import Call, DivergenceFunction
+from logitless.torch_impl.eager import Arrays
 
 
 def dpo_loss(
@@ -282,21 +284,29 @@ def _divergence(*arguments: Any) -> Tensor:
     return made
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _logsumexp(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, torch.dtype]:
     """log Σ_j exp(z_j) of every token in two parts, [2, N], 0 where it does not count; and the dtype of the products.
 
-    The parts are the logit of id 0 and the rest: where logits are large, their sum would lose what divergences need.
+    The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
+    divergences need, and so would parts from a logit far below the largest.
     """
-    dtype = api._check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
-    with torch.no_grad():
-        _, stats = linear_cross_entropy(
-            hidden, weight, target, bias, reduction="none", return_stats=True, **options
-        )  # fmt: skip
-    known = stats.target_logit.isfinite()  # a bias of −inf leaves lse alone
-    parts = torch.where(known, stats.target_logit, stats.lse), torch.where(known, stats.nll, 0.0)
-    return torch.stack([part.reshape(-1) for part in parts]), dtype
+    memory_budget, backend = options.pop("memory_budget"), options.pop("backend")
+    if api._placed(hidden) or api._placed(weight):
+        raise NotImplementedError(
+            "hidden, weight: got a DTensor, allowed are one device's tensors: to_local() gives them"
+        )
+    spec.check_backend(backend, api.BACKENDS)
+    check_plan_argument(None, memory_budget)
+    given = dataclasses.astuple(LossOptions("none", **options))
+    plain = layouts.plain(Arrays(hidden, weight, bias, target))
+    detached: Any = [None if array is None else array.detach() for array in plain]  # from forward mode, too
+    arrays = Arrays(*detached)
+    call = api._loss_call(arrays, None, given, None, memory_budget, False, backend)
+    return steps.logsumexp(arrays, call), call.compute_dtype
 
 
 def _counted(target: Tensor, mask: Tensor | None, ignore_index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 Each hides a whole forward or a whole backward, so that compiled and eager mode run the same code on the same kernels.
 The functions have the names and arguments of steps.py; they are not differentiable themselves (autograd.py is). What
 waits between forward and backward leaves as a list of tensors and comes back as one; nothing that comes in is written
-to, and no result shares memory with an argument or another result.
+to, and no result shares memory with an argument or another result. Which layout a
+graph's tensors will have is not known before it runs, so arguments are made plain here.
 
 ``torch.ops.logitless``: loss, loss_gradients, log_probs, log_probs_gradients. Their ``call`` is a :class:`Recipe` in
 JSON; ``token_chunk`` stands beside it because it may be a symbol (torch_impl/tracing.py).
@@ -23,7 +24,7 @@ from torch import Tensor
 from logitless.planning import ChunkPlan
 from logitless.planning import plan as make_plan
 from logitless.spec import LossOptions, TokenStats
-from logitless.torch_impl import steps
+from logitless.torch_impl import layouts, steps
 from logitless.torch_impl.eager import Arrays, Gradients, Needs, accumulation_dtype
 from logitless.torch_impl.steps import Call, LatePlan
 
@@ -119,7 +120,7 @@ def _recipe(text: str) -> Recipe:
 def _loss(*arguments: Any) -> list[Tensor]:
     """[loss, the eight statistics if asked for, and for the backward: what waits, or what known sums there are]."""
     *given, normalizer, text, token_chunk = arguments
-    arrays, recipe = Arrays(*given), _recipe(text)
+    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     made = steps.loss(arrays, normalizer, call, needs)
     saved: Any = made.saved
@@ -153,7 +154,7 @@ def _(*arguments: Any) -> list[Tensor]:
 def _loss_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_loss` left for them."""
     *given, saved, upstream, text, token_chunk = arguments
-    arrays, recipe = Arrays(*given), _recipe(text)
+    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     if recipe.held:
         return _present(steps.held_gradients(arrays, call, needs, saved, upstream))
@@ -168,9 +169,12 @@ def _loss_gradients(*arguments: Any) -> list[Tensor]:
 def _log_probs(*arguments: Any) -> list[Tensor]:
     """[log p, entropy if asked for, and for the backward the known sums]."""
     *given, text, token_chunk = arguments
-    arrays, recipe = Arrays(*given), _recipe(text)
+    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
     made = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
-    return [value for value in (made.log_prob, made.entropy, *made.saved) if value is not None]
+    values = (made.log_prob, made.entropy, *made.saved)
+    if not recipe.statistics:  # without tokens, sums may have an entropy that nobody asked for
+        values = (made.log_prob, *made.saved[:-1])
+    return [value for value in values if value is not None]
 
 
 @_log_probs.register_fake
@@ -195,7 +199,7 @@ def _(*arguments: Any) -> list[Tensor]:
 def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_log_probs` left for them."""
     *given, saved, g_log_prob, g_entropy, text, token_chunk = arguments
-    arrays, recipe = Arrays(*given), _recipe(text)
+    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     sums = saved if recipe.statistics else [*saved, None]
     return _present(steps.log_probs_gradients(arrays, call, needs, tuple(sums), None, g_log_prob, g_entropy))

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def is_dtensor(value: object) -> bool:
@@ -43,7 +42,6 @@ class _Local(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         return None if gradient is None else wrapped(gradient, ctx.spec)
 

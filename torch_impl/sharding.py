@@ -16,10 +16,10 @@ from torch import Tensor
 from logitless.planning import ChunkPlan, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import LossOptions, TokenStats
-from logitless.torch_impl import agreement, api, parallel, placements, steps
+from logitless.torch_impl import agreement, api, layouts, parallel, placements, steps
 from logitless.torch_impl.autograd import LinearCrossEntropyFunction, LinearLogProbsFunction
 from logitless.torch_impl.deferred import DeferredWeightGrad
-from logitless.torch_impl.eager import accumulation_dtype
+from logitless.torch_impl.eager import Arrays, accumulation_dtype
 from logitless.torch_impl.parallel import Shard
 from logitless.torch_impl.steps import Call
 
@@ -126,6 +126,7 @@ def _prepared(
         vocab = placed.arrays["weight"].shape[0]
         shard = agreement.agree(placed.group, device, facts, vocab, placed.token_axis is not None)
     a = placed.arrays
+    a.update(layouts.plain(Arrays(**{name: a[name] for name in Arrays._fields}))._asdict())
     vocab = a["weight"].shape[0]
     api._check_targets(a["target"], shard.vocab if shard else vocab, request.options.ignore_index)
     plan = _plan(a, dtype, backend, request, shard, shard.largest if shard else vocab)

@@ -23,6 +23,7 @@ from logitless.torch_impl.deferred import DeferredWeightGrad
 from logitless.torch_impl.eager import Arrays
 from logitless.torch_impl.parallel import Shard
 
+NOTHING = eager.Needs(None, None, None)
 # No gradient, but what a filter would leave out of them.
 SHARE = eager.Needs(None, None, None, filtered_share=True)
 
@@ -259,6 +260,20 @@ def _filtered_share(arrays: Arrays, normalizer: Tensor | float | None, call: Cal
             made = backend.known_gradients(inputs, options, call.plan, known, g, SHARE)
     share: Tensor = made.filtered_share
     return share
+
+
+def logsumexp(arrays: Arrays, call: Call) -> Tensor:
+    """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest."""
+    _rehearse("logsumexp", arrays, call, NOTHING, lambda call: _logsumexp(arrays, call))
+    return _logsumexp(arrays, call)
+
+
+def _logsumexp(arrays: Arrays, call: Call) -> Tensor:
+    backend = MODULES[call.backend]
+    with _no_autocast(arrays):
+        inputs = _prepare(arrays, call)
+        sums = backend.token_sums(inputs, call.options, call.plan, False)
+        return torch.stack([sums.anchor, sums.log_total]).masked_fill(~inputs.valid, 0.0)
 
 
 def log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
-from torch.autograd.function import once_differentiable
 
 from logitless.torch_impl import ops
 from logitless.torch_impl.eager import Arrays, Needs
+from logitless.torch_impl.once import differentiable_once
 from logitless.torch_impl.steps import Call
 
 
@@ -60,9 +60,8 @@ class TransformedLoss(torch.autograd.Function):
         ctx.save_for_backward(*given, *output[1 + ctx.call.fields :])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
+    @differentiable_once("linear_cross_entropy")
+    def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         grads = ops.loss_gradients(Arrays(*kept[:6]), ctx.call, ctx.needs, kept[6:], None, upstream)
         return grads.hidden, grads.weight, grads.bias, *(None,) * 6
 
@@ -84,9 +83,8 @@ class TransformedLogProbs(torch.autograd.Function):
         ctx.save_for_backward(*given, *output[kinds:])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_log_prob: Tensor, *more: Any) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
+    @differentiable_once("linear_log_probs")
+    def backward(ctx: Any, kept: tuple[Any, ...], g_log_prob: Tensor, *more: Any) -> tuple[Tensor | None, ...]:
         g_entropy = more[0] if ctx.call.statistics else None
         grads = ops.log_probs_gradients(Arrays(*kept[:4]), ctx.call, ctx.needs, kept[4:], None, g_log_prob, g_entropy)
         return grads.hidden, grads.weight, grads.bias, *(None,) * 3
