@@ -301,7 +301,7 @@ def _logsumexp(
         )
     spec.check_backend(backend, api.BACKENDS)
     check_plan_argument(None, memory_budget)
-    given = dataclasses.astuple(LossOptions("none", **options))
+    given = (*dataclasses.astuple(LossOptions("none", **options)), 1.0)  # the temperature is in them
     plain = layouts.plain(Arrays(hidden, weight, bias, target))
     detached: Any = [None if array is None else array.detach() for array in plain]  # from forward mode, too
     arrays = Arrays(*detached)
