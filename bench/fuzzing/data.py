@@ -22,7 +22,7 @@ def make(problem: Problem) -> Arrays:
         return _gather(problem, rng)
     made = _head(problem, rng)
     made["target"] = _ignore(problem, rng, made["target"])
-    made |= _weights(problem, rng) | _known(problem, rng)
+    made |= _weights(problem, rng, made["target"]) | _known(problem, rng)
     made = {name: _shared(values, problem.layouts.get(name, "")) for name, values in made.items()}
     _spoil(problem, rng, made)
     if problem.function == "distillation_loss":
@@ -97,8 +97,8 @@ def _ignore(problem: Problem, rng: Any, target: Any) -> Any:
     return np.where(ignored, problem.options.get("ignore_index", -100), target).astype(np.int64)
 
 
-def _weights(problem: Problem, rng: Any) -> Arrays:
-    """Token weights and class weights."""
+def _weights(problem: Problem, rng: Any, target: Any) -> Arrays:
+    """Token weights and class weights; where these are "unused", some of no target's class are no numbers."""
     tokens, vocab = problem.shape, problem.vocab
     kinds = {
         "mask": lambda: (rng.random(tokens) < 0.7) * 1.0,
@@ -112,6 +112,7 @@ def _weights(problem: Problem, rng: Any) -> Arrays:
         "huge": lambda: 1e5 * rng.uniform(0.5, 2.0, vocab),
         "tiny": lambda: 1e-5 * rng.uniform(0.5, 2.0, vocab),
         "spread": lambda: rng.choice([1e-5, 1.0, 1e5], vocab),
+        "unused": lambda: rng.uniform(0.2, 2.0, vocab),
         "sum_1": lambda: (lambda k: k / k.sum())(rng.uniform(0.5, 2.0, vocab)),
     }
     made: Arrays = {}
@@ -119,6 +120,9 @@ def _weights(problem: Problem, rng: Any) -> Arrays:
         made["token_weight"] = kinds[problem.arrays["token_weight"]]()
     if "class_weight" in problem.arrays:
         made["class_weight"] = class_kinds[problem.arrays["class_weight"]]()
+        if problem.arrays["class_weight"] == "unused":
+            unused = np.setdiff1d(np.arange(vocab), target)
+            made["class_weight"][unused[::2]] = rng.choice([np.nan, np.inf, 3e38])
     return {name: round_to(values, side_dtype(problem)) for name, values in made.items()}
 
 
@@ -157,6 +161,8 @@ def _to_logits(problem: Problem, made: Arrays) -> None:
         banned = np.arange(problem.vocab) % 5 == 3
         at_target = np.arange(problem.vocab) == made["target"][..., None]
         z = np.where(banned & ~at_target, -np.inf, z)
+    if problem.blemish == "dead_ignored":
+        z = np.where(np.isnan(z), -np.inf, z)
     made["logits"] = _shared(round_to(z, problem.dtype), problem.layouts["logits"])
 
 
@@ -179,9 +185,13 @@ def _upstreams(problem: Problem, rng: Any) -> Arrays:
 
 def _spoil(problem: Problem, rng: Any, made: Arrays) -> None:
     """What the blemish does to the arguments, in one token."""
-    if problem.blemish == "nan_row":
+    if problem.blemish in ("nan_row", "dead_ignored"):
+        token = rng.integers(problem.tokens)
         made["hidden"] = made["hidden"].copy()
-        made["hidden"].reshape(-1, problem.hidden)[rng.integers(problem.tokens)] = np.nan
+        made["hidden"].reshape(-1, problem.hidden)[token] = np.nan
+        if problem.blemish == "dead_ignored":
+            made["target"] = made["target"].copy()
+            made["target"].reshape(-1)[token] = problem.options.get("ignore_index", -100)
     elif problem.blemish == "outside":
         made["target"] = made["target"].copy()
         outside = [i for i in (problem.vocab, problem.vocab + 5, -7) if i != problem.options.get("ignore_index", -100)]

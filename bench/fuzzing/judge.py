@@ -29,6 +29,8 @@ def judged(problem: Problem) -> Verdict:
         outputs = runner.run(problem, arrays)
     except Exception as error:  # whatever is raised is the finding
         return Verdict(problem, _refusal(problem, error))
+    if problem.transform == "second":
+        return Verdict(problem, ("a second derivative was not refused",))
     if problem.blemish == "outside" and _looked_at(problem):
         return Verdict(problem, ("target: an id outside of the vocabulary was not refused",))
     return Verdict(problem, tuple(compared(problem, arrays, outputs)))
@@ -41,6 +43,10 @@ def _looked_at(problem: Problem) -> bool:
 
 def _refusal(problem: Problem, error: Exception) -> tuple[str, ...]:
     if problem.blemish == "outside" and isinstance(error, ValueError) and str(error).startswith("target: got id"):
+        return ()
+    if problem.transform == "second" and isinstance(error, (RuntimeError, NotImplementedError)):
+        return ()
+    if problem.arrays.get("class_weight") == "unused" and str(error).startswith("class_weight: got"):
         return ()
     if "accumulate_own" in problem.extras and "beside accumulate_into" in str(error):
         return ()

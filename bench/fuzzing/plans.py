@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from bench.fuzzing.problems import Problem
@@ -10,25 +11,24 @@ from logitless import plan
 
 def plan_arguments(problem: Problem) -> dict[str, Any]:
     """``plan`` or ``memory_budget`` for the call; nothing for the default plan."""
-    if problem.plan == "default" or (problem.backend == "triton" and problem.dtype == "float64"):
+    if problem.plan == "default":
         return {}
     order = problem.plan if problem.plan != "budget" else "vocab" if problem.plan_at < 0.5 else "tokens"
     length = problem.vocab if order == "vocab" else problem.tokens
-    chunk = max(1, round(length * max(problem.plan_at, 0.1)))
-    made = plan(
-        tokens=problem.tokens, hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype, order=order,
-        chunk=chunk, one_pass=_one_pass(problem), device="cpu" if problem.device == "cpu" else "gpu",
-        fused=problem.fused, padded=problem.backend == "pallas",
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "tokens": problem.tokens, "hidden": problem.hidden, "vocab": problem.vocab, "dtype": problem.dtype,
+        "one_pass": _one_pass(problem), "device": "cpu" if problem.device == "cpu" else "gpu",
+        "fused": problem.fused, "padded": problem.backend == "pallas",
+    }  # fmt: skip
+    made = plan(**sizes, order=order, chunk=max(1, round(length * max(problem.plan_at, 0.1))))
     if problem.plan != "budget":
         return {"plan": made}
-    # A call takes its chunks in whole tiles: what the smallest of those needs always fits.
-    least = plan(
-        tokens=problem.tokens, hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype, order=order,
-        chunk=128, one_pass=_one_pass(problem), device="cpu" if problem.device == "cpu" else "gpu",
-        fused=problem.fused, padded=problem.backend == "pallas",
-    )  # fmt: skip
-    return {"memory_budget": max(least.scratch_bytes, made.scratch_bytes)}
+    budget = made.scratch_bytes
+    try:
+        plan(**sizes, memory_budget=budget)
+    except ValueError as error:  # less than any plan in whole tiles needs: it says how much that is
+        budget = int(re.findall(r"\d+", str(error))[-1])
+    return {"memory_budget": budget}
 
 
 def _one_pass(problem: Problem) -> bool:

@@ -52,7 +52,8 @@ class Problem:
     vocab: int
     data: str
     blemish: str
-    """One token with something that is no number: in its hidden state, in its upstream gradient; or an id outside."""
+    """One token with something that is no number, in its hidden state (ignored or not) or its upstream gradient; or
+    with an id outside of the vocabulary."""
     options: dict[str, Any]
     arrays: dict[str, str]
     """Which optional arrays there are, and of what kind."""
@@ -137,14 +138,17 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
     none = options.get("reduction") == "none" or function == "linear_log_probs"
     blemish = _blemish(dice, function, none, int(np.prod(shape)))
     upstream = _upstream(dice, none)
+    needs = _needs(dice, function, arrays)
+    way = _way(dice, backend, function, dtype, device)
+    if way["transform"] == "second" and (not needs or blemish != "none" or not np.prod(shape)):
+        way["transform"] = "plain"
     return Problem(
         seed, index, device, backend, function, dtype, shape, hidden, vocab, data,
         blemish, options, arrays,
         ignored=dice.one((0.0, 0.0, 0.25, 0.7)) if layered and not dice.chance(0.03) else 1.0 if layered else 0.0,
         upstream="random" if blemish.endswith("upstream") else upstream,
-        layouts=_one_apart(_layouts(dice, backend, function, arrays), data, blemish),
-        needs=_needs(dice, function, arrays),
-        **_way(dice, backend, function, dtype, device),
+        layouts=_one_apart(_layouts(dice, backend, function, arrays), arrays, data, blemish),
+        needs=needs, **way,
     )  # fmt: skip
 
 
@@ -202,7 +206,9 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
         if dice.chance(0.3):
             arrays["token_weight"] = dice.one(("mask", "random", "huge", "tiny"))
         if dice.chance(0.3):
-            arrays["class_weight"] = dice.one(("positive", "signed", "huge", "tiny", "spread", "sum_1"))
+            arrays["class_weight"] = dice.one(("positive", "signed", "huge", "tiny", "spread", "sum_1", "unused"))
+        if arrays.get("class_weight") == "unused":
+            options.pop("label_smoothing", None)  # which uses all of them
         if options["reduction"] == "mean" and dice.chance(0.25):
             options["normalizer"] = dice.between(1.0, 300.0)
             if dice.chance(0.5):
@@ -251,7 +257,7 @@ def _more_options(dice: Dice, function: str, options: dict[str, Any], arrays: di
 def _blemish(dice: Dice, function: str, none: bool, tokens: int) -> str:
     if tokens < 2 or function not in ("linear_cross_entropy", "linear_log_probs", "cross_entropy"):
         return "none"
-    kinds = {"none": 0.82, "nan_row": 0.06, "outside": 0.04}
+    kinds = {"none": 0.82, "nan_row": 0.05, "dead_ignored": 0.03, "outside": 0.04}
     if none:
         kinds |= {"nan_upstream": 0.06, "inf_upstream": 0.06}
     return str(dice.one(kinds))
@@ -261,10 +267,15 @@ def _upstream(dice: Dice, none: bool) -> str:
     return str(dice.one(("random", "random", "expanded", "step", "offset") if none else ("one", "scaled", "scaled")))
 
 
-def _one_apart(layouts: dict[str, str], data: str, blemish: str) -> dict[str, str]:
+def _one_apart(layouts: dict[str, str], arrays: dict[str, str], data: str, blemish: str) -> dict[str, str]:
     """Of an array in which one element differs from the others, elements do not share memory."""
-    apart = {"nan_row": ("hidden", "logits"), "outside": ("target",)}.get(blemish, ())
+    apart = {
+        "nan_row": ("hidden", "logits"),
+        "dead_ignored": ("hidden", "logits", "target"),
+        "outside": ("target",),
+    }.get(blemish, ())
     apart = (*apart, "bias", "logits") if data == "banned" else apart
+    apart = (*apart, "class_weight", "target") if arrays.get("class_weight") == "unused" else apart
     shared = ("expanded", "broadcast")
     return {name: "step" if name in apart and layout in shared else layout for name, layout in layouts.items()}
 
@@ -312,6 +323,7 @@ def _way(dice: Dice, backend: str, function: str, dtype: str, device: str) -> di
         }
         if function in ("linear_cross_entropy", "linear_log_probs"):
             ways["func"] = 0.1
+        ways["second"] = 0.03
         if backend == "eager" and device == "cpu" and linear:
             ways["compile"] = 0.003
     else:

@@ -172,6 +172,8 @@ class _Run:
         if transform == "autograd_grad":
             grads = torch.autograd.grad(results, list(leaves.values()), self.upstreams(made), allow_unused=True)
             return dict(zip(leaves, grads, strict=True))
+        if transform == "second":
+            return self._second(made, leaves)
         if transform == "twice":  # another upstream gradient first, through the same graph
             torch.autograd.grad(results, list(leaves.values()), self.upstreams(made, -0.5), retain_graph=True)
         if transform == "downstream":  # a caller's own product, in place where a mask would be
@@ -186,6 +188,27 @@ class _Run:
         if self.buffer is not None:
             grads["weight"] = self.buffer
         return grads
+
+    def _second(self, made: Any, leaves: dict[str, Tensor]) -> dict[str, Any]:
+        """A derivative of the gradient, in one of the ways that torch has; it has to be refused."""
+        results, inputs = _several(made), list(leaves.values())
+        way = self.problem.index % 3
+        if way == 0:
+            from torch.autograd.functional import hvp
+
+            def total(*given: Tensor) -> Tensor:
+                again, _ = self.call(dict(zip(leaves, given, strict=True)))
+                return sum((m.sum() for m in _several(again)), torch.zeros((), device=given[0].device))
+
+            hvp(total, tuple(leaf.detach() for leaf in inputs), tuple(torch.ones_like(leaf) for leaf in inputs))
+            return {}
+        grads = torch.autograd.grad(results, inputs, self.upstreams(made), create_graph=True)
+        total_of_grads = sum((g.sum() for g in grads), torch.zeros((), device=inputs[0].device))
+        if way == 1:
+            torch.autograd.grad(total_of_grads, inputs, allow_unused=True)
+        else:
+            total_of_grads.backward()
+        return {}
 
     def _by_func(self) -> dict[str, Any]:
         import torch.func

@@ -91,6 +91,8 @@ def _cross_entropy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
         raw = arrays["logits"].astype(np.float64).reshape(problem.tokens, problem.vocab)
         magnitude = np.abs(np.where(np.isfinite(raw), raw, 0.0)).max(1, initial=0.0)
     target, outside = _inside(problem, arrays["target"])
+    if problem.arrays.get("class_weight") == "unused":  # what no target has may be anything
+        arrays = arrays | {"class_weight": np.where(np.abs(arrays["class_weight"]) < 1e30, arrays["class_weight"], 1.0)}
     upstream = _zero_outside(arrays["upstream"], outside, options)
     made = reference.cross_entropy(
         raw.reshape(*problem.shape, problem.vocab), target, upstream=upstream,
@@ -108,7 +110,7 @@ def _cross_entropy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     if not linear:
         gradient = made.logits_grad
         known = _norm(round_to(gradient, problem.dtype) - gradient)
-        outputs["dlogits"] = _gradient(problem, gradient, known, 0.0, _norm(gross), magnitude, outside)
+        outputs["dlogits"] = _gradient(problem, gradient, known, _Sums(0.0, _norm(gross), 0.0), magnitude, outside)
         return outputs
     return outputs | _products(problem, arrays, head, dz, gross, outside, _ideal(problem, arrays, options))
 
@@ -221,11 +223,11 @@ def _products(
     problem: Problem, arrays: Arrays, head: Head, dz: Any, gross: Any, outside: Any, ideal: dict[str, Any] | None
 ) -> dict[str, Expected]:
     """The gradients that the logits' gradient dz [N, V] gives, and what roundings cost; ``ideal`` may be missing."""
-    square, large = np.where(np.isfinite(dz), dz, 0.0) ** 2, np.where(np.isfinite(gross), gross, 0.0) ** 2
-    large = np.maximum(square, large)
-    x2, w2 = np.nan_to_num(head.x) ** 2, head.w**2
+    square = np.where(np.isfinite(dz), dz, 0.0) ** 2
+    large = np.maximum(np.where(np.isfinite(gross), np.abs(gross), 0.0), np.sqrt(square))
+    x, w = np.nan_to_num(head.x), head.w
     true = {
-        "hidden": (dz @ head.w).reshape(arrays["hidden"].shape),
+        "hidden": (dz @ w).reshape(arrays["hidden"].shape),
         "weight": np.where(head.valid[:, None], dz, 0.0).T @ head.x,
         "bias": dz.sum(0),
     }
@@ -233,24 +235,43 @@ def _products(
     outputs = {}
     for name in problem.needs:
         known = _norm(ideal[f"d{name}"] - true[name]) if ideal else 0.0
-        rough, most = (
-            float(np.sqrt({"hidden": (of @ w2).sum, "weight": (of.T @ x2).sum, "bias": of.sum}[name]()))
-            for of in (square, large)
-        )
-        made = _gradient(problem, true[name], known, rough, most, head.magnitude, outside)
+        sums = _Sums.of(name, square, large, x, w)
+        made = _gradient(problem, true[name], known, sums, head.magnitude, outside)
         if ideal is None:
-            made.allowed += 2 * GRADIENT[problem.dtype] * max(rough, _norm(true[name]))
+            made.allowed += 2 * GRADIENT[problem.dtype] * max(sums.rough, _norm(true[name]))
         made.allowed += slack.get(name, 0.0)
         made.poison = name == "hidden"
         outputs[f"d{name}"] = made
     if problem.data == TRAINED and "weight" in problem.needs and ideal and not slack:
         ids = common_ids(head.y[head.valid], problem.vocab)
-        rough, most = (float(np.sqrt((of[:, ids].T @ x2).sum())) for of in (square, large))
+        sums = _Sums.of("weight", square[:, ids], large[:, ids], x, w)
         known = _norm(ideal["dweight"][ids] - true["weight"][ids])
-        outputs["dweight of common ids"] = _gradient(
-            problem, true["weight"][ids], known, rough, most, head.magnitude, outside
-        )
+        outputs["dweight of common ids"] = _gradient(problem, true["weight"][ids], known, sums, head.magnitude, outside)
     return outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Norms of the terms that a gradient is the sum of."""
+
+    rough: float
+    """As if they were independent."""
+    most: float
+    """The same of what the terms are sums of."""
+    all: float
+    """Of these, magnitudes added up."""
+
+    @staticmethod
+    def of(name: str, square: Any, large: Any, x: Any, w: Any) -> _Sums:
+        """``square``: dz², [N, V]; ``large``: magnitudes of what dz is the sum of."""
+
+        def added(values: Any, other: Any) -> Any:
+            if name == "bias":
+                return values.sum(0)
+            return values @ other(w) if name == "hidden" else values.T @ other(x)
+
+        rough, most = (float(np.sqrt(added(of, np.square).sum())) for of in (square, large**2))
+        return _Sums(rough, most, _norm(added(large, np.abs)))
 
 
 def common_ids(y: Any, vocab: int) -> Any:
@@ -258,18 +279,16 @@ def common_ids(y: Any, vocab: int) -> Any:
     return np.argsort(-np.bincount(y, minlength=vocab), kind="stable")[:COMMON_ROWS]
 
 
-def _gradient(
-    problem: Problem, true: Any, ideal: float, rough: float, most: float, magnitude: Any, outside: Any
-) -> Expected:
-    """``ideal``: the norm of the ideal path's error; ``rough``: of the terms that are summed, as if independent;
-    ``most``: of what these terms are the sum of."""
-    dtype = problem.dtype
+def _gradient(problem: Problem, true: Any, ideal: float, sums: _Sums, magnitude: Any, outside: Any) -> Expected:
+    """``ideal``: the norm of the ideal path's error."""
+    dtype, tiny = problem.dtype, TINY[_wide(problem.dtype)]
     norm = _norm(np.where(np.abs(true) < LARGEST[dtype], true, 0.0))
     # One rounding is off by a quarter of its largest error, in the mean of squares; those of few tokens may be large.
     few = 6.0 / np.sqrt(max(1, min(problem.tokens, true.size)))
-    roundings = 0.25 * ROUNDING[dtype] * (np.hypot(rough, norm) + few * np.hypot(most, norm))
+    roundings = 0.25 * ROUNDING[dtype] * (np.hypot(sums.rough, norm) + few * np.hypot(sums.most, norm))
     roundings += SMALLEST[dtype] * np.sqrt(true.size)
-    wide = TINY[_wide(dtype)] * (1.0 + float(np.max(np.nan_to_num(magnitude), initial=0.0))) * max(most, norm)
+    logits = 1.0 + float(np.max(np.nan_to_num(magnitude), initial=0.0))
+    wide = tiny * (logits * max(sums.most, norm) + sums.all)
     allowed = RATIO * max(ideal, float(roundings)) + TINY[dtype] * norm + wide
     return Expected(true, allowed, dtype, undecided=bool(np.any(outside)))
 
@@ -502,7 +521,7 @@ def _gather(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     made = {"output": Expected(padded, 0.0, problem.dtype)}
     known = _norm(round_to(gradient, problem.dtype) - gradient)
     wide = float(np.sqrt(rough.sum()))
-    made["dinput"] = _gradient(problem, gradient, known, 0.0, 0.0, np.zeros(1), np.zeros(0, bool))
+    made["dinput"] = _gradient(problem, gradient, known, _Sums(0.0, 0.0, 0.0), np.zeros(1), np.zeros(0, bool))
     made["dinput"].allowed += TINY[_wide(problem.dtype)] * wide
     return made
 
