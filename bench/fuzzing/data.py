@@ -89,6 +89,7 @@ def _sampled(problem: Problem, rng: Any, x: Any, w: Any, b: Any) -> Any:
     z = z * problem.options.get("logit_scale", 1.0)
     if "softcap" in problem.options:
         z = problem.options["softcap"] * np.tanh(z / problem.options["softcap"])
+    z = z / problem.options.get("temperature", 1.0)
     return np.argmax(z + rng.gumbel(size=z.shape), axis=1)
 
 

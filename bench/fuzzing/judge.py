@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.fuzzing import data, truth
+from bench.fuzzing import data, head, truth
 from bench.fuzzing.problems import Problem
 
 
@@ -69,17 +69,17 @@ def compared(problem: Problem, arrays: data.Arrays, outputs: dict[str, Any]) -> 
         if source != name:
             target = arrays["target"].reshape(-1)
             valid = target != problem.options.get("ignore_index", -100)
-            made = made[truth.common_ids(target[valid], problem.vocab)]
+            made = made[head.common_ids(target[valid], problem.vocab)]
         wrong += _against(name, made, true)
     return wrong + _argmax(problem, arrays, outputs)
 
 
-def _against(name: str, made: Any, true: truth.Expected) -> list[str]:
+def _against(name: str, made: Any, true: head.Expected) -> list[str]:
     if made.shape != true.values.shape:
         return [f"{name}: shape {made.shape}, for {true.values.shape}"]
     if true.undecided:
         return []
-    known = np.isfinite(true.values) & (np.abs(np.nan_to_num(true.values)) < 0.999 * truth.LARGEST[true.dtype])
+    known = np.isfinite(true.values) & (np.abs(np.nan_to_num(true.values)) < 0.999 * head.LARGEST[true.dtype])
     wrong = []
     if not np.isfinite(made[known]).all():
         wrong.append(f"{name}: {int((~np.isfinite(made[known])).sum())} of {known.sum()} elements are not finite")

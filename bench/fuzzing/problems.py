@@ -194,6 +194,8 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
         options["logit_scale"] = dice.between(0.3, 2.0)
     if dice.chance(0.3):
         options["softcap"] = dice.between(2.0, 40.0)
+    if function != "distillation_loss" and dice.chance(0.25):
+        options["temperature"] = dice.between(0.5, 3.0)
     if data != "tied" and (data == "banned" or dice.chance(0.4)) and function != "cross_entropy":
         arrays["bias"] = "given"
     if function != "distillation_loss" and dice.chance(0.3):
