@@ -33,7 +33,6 @@ needs_torch = pytest.mark.skipif(not HAVE_TORCH, reason="breaks and runs a funct
 
 @pytest.mark.case(4, 5, 6, 33, 34, 35, 36)
 @pytest.mark.skipif(cuda_device_count() > 0, reason="on a GPU bench/fuzz.py --device cuda is run by itself")
-@pytest.mark.xfail(strict=False, reason="strided ids are still read as contiguous by the Triton backend")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_problems_are_right(part: int) -> None:
     seed = int(os.environ["LOGITLESS_FUZZ_SEED"])

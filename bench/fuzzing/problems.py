@@ -140,6 +140,8 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
     upstream = _upstream(dice, none)
     needs = _needs(dice, function, arrays)
     way = _way(dice, backend, function, dtype, device)
+    if backend == "triton" and device == "cpu" and blemish in ("nan_row", "dead_ignored"):
+        options.pop("return_stats", None)  # the interpreter's argmax raises where all elements are NaN
     if way["transform"] == "second" and (not needs or blemish != "none" or not np.prod(shape)):
         way["transform"] = "plain"
     return Problem(
