@@ -154,6 +154,11 @@ def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
     )
 
 
+def shaped(values: Tensor, shape: torch.Size) -> Tensor:
+    """``values`` [N] in the tokens' shape; as they are where that is theirs: a view costs time to make the caller's."""
+    return values if values.shape == shape else values.reshape(shape)
+
+
 def _prepare(arrays: Arrays, call: Call) -> Any:
     """The backend's inputs; under sequence parallelism from the hidden states of all ranks."""
     if call.shard is None:
@@ -181,14 +186,14 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
         else:
             sums = backend.token_sums(inputs, options, call.plan, call.statistics)
         if options.reduction == "none":
-            total = backend.losses(inputs, options, sums).reshape(arrays.target.shape)
+            total = shaped(backend.losses(inputs, options, sums), arrays.target.shape)
         else:
             total = backend.total_loss(inputs, options, sums, norm)
-        stats = eager.token_stats(inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
-        shaped = tuple(None if value is None else value.reshape(arrays.target.shape) for value in stats)
+        found = eager.token_stats(inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
+        stats = tuple(None if value is None else shaped(value, arrays.target.shape) for value in found)
     kept = needs.any or call.deferred is not None
     saved = (norm, sums.target_logit, sums.anchor, sums.log_total) if kept else ()
-    return Loss(total, shaped, saved, waiting)
+    return Loss(total, stats, saved, waiting)
 
 
 def loss_gradients(
@@ -291,8 +296,8 @@ def _log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
         else:
             sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
         ignored, shape = ~inputs.valid, arrays.target.shape
-        log_prob = (-sums.nll).masked_fill(ignored, 0.0).reshape(shape)
-        entropy = None if sums.entropy is None else sums.entropy.masked_fill(ignored, 0.0).reshape(shape)
+        log_prob = shaped((-sums.nll).masked_fill(ignored, 0.0), shape)
+        entropy = None if sums.entropy is None else shaped(sums.entropy.masked_fill(ignored, 0.0), shape)
     saved = (sums.target_logit, sums.anchor, sums.log_total, sums.entropy) if needs.any else ()
     return LogProbs(log_prob, entropy, saved, waiting)
 
