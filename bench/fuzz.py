@@ -96,13 +96,13 @@ def reproducing(seed: int, number: int, device: str, backends: tuple[str, ...]) 
     return f"python bench/fuzz.py --seed {seed}{more} --only {number}"
 
 
-def batches(problems: int, shard: str) -> list[list[int]]:
+def batches(problems: int, shard: str, size: int = BATCH) -> list[list[int]]:
     """The numbers of a shard's problems, in batches."""
     part, parts = map(int, shard.split("/"))
     if not 0 <= part < parts:
         raise SystemExit(f"--shard: got {shard}, allowed is K/S with K from 0 to S - 1")
     numbers = list(range(part, problems, parts))
-    return [numbers[start : start + BATCH] for start in range(0, len(numbers), BATCH)]
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -122,7 +122,8 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def fuzz(arguments: argparse.Namespace, header: dict[str, Any], part_file: Path | None) -> dict[str, Any]:
     """All batches that are not in the part file yet; the results of all."""
-    todo = batches(arguments.problems, arguments.shard)
+    # On a GPU most problems compile kernels: with larger batches the last process would run alone for long.
+    todo = batches(arguments.problems, arguments.shard, 5 if arguments.device == "cuda" else BATCH)
     done = _begun(part_file, header)
     known = {tuple(part["numbers"]) for part in done}
     backends = tuple(filter(None, arguments.backends.split(",")))

@@ -48,7 +48,7 @@ class Call:
     @property
     def one_pass(self) -> bool:
         possible = self.plan.one_pass and self.options.separable and self.options.reduction != "none"
-        return possible and bool(self.module.one_pass(jnp.dtype(self.plan.dtype)))
+        return possible and bool(self.module.one_pass(jnp.dtype(self.plan.dtype), self.options))
 
     @property
     def holds(self) -> bool:

@@ -772,9 +772,10 @@ class _Accumulators:
         return gradients._replace(weight=weight, bias=bias)
 
 
-def one_pass(dtype: Any) -> bool:
-    """Whether a chunk's exponentials can be held in what this module holds them in: always."""
-    return True
+def one_pass(dtype: Any, options: LossOptions) -> bool:
+    """Whether a chunk's matrix can be scaled into ``dtype``'s range before lse is known: float16's is too small for
+    what a z-loss, 2 λ lse, may make of it."""
+    return bool(dtype != jnp.float16 or not options.z_loss)
 
 
 def holds(dtype: Any) -> bool:

@@ -726,10 +726,10 @@ class _Accumulators:
         return hidden
 
 
-def one_pass(dtype: torch.dtype) -> bool:
-    """Whether exponentials relative to the target can be held in ``dtype``'s own range: here they are not."""
-    del dtype
-    return True
+def one_pass(dtype: torch.dtype, options: LossOptions) -> bool:
+    """Whether a chunk's matrix can be scaled into ``dtype``'s range before lse is known: float16's is too small for
+    what a z-loss, 2 λ lse, may make of it."""
+    return dtype != torch.float16 or not options.z_loss
 
 
 def holds(dtype: torch.dtype) -> bool:

@@ -77,7 +77,7 @@ class Call:
         possible = self.plan.one_pass and self.options.separable and self.options.reduction != "none"
         if self.into is not None and self.deferred is None:
             possible = possible and adds_in_one_pass(self.backend, self.plan)
-        return possible and bool(MODULES[self.backend].one_pass(self.compute_dtype))
+        return possible and bool(MODULES[self.backend].one_pass(self.compute_dtype, self.options))
 
     @property
     def holds(self) -> bool:
