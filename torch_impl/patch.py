@@ -8,8 +8,10 @@ model does around the loss (a mixture's auxiliary loss, caches, output tuples) s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from logitless import spec
 from logitless.planning import check_memory_budget
 from logitless.torch_impl import placements
 from logitless.torch_impl.api import BACKENDS, linear_cross_entropy
+from logitless.torch_impl.lazy_logits import LazyLogits, refused
 from logitless.torch_impl.lm_head import (
     Recorder,
     check_head,
@@ -77,9 +80,15 @@ def patch(
     Arguments:
         model: a causal language model of transformers, or one inside a wrapper (PEFT), changed in place.
         return_logits: whether a forward with labels also makes logits (one product more, and their memory). None: in
-            eval mode only, for metrics. Where they are not made the output has none: ``output.logits`` is None.
+            eval mode only, for metrics, when something reads them. Where they are not made, ``output.logits`` has their
+            shape, and what reads its elements is a RuntimeError that says so.
         label_smoothing, z_loss, memory_budget, backend: as for :func:`linear_cross_entropy`, in eval mode too. The
             smallest budget grows with the tokens of a batch, so one that nothing fits is refused in the forward.
+
+    A trainer that replaces the model's forward afterwards, as TRL's does (add_fused_lm_head), goes around the loss that
+    is replaced here: a warning says so once, and patch refuses a model whose forward is TRL's already. A forward
+    without labels in training makes full logits, which Trainer's label_smoothing_factor and compute_loss_func ask for:
+    another warning says that once.
 
     Returns the model. Raises TypeError or ValueError for an argument; NotImplementedError, with the reason, for a model
     whose head is not a plain linear map, has hooks of its own, or whose loss is another, here or in its first forward
@@ -97,6 +106,7 @@ def patch(
     forward = owner.__dict__.get("forward")
     if any(_patch_of(layer) is not None for layer in _layers(forward)):
         raise RuntimeError("model: got one that is patched already, allowed is one patch at a time: unpatch it first")
+    _refuse_trl(owner, forward)
     signature = inspect.signature(owner.forward)
     if "labels" not in signature.parameters:
         raise NotImplementedError(f"model: the forward of {type(owner).__name__} takes no labels, so it has no loss")
@@ -106,7 +116,69 @@ def patch(
     }  # fmt: skip
     chosen = Patch(head_name, return_logits, loss_options, forward, signature)
     owner.__dict__["forward"] = types.MethodType(_make_forward(chosen), owner)
+    _WATCHED[owner] = _Watch(owner.register_forward_hook(_watch, with_kwargs=True))
     return model
+
+
+@dataclasses.dataclass
+class _Watch:
+    """What became of a patched model's forwards."""
+
+    handle: Any
+    ran: bool = False
+    """Whether the patched forward has run since the last look."""
+    bypassed: bool = False
+    """Whether the warnings were given."""
+    full: bool = False
+
+
+_WATCHED: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictionary()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _watch(owner: nn.Module, _: Any, named: dict[str, Any], __: Any) -> None:
+    """After every forward of the owner: whether one with labels was the patched one. A copy of the model has none."""
+    watch = _WATCHED.get(owner)
+    if watch is None:
+        return
+    ran, watch.ran = watch.ran, False
+    if not ran and not watch.bypassed and named.get("labels") is not None:
+        watch.bypassed = True
+        by = _module_of(owner.__dict__.get("forward")) or "other code"
+        warnings.warn(
+            f"logitless: {by} has replaced the forward of the patched {type(owner).__name__}: its loss is not the one "
+            f"of patch, which has no effect here",
+            stacklevel=2,
+        )
+
+
+def _module_of(forward: Any) -> str | None:
+    """The module that a function was written in, whatever functools.wraps has copied to it."""
+    function = getattr(forward, "__func__", forward)
+    return getattr(function, "__globals__", {}).get("__name__")
+
+
+def _refuse_trl(owner: nn.Module, forward: Any) -> None:
+    if str(_module_of(forward)).split(".")[0] == "trl":
+        raise NotImplementedError(
+            f"model: the forward of {type(owner).__name__} is TRL's already (add_fused_lm_head): it computes "
+            f"log-probabilities of its own and never calls the loss that patch replaces; allowed is a trainer that "
+            f"takes the model's loss (transformers.Trainer)"
+        )
+
+
+def _warn_full_logits(owner: nn.Module) -> None:
+    """A forward without labels in training: somebody else's loss, of full logits."""
+    watch = _WATCHED.get(owner)
+    if watch is None or watch.full or not owner.training or not torch.is_grad_enabled():
+        return
+    watch.full = True
+    warnings.warn(
+        f"logitless: a forward of the patched {type(owner).__name__} without labels makes full logits in training, as "
+        f"Trainer does with label_smoothing_factor or compute_loss_func: use patch(model, label_smoothing=...), and "
+        f"let the model compute its loss",
+        stacklevel=2,
+    )
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -123,11 +195,14 @@ def unpatch(model: nn.Module) -> nn.Module:
         found = _patch_of(forward)
         if found is None:
             covered = covered or any(_patch_of(layer) is not None for layer in _layers(forward))
-        elif found.before is None:
-            del owner.__dict__["forward"]
-            return model
         else:
-            owner.__dict__["forward"] = found.before
+            if found.before is None:
+                del owner.__dict__["forward"]
+            else:
+                owner.__dict__["forward"] = found.before
+            watch = _WATCHED.pop(owner, None)
+            if watch is not None:
+                watch.handle.remove()
             return model
     raise RuntimeError(
         "model: its patched forward was wrapped since, allowed is to take that off first (accelerate: "
@@ -171,7 +246,10 @@ def _make_forward(chosen: Patch) -> Callable[..., Any]:
     def run(owner: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         before = chosen.before
         original = types.MethodType(type(owner).forward, owner) if before is None else before
+        if owner in _WATCHED:
+            _WATCHED[owner].ran = True
         if _labels(chosen.signature, arguments, named) is None:
+            _warn_full_logits(owner)
             return original(*arguments, **named)
         recorder = recorders.setdefault(owner, Recorder())
         try:
@@ -215,8 +293,7 @@ def _forward_with_loss(
             "model: its LM head is recorded already, by capture_lm_head or another thread (torch.nn.DataParallel), "
             "allowed is one forward at a time"
         )
-    with_logits = chosen.return_logits if chosen.return_logits is not None else not owner.training
-    loss = _Loss(owner, head, recorder, chosen.loss_options, with_logits)
+    loss = _Loss(owner, head, recorder, chosen.loss_options, chosen.return_logits)
     try:
         with replaced(head, "forward", recorder), replaced(owner, "_loss_function", loss):
             output = original(*arguments, **named)
@@ -242,8 +319,9 @@ class _Loss:
     """Stands for a model's loss function in one forward: the same arguments, but probes in the logits' place."""
 
     def __init__(
-        self, owner: nn.Module, head: nn.Module, recorder: Recorder, loss_options: dict[str, Any], with_logits: bool
-    ) -> None:
+        self, owner: nn.Module, head: nn.Module, recorder: Recorder, loss_options: dict[str, Any],
+        with_logits: bool | None,
+    ) -> None:  # fmt: skip
         self.owner, self.head, self.recorder = owner, head, recorder
         self.loss_options, self.with_logits = loss_options, with_logits
         self.logit_scale, self.softcap = logit_options(owner)
@@ -267,8 +345,7 @@ class _Loss:
         # Now, inside the model's forward: where the weight is sharded, only then it is whole.
         weight: Any = self.head.weight
         bias: Any = self.head.bias
-        if self.with_logits:
-            self.logits = self._make_logits(hidden, weight, bias).to(logits.dtype)
+        self.logits = self._logits(hidden, weight, bias, logits.dtype)
         return linear_cross_entropy(
             hidden,
             weight,
@@ -302,12 +379,36 @@ class _Loss:
         self.probes = logits
         return hidden
 
-    def _make_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The output's logits: made, to be made when something reads them, or never."""
+        shape = (*hidden.shape[:-1], len(weight))
+        if self.with_logits is False or (self.with_logits is None and self.owner.training):
+            # float32: what casts a model's 16-bit results has nothing to do with it.
+            return LazyLogits.of(refused, shape, torch.float32, hidden.device)
+        make = functools.partial(self._make_logits, hidden, weight, bias, dtype)
+        # A weight that FSDP has gathered is whole inside of the forward alone.
+        if self.with_logits or any("FSDP" in type(module).__name__ for module in self.owner.modules()):
+            return make()
+        version, grad = weight._version, torch.is_grad_enabled()
+
+        def later() -> Tensor:
+            if weight._version != version:
+                raise RuntimeError(
+                    "logits: the LM head's weight was changed after the forward that these are of, allowed is to read "
+                    "them before; patch(model, return_logits=True) makes them at once"
+                )
+            with torch.set_grad_enabled(grad):
+                return make()
+
+        return LazyLogits.of(later, shape, dtype, hidden.device)
+
+    def _make_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """z = f(hidden weightᵀ + bias), [..., V], rounded where models round it."""
         z = _linear(hidden, weight, bias)
         if self.logit_scale != 1.0:
             z = z * self.logit_scale
-        return z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
+        z = z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
+        return z.to(dtype)
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -336,6 +437,7 @@ def _target(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, 
     return given.reshape(hidden.shape[:-1]).to(hidden.device)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_logits(output: Any, probes: Tensor, logits: Tensor | None) -> Any:
     """A model's output with logits in the probes' place, or without them, as transformers leaves out what is None."""
     if isinstance(output, dict):
