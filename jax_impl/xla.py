@@ -586,7 +586,7 @@ def known_loss_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Ar
     k = inputs.class_weight
     largest = 1.0 if k is None else inputs.shard.largest(jnp.abs(k).max())
     scale = jnp.abs(alpha) + jnp.abs(beta) + smooth * largest
-    scale = jnp.where(scale == 0, 1.0, scale)
+    scale = jnp.where((scale == 0) | (inputs.hidden.dtype != jnp.float16), 1.0, scale)
     return KnownRows(sums.anchor, sums.log_total, g * scale, target / scale, alpha=alpha / scale, sigma=smooth / scale)
 
 
@@ -887,7 +887,8 @@ def known_gradients(
     # Devices' shares of dX are rounded after they are summed.
     hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
     known = known.of(inputs.valid)
-    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, options, known.unit, anchored=False)
+    unit = known.unit if inputs.hidden.dtype == jnp.float16 else largest_factor(g)
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, options, unit, anchored=False)
 
     def chunk(state: Any, first: Any, tokens: int) -> Any:
         x = _rows_of(inputs, first, tokens)

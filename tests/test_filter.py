@@ -101,7 +101,7 @@ def cut_of(impl: Any, problem: Problem, chosen: ChunkPlan) -> FilterCut:
         chunk=chosen.token_chunk,
         block=None if chosen.order == "tokens" else chosen.vocab_chunk,
         drops_ignored=impl.fused,
-        keeps_targets=not one_pass or (impl.fused and problem.dtype == "float16"),
+        keeps_targets=not one_pass or (problem.dtype == "float16" and (impl.fused or problem.options.z_loss > 0)),
     )
 
 

@@ -257,7 +257,7 @@ def test_options_of_a_case_are_accepted(impl: Any) -> None:
     passed = set(options_of(problem_named("odd_most").case()))
     assert names - passed == {
         "hidden", "weight", "target", "bias", "plan", "memory_budget", "backend", "return_stats",
-        "process_group", "sequence_parallel", "accumulate_into", "defer_weight_grad",
+        "process_group", "sequence_parallel", "accumulate_into", "defer_weight_grad", "temperature",
     }  # fmt: skip
 
 
