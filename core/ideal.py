@@ -55,7 +55,7 @@ def ideal_gradients(case: Case, product: Callable[[Any, Any], Any] = np.matmul) 
     dz: Any = p * (beta + smooth * k.sum() + 2 * real(o.z_loss) * lse)[:, None] - smooth * k
     dz[index, y] -= beta
     rows: Any = np.where(valid, case.upstream_rows() * t * o.logit_scale, 0).astype(real)
-    # A common scale is free (loss scaling): the largest factor stays out of the rounding, in float16's narrow range with
+    # A common scale is free (loss scaling): the largest factor stays out of the rounding, in float16's range with
     # the class weights.
     size = np.abs(beta) + abs(smooth * k.sum()) if dtype == "float16" else np.ones_like(beta)
     unit = np.abs(rows * np.where(size > 0, size, 1)).max(initial=0) or real(1)
