@@ -118,6 +118,9 @@ def products(
         made = bounded(problem, true[name], known, sums, head.magnitude, outside)
         if ideal is None:
             made.allowed += 2 * GRADIENT[problem.dtype] * max(sums.rough, norm_of(true[name]))
+            # No common factor keeps the logits' gradients of confident tokens above float16's smallest number.
+            largest = max(1.0, float(np.max(np.abs(np.nan_to_num(arrays["upstream"], posinf=0.0)), initial=0.0)))
+            made.allowed += RATIO * SMALLEST[problem.dtype] * largest * Sums.of(name, 0 * dz, 0 * dz + 1.0, x, w).most
         made.allowed += slack.get(name, 0.0)
         made.poison = name == "hidden"
         outputs[f"d{name}"] = made
@@ -138,7 +141,7 @@ class Sums:
     most: float
     """The same of what the terms are sums of."""
     all: float
-    """Of these, magnitudes added up."""
+    """Of these, magnitudes added up, as if what float32 loses in long sums were a larger part of each."""
 
     @staticmethod
     def of(name: str, square: Any, large: Any, x: Any, w: Any) -> Sums:
@@ -150,7 +153,9 @@ class Sums:
             return values @ other(w) if name == "hidden" else values.T @ other(x)
 
         rough, most = (float(np.sqrt(added(of, np.square).sum())) for of in (square, large**2))
-        return Sums(rough, most, norm_of(added(large, np.abs)))
+        # TINY is 16 roundings of float32: what adding up 256 terms one after another loses on average.
+        longer = max(1.0, np.sqrt(large.shape[1] if name == "hidden" else large.shape[0]) / 16.0)
+        return Sums(rough, most, longer * norm_of(added(large, np.abs)))
 
 
 def common_ids(y: Any, vocab: int) -> Any:

@@ -142,6 +142,8 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
     way = _way(dice, backend, function, dtype, device)
     if backend == "triton" and device == "cpu" and blemish in ("nan_row", "dead_ignored"):
         options.pop("return_stats", None)  # the interpreter's argmax raises where all elements are NaN
+    if "accumulate_own" in way["extras"] and way["plan"] == "budget":
+        way["plan"] = "default"  # one chunk, or the vocab order: what that needs at least is no plan's own number
     if way["transform"] == "second" and (not needs or blemish != "none" or not np.prod(shape)):
         way["transform"] = "plain"
     return Problem(
