@@ -50,14 +50,14 @@ PARTS = {
 }
 
 
-def make_overlay(folder: Path) -> Path:
-    """A folder with a package ``logitless`` made of links to the checkout's four packages."""
+def make_overlay(folder: Path, root: Path = ROOT) -> Path:
+    """A folder with a package ``logitless`` made of links to the four packages of a checkout."""
     package = folder / "logitless"
     package.mkdir()
-    for source in (ROOT / "core").iterdir():
+    for source in (root / "core").iterdir():
         (package / source.name).symlink_to(source)
     for name in ("torch_impl", "jax_impl", "interop"):
-        (package / name).symlink_to(ROOT / name)
+        (package / name).symlink_to(root / name)
     return folder
 
 

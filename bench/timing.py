@@ -34,13 +34,13 @@ WARM_S = 0.4
 TIMED_S = 0.2
 
 
-def burst_ms(step: Step, wait: Callable[[], object]) -> list[float]:
+def burst_ms(step: Step, wait: Callable[[], object], timed_s: float = TIMED_S) -> list[float]:
     """Mean time of a step, by the host's clock, of several started back to back: [milliseconds].
 
     Both frameworks return from a step before the device has done it. A single step waited for would carry the host's
     own time to start it and to learn of its end, 0.1 to 0.3 ms; in a row of steps all but the first are started while
     the device is busy, as between two events on a stream, and what is left is divided by their number. At least two
-    steps, and as many as take ``TIMED_S``. ``wait`` returns when everything started is done.
+    steps, and as many as take ``timed_s``. ``wait`` returns when everything started is done.
     """
     begin, number = time.perf_counter(), 0
     while time.perf_counter() - begin < WARM_S:
@@ -48,7 +48,7 @@ def burst_ms(step: Step, wait: Callable[[], object]) -> list[float]:
         wait()
         number += 1
     one = (time.perf_counter() - begin) / number
-    repeats = max(2, round(TIMED_S / one))
+    repeats = max(2, round(timed_s / one))
     begin = time.perf_counter()
     for _ in range(repeats):
         step()

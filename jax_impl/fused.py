@@ -299,7 +299,7 @@ def _sums(c: _Call, rows: _Rows, statistics: Statistics, holds: bool) -> tuple[A
     made = kernels.logits(config, anchored(anchor), outputs)
     sums = _line_sums(c, rows, made, anchor, target_logit)
     again, moved = _rescued(c, rows, sums, extremes)
-    references = {name: jax.new_ref(value) for name, value in made.items()}
+    references = {name: kernels.reference(value) for name, value in made.items()}
     kernels.logits(config, anchored(moved) | {"tiles": again} | references, {})
     made = {name: kernels.written(reference) for name, reference in references.items()}
     sums = _line_sums(c, rows, made, moved, target_logit)
@@ -621,7 +621,7 @@ def _into(
     given = {name: out for name, out in outs.items() if out is not None}
     if not given:
         return kernel(arguments, shapes)
-    references = {name: jax.new_ref(out) for name, out in given.items()}
+    references = {name: kernels.reference(out) for name, out in given.items()}
     kernel(arguments | references, {})
     return {name: kernels.written(reference) for name, reference in references.items()}
 
@@ -837,7 +837,7 @@ def _add_targets(c: _Call, weight: Array, by_token: _Factors, scale: Array) -> A
     shared = {"key": jnp.pad(key, (0, more), constant_values=c.padded_vocab), "scale": scale}
     lists = {"token": token} | vectors._asdict()
     lists = {name: jnp.pad(vector, (0, more)) for name, vector in lists.items()}
-    out = jax.new_ref(weight)
+    out = kernels.reference(weight)
     part = kernels.add_targets(shared | lists | {"x": c.hidden, "out": out})["part"]
     kernels.add_long_runs(shared | {"part": part, "out": out})
     return kernels.written(out)

@@ -146,6 +146,11 @@ def _launch(
     return dict(zip(outputs, lax.optimization_barrier(made), strict=True))
 
 
+def reference(value: Array) -> Any:
+    """A jax.Ref for kernels to write to, behind a barrier as every other argument of theirs (:func:`_launch`)."""
+    return jax.new_ref(lax.optimization_barrier(value))
+
+
 def written(reference: Any) -> Array:
     """What a jax.Ref holds after the kernels that write to it."""
     value: Array = lax.optimization_barrier(reference[...])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,7 +14,7 @@ from logitless.jax_impl.logits_xla import LogitRows, logit_rows
 from logitless.spec import LossOptions
 
 with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called
-    from logitless.jax_impl import logits_kernels
+    from logitless.jax_impl import kernels, logits_kernels
 
 __all__ = ["gradient", "logit_rows", "token_sums", "unavailable"]
 
@@ -84,7 +83,7 @@ def gradient(inputs: xla.Inputs, options: LossOptions, known: LogitRows, in_plac
         arguments["smooth"] = known.smooth
 
     def launch(arguments: dict[str, Array]) -> Array:
-        given = {"logits": jax.new_ref(arguments["logits"])} if in_place else {}
+        given = {"logits": kernels.reference(arguments["logits"])} if in_place else {}
         return logits_kernels.gradient(row, arguments | given)
 
     made: Array = fused._one_by_one(launch)(arguments)

@@ -518,6 +518,27 @@ def test_vmap_of_grad_lowers_or_says_why_not() -> None:
         _lowered(jax.vmap(step), *arrays)
 
 
+@pytest.mark.gpu
+@needs_jax
+@pytest.mark.case(32)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_vmap_of_grad_is_each_problem_by_itself(in_place: bool) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import cross_entropy
+
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("jax.vmap over the kernels needs jax 0.11")
+    keys = jax.random.split(jax.random.key(0), 2)
+    z = 4 * jax.random.normal(keys[0], (3, 40, 1000), jnp.bfloat16)
+    y = jax.random.randint(keys[1], (3, 40), 0, 1000)
+    step = jax.jit(jax.grad(lambda z, y: cross_entropy(z, y, backend="pallas", inplace_backward=in_place)))
+    mapped = jax.jit(jax.vmap(step))(z, y)
+    for i in range(len(z)):
+        assert jnp.array_equal(mapped[i], step(z[i], y[i]))
+
+
 @needs_jax
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [128256, 50257])

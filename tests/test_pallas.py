@@ -478,14 +478,21 @@ def assert_close(one: Any, other: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.case(32)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_vmap_of_grad_is_each_problem_by_itself(reduction: Any, hopper: None) -> None:
-    def total(x: Any, w: Any, y: Any) -> Any:
-        return linear_cross_entropy(x, w, y, reduction=reduction, backend="pallas").sum()
-
-    x, w, y = problem()
-    one = jax.value_and_grad(total, (0, 1))
+@pytest.mark.parametrize("order", [None, "tokens", "vocab"])
+@pytest.mark.parametrize("needs", [(0,), (1,), (0, 1)])
+def test_vmap_of_grad_is_each_problem_by_itself(needs: Any, order: Any, reduction: Any, hopper: None) -> None:
+    """``order``: of several chunks, whose sums wait in the residuals for kernels that add to them; None: one chunk."""
     if jax.__version_info__ < (0, 11):
         pytest.skip("jax.vmap over the kernels needs jax 0.11")
+    x, w, y = problem()
+    sizes = {"tokens": y[0].size, "hidden": w.shape[1], "vocab": len(w), "dtype": "bfloat16"}
+    chunk = 64 if order == "tokens" else 256
+    chosen = plan(**sizes, order=order, chunk=chunk, fused=True, padded=True) if order else None
+
+    def total(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, reduction=reduction, plan=chosen, backend="pallas").sum()
+
+    one = jax.value_and_grad(total, needs)
     mapped = jax.jit(jax.vmap(one, (0, None, 0)))(x, w, y)
     for i in range(len(x)):
         assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], mapped), jax.jit(one)(x[i], w, y[i]))

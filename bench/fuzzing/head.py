@@ -119,7 +119,7 @@ def products(
         if ideal is None:
             made.allowed += 2 * GRADIENT[problem.dtype] * max(sums.rough, norm_of(true[name]))
             # No common factor keeps the logits' gradients of confident tokens above float16's smallest number.
-            largest = max(1.0, float(np.max(np.abs(np.nan_to_num(arrays["upstream"], posinf=0.0)), initial=0.0)))
+            largest = float(np.max(np.abs(np.nan_to_num(arrays["upstream"], posinf=0.0)), initial=0.0))
             made.allowed += RATIO * SMALLEST[problem.dtype] * largest * Sums.of(name, 0 * dz, 0 * dz + 1.0, x, w).most
         made.allowed += slack.get(name, 0.0)
         made.poison = name == "hidden"
