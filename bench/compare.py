@@ -2,7 +2,8 @@
 
 What a change costs is less than what a GPU's clock drifts by between two programs. Here each checkout has a process of
 its own, which keeps its arrays and kernels, and the two take turns in rows of steps of a second, in another order every
-round. The floor is the same code in both: its ratio says how far a ratio of this run can be trusted.
+round. Where its arrays lie in the GPU's memory moves a process by as much as 2 %, so that the processes start anew
+several times. The floor is the same code in both: its ratios say how far those of a run can be trusted.
 
 BEFORE is a folder with the other checkout's packages (``git worktree add BEFORE COMMIT``); this checkout's programs
 time both. Writes DIR/compare.json; a second call with the same DIR adds its rows.
@@ -11,7 +12,6 @@ time both. Writes DIR/compare.json; a second call with the same DIR adds its row
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
@@ -52,24 +52,20 @@ def variants(framework: str, name: str) -> tuple[dict[str, Callable[[], object]]
 
 
 def serve(checkout: Path, framework: str, seconds: float) -> None:
-    """Time what the lines of the standard input name: ``shape`` makes a shape's steps, ``shape variant`` times one."""
+    """The first line of the standard input names a shape; every other one, a variant to be timed."""
     from bench.gpu_check import make_overlay
     from bench.timing import burst_ms
 
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, str(make_overlay(Path(folder), checkout)))
-        steps: dict[str, Callable[[], object]] = {}
-        wait: Callable[[], object] = gc.collect
+        steps, wait = variants(framework, sys.stdin.readline().strip())
+        _answer(list(steps))
         for line in sys.stdin:
-            name, _, variant = line.strip().partition(" ")
-            if variant:
-                answer: Any = burst_ms(steps[variant], wait, seconds)[0]
-            else:
-                steps.clear()
-                gc.collect()  # the last shape's arrays
-                steps, wait = variants(framework, name)
-                answer = list(steps)
-            print("answer", json.dumps(answer), flush=True)
+            _answer(burst_ms(steps[line.strip()], wait, seconds)[0])
+
+
+def _answer(value: Any) -> None:
+    print("answer", json.dumps(value), flush=True)
 
 
 class Side:
@@ -99,18 +95,22 @@ class Side:
         self._process.wait()
 
 
-def compared(name: str, sides: dict[str, Side], rounds: int) -> list[dict[str, Any]]:
-    """A row a variant: medians of both sides, and the median of the rounds' ratios, after over before."""
-    for side in sides.values():
-        side.start(name)
-    kinds, _ = (side.answer() for side in sides.values())
-    times: dict[str, dict[str, list[float]]] = {kind: {side: [] for side in sides} for kind in kinds}
+def compared(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a variant: medians of both sides, and the median of all rounds' ratios, after over before."""
+    times: dict[str, dict[str, list[float]]] = {}
     order = random.Random(0)
-    for _ in range(rounds):
-        for kind in order.sample(kinds, len(kinds)):
-            for side in order.sample(list(sides), len(sides)):
-                sides[side].start(f"{name} {kind}")
-                times[kind][side].append(sides[side].answer())
+    for _ in range(arguments.starts):
+        sides = {side: Side(path, arguments) for side, path in zip(SIDES, (arguments.checkout, ROOT), strict=True)}
+        for side in sides.values():
+            side.start(name)
+        kinds, _ = (side.answer() for side in sides.values())
+        for _ in range(arguments.rounds):
+            for kind in order.sample(kinds, len(kinds)):
+                for side in order.sample(SIDES, len(SIDES)):
+                    sides[side].start(kind)
+                    times.setdefault(kind, {side: [] for side in SIDES})[side].append(sides[side].answer())
+        for side in sides.values():
+            side.end()
     return [row_of(name, kind, made) for kind, made in times.items()]
 
 
@@ -128,7 +128,8 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, metavar="BEFORE")
     parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=3, help="of both processes")
+    parser.add_argument("--rounds", type=int, default=2, help="of every start")
     parser.add_argument("--seconds", type=float, default=1.0, help="how long a row of steps is")
     parser.add_argument("--output", type=Path, default=Path(), help="folder for compare.json")
     parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
@@ -141,15 +142,12 @@ def main() -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     found |= {"machine": machine.describe(arguments.commit), "before": arguments.before}
-    sides = {side: Side(path, arguments) for side, path in zip(SIDES, (arguments.checkout, ROOT), strict=True)}
     for name in arguments.shapes:
-        rows = compared(name, sides, arguments.rounds)
+        rows = compared(name, arguments)
         for row in rows:
             print(f"{name} {row['variant']}: {row['after_ms']:.3f} ms, {row['ratio']:.4f}", flush=True)
         found.setdefault(f"{arguments.framework}_rows", []).extend(rows)
         file.write_text(json.dumps(found, indent=1) + "\n")
-    for side in sides.values():
-        side.end()
     return None
 
 
