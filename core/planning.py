@@ -125,6 +125,10 @@ class ChunkPlan:
     padded: bool = False
     """Whether ``scratch_bytes`` counts whole tiles, and padded copies where V % 8 or D % 64 is not 0 ("pallas")."""
 
+    eager: bool = False
+    """Whether ``scratch_bytes`` is that of PyTorch's own operations ("eager"). Else a portable plan's is XLA's, which
+    may hold several blocks at once; it is more, so that it holds in both frameworks."""
+
     @property
     def chunks(self) -> int:
         """Number of chunks along the order's own axis."""
@@ -206,7 +210,7 @@ class ChunkPlan:
         """A promise: bytes beyond inputs and gradients that are live at any time, forward and backward, any option."""
         if self.fused:
             return self._padded_scratch_bytes if self.padded else self._fused_scratch_bytes
-        return self._portable_scratch_bytes
+        return self._eager_scratch_bytes if self.eager else self._portable_scratch_bytes
 
     @property
     def fused_columns(self) -> int:
@@ -280,6 +284,34 @@ class ChunkPlan:
         # several devices it does not; there Shard.scratch_bytes counts dX's float32 share beside, which follows.)
         lent = self.fused_columns < self.vocab and self.tokens % 8 == 0 and hidden == self.hidden
         return copies + max(operand + lines, matrix + (max(sums, operand) if lent else sums + operand)) + vectors
+
+    @property
+    def _eager_scratch_bytes(self) -> int:
+        item, low = self.accumulation_itemsize, self.low_precision
+        several = self.token_chunk < self.tokens
+        row, narrow = self.hidden * item, self.hidden * ITEMSIZE[self.dtype] if low else 0
+        block = self.token_chunk * self.vocab_chunk * item
+        upcast = self.vocab_chunk * row if low else 0  # the weight's block, where operands are converted
+        # dX and dW in the accumulation dtype. While blocks are worked on, the gradients' own buffers are not there yet.
+        sums = self.vocab * row if self.weight_accumulator else 0
+        sums += self.tokens * row if self.one_pass and low else 0
+        early = sums - sums * ITEMSIZE[self.dtype] // item
+        # Of a chunk's tokens x, x times its factors, and dX before it is rounded. The next chunk begins beside them.
+        rows = self.token_chunk * row
+        kept = rows * (3 if low and not self.one_pass else 2)
+        begun = (kept if several else 0) + self.token_chunk * (row + narrow)
+        gathered = (1 + several) * rows + min(self.token_chunk, ANCHOR_ROWS) * (row + narrow)  # w[y]
+        if self.one_pass:
+            held = self.token_chunk * self.row_stride * item
+            # First the softcap's slope and an elementwise temporary; then a filter's, or the weight's block.
+            work = max((1 + several) * rows + 2 * block, kept + max(block * 3 // 2, upcast))
+        else:
+            held = block
+            rounded = 0 if self.weight_accumulator else upcast  # a block of dW before it is rounded
+            # The softcap's slope and the entropy's coefficient; then the weight's blocks.
+            work = kept + max(2 * block, upcast + rounded)
+        vectors = 8 * (ROW_VECTORS * self.tokens + VOCAB_VECTORS * self.vocab + 4 * self.hidden)
+        return max(sums, early + held + max(work, begun, gathered)) + vectors
 
     @property
     def _portable_scratch_bytes(self) -> int:
@@ -358,6 +390,7 @@ def plan(
     fused: bool = False,
     padded: bool = False,
     hold: bool = False,
+    eager: bool = False,
 ) -> ChunkPlan:
     """Choose how to cut a linear cross-entropy call.
 
@@ -377,6 +410,7 @@ def plan(
         hold: with ``fused`` and one_pass=False, whether the plan may be one chunk in one pass all the same: N × V
             exponentials in the input dtype are held from the forward until the upstream gradients arrive. (The calls
             allow it where a memory_budget is given and only losses or log-probabilities are differentiated.)
+        eager: whether the scratch is that of PyTorch's "eager", which is less than XLA's.
 
     Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
     is a ValueError that names the smallest scratch there is.
@@ -392,11 +426,13 @@ def plan(
         raise ValueError(f"order: got None beside chunk={chunk}, allowed are 'tokens', 'vocab': chunk counts along it")
     if fused and dtype == "float64":
         raise ValueError("fused: got True beside dtype='float64', allowed is False: the kernels have no float64")
+    if fused and eager:
+        raise ValueError("eager: got True beside fused=True, allowed is False: a backend is one of the two")
     held = fused and dtype != "float16" and tokens > 0
     one_pass = bool(one_pass) and not (fused and dtype == "float16")
     return _plan(
         int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, one_pass, device,
-        bool(fused), bool(fused and padded), bool(hold and held and not one_pass),
+        bool(fused), bool(fused and padded), bool(hold and held and not one_pass), bool(eager),
     )  # fmt: skip
 
 
@@ -414,23 +450,25 @@ def _plan(
     fused: bool,
     padded: bool,
     hold: bool,
+    eager: bool,
 ) -> ChunkPlan:
     candidates: list[ChunkPlan] = []
+    backend: dict[str, bool] = {"fused": fused, "padded": padded, "eager": eager}
     if order in (None, "tokens"):
         sizes = [chunk] if chunk else _balanced_sizes(tokens, TOKEN_TILE)
         if fused and not chunk:
             sizes = _with_whole_turns(sizes, tokens)
         block = min(vocab, TOKENS_ORDER_BLOCK)
         candidates += [
-            ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block, fused, padded)
+            ChunkPlan(tokens, hidden, vocab, dtype, "tokens", one_pass, min(size, max(1, tokens)), block, **backend)
             for size in sizes
         ]
         if hold and (chunk is None or chunk >= tokens):
-            candidates.append(ChunkPlan(tokens, hidden, vocab, dtype, "tokens", True, tokens, block, fused, padded))
+            candidates.append(ChunkPlan(tokens, hidden, vocab, dtype, "tokens", True, tokens, block, **backend))
     if order in (None, "vocab"):
         sizes = [chunk] if chunk else _balanced_sizes(vocab, VOCAB_TILE)
         candidates += [
-            ChunkPlan(tokens, hidden, vocab, dtype, "vocab", False, max(1, tokens), min(size, vocab), fused, padded)
+            ChunkPlan(tokens, hidden, vocab, dtype, "vocab", False, max(1, tokens), min(size, vocab), **backend)
             for size in sizes
         ]
     if memory_budget is not None:

@@ -468,6 +468,7 @@ def _plan(
             one_pass=one_pass,
             device="cpu" if target.device.type == "cpu" else "gpu",
             fused=backend == "triton",
+            eager=backend == "eager",
             hold=hold and budget is not None and not _traced(weight),
         )
 

@@ -769,6 +769,7 @@ def loss_gradients(
             sums.exponentiate(z, start)
             if slope is not None:
                 z.mul_(slope)
+            del slope  # a block that must not live through the products
         sums.exchange(inputs.shard, None)
         part = sums.finish(smoothing.weighted_logits(x, options) if smoothing else None)
         parts.append(part)

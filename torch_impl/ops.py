@@ -89,7 +89,7 @@ class Recipe:
         fused, (order, one_pass, number) = self.backend == "triton", self.plan
         if order is not None:
             sizes = tokens, size, vocab, self.compute_dtype
-            return ChunkPlan(*sizes, order, one_pass, token_chunk, number or 0, fused)
+            return ChunkPlan(*sizes, order, one_pass, token_chunk, number or 0, fused, eager=not fused)
         return make_plan(
             tokens=tokens,
             hidden=size,
@@ -100,6 +100,7 @@ class Recipe:
             one_pass=one_pass,
             device="cpu" if arrays.hidden.device.type == "cpu" else "gpu",
             fused=fused,
+            eager=not fused,
         )
 
 

@@ -254,6 +254,7 @@ def _plan(
             tokens=tokens, hidden=size, vocab=largest, dtype=name, memory_budget=budget, one_pass=one_pass,
             order="vocab" if narrow and not one_pass else None,
             device="cpu" if a["hidden"].device.type == "cpu" else "gpu", fused=backend == "triton",
+            eager=backend == "eager",
         )  # fmt: skip
 
     one_pass = request.options.reduction != "none" and request.options.separable and not request.log_probs

@@ -79,5 +79,5 @@ def _one_chunk(plan: ChunkPlan | None) -> bool:
 def _resized(plan: ChunkPlan, tokens: Any, token_chunk: Any) -> ChunkPlan:
     return ChunkPlan(
         tokens, plan.hidden, plan.vocab, plan.dtype, plan.order, plan.one_pass, token_chunk, plan.vocab_chunk,
-        plan.fused,
+        plan.fused, eager=plan.eager,
     )  # fmt: skip
