@@ -1,4 +1,10 @@
-"""The plan's scratch promise against what was really allocated, forward and backward, any option (case 31)."""
+"""The plan's scratch promise against what was really allocated, forward and backward, any option (case 31).
+
+What counts as scratch. In PyTorch: the peak of what its allocators hand out during one forward and backward, less the
+bytes of the gradients that are there at the end: before they are, a sum that waits counts less their share.
+What a library takes for itself inside one call is not seen. In JAX: the temporaries that XLA sets aside for the
+compiled program, beside arguments and results; nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import every_implementation, in_turn
+from implementations import JaxXla, every_implementation, in_turn
 
 from logitless import ChunkPlan, plan
 
@@ -20,7 +26,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smooth": {"label_smoothing": 0.1, "logit_scale": 1.5, "return_stats": True},
     "cap": {"softcap": 30.0, "return_stats": True},
     "none": {"reduction": "none"},
+    "filter": {"softcap": 30.0, "filter_eps": 1e-3},
+    "weighted": {"label_smoothing": 0.1, "softcap": 30.0, "class_weight": True, "return_stats": True},
+    "entropy": {"softcap": 30.0, "with_entropy": True},  # linear_log_probs
 }
+PER_TOKEN = ("none", "entropy")
 PLANS: dict[str, dict[str, Any]] = {
     "default": {},
     "tokens": {"order": "tokens", "chunk": 128},
@@ -37,7 +47,18 @@ def measured_scratch(impl: Any, chosen: ChunkPlan, dtype: str, with_bias: bool, 
     x, w, b = (rng.standard_normal(shape) for shape in ((tokens, hidden), (vocab, hidden), (vocab,)))
     y = rng.integers(0, vocab, tokens)
     measure = _torch_scratch if impl.name.startswith("torch") else _jax_scratch
+    if "class_weight" in options:
+        options = options | {"class_weight": impl.array(rng.uniform(0.5, 2.0, vocab), "float32")}
     return measure(impl, chosen, dtype, (x, w, y, b if with_bias else None), options)
+
+
+def summed(module: Any, backend: str, chosen: ChunkPlan, arrays: Any, options: dict[str, Any]) -> Any:
+    """One number of a call: the losses' sum, or that of log-probabilities and entropies."""
+    if "with_entropy" in options:
+        log_prob, entropy = module.linear_log_probs(*arrays, plan=chosen, backend=backend, **options)
+        return (log_prob + entropy).sum()
+    made = module.linear_cross_entropy(*arrays, plan=chosen, backend=backend, **options)
+    return (made[0] if isinstance(made, tuple) else made).sum()
 
 
 def _torch_scratch(impl: Any, chosen: ChunkPlan, dtype: str, arrays: Any, options: dict[str, Any]) -> int:
@@ -48,17 +69,20 @@ def _torch_scratch(impl: Any, chosen: ChunkPlan, dtype: str, arrays: Any, option
     x, w, b = (None if a is None else impl.array(a, dtype).requires_grad_() for a in (x, w, b))
     y = impl.array(y)
 
+    def forward() -> Any:
+        return summed(torch_impl, impl.backend, chosen, (x, w, y, b), options)
+
     def step() -> None:
-        made = torch_impl.linear_cross_entropy(x, w, y, b, plan=chosen, backend=impl.backend, **options)
-        (made[0] if isinstance(made, tuple) else made).sum().backward()
+        forward().backward()
 
     if impl.on_gpu:  # where the first call makes what stays: kernels, cuBLAS's workspace
         step()
     for leaf in (x, w, b):
         if leaf is not None:
             leaf.grad = None
-    peak = peak_scratch_bytes(step)
-    return peak - sum(leaf.grad.nbytes for leaf in (x, w, b) if leaf is not None)
+    peak = peak_scratch_bytes(step) - sum(leaf.grad.nbytes for leaf in (x, w, b) if leaf is not None)
+    # In two passes the forward makes no gradient, whose bytes would hide what it holds.
+    return peak if chosen.one_pass else max(peak, peak_scratch_bytes(forward))
 
 
 def _jax_scratch(impl: Any, chosen: ChunkPlan, dtype: str, arrays: Any, options: dict[str, Any]) -> int:
@@ -72,10 +96,7 @@ def _jax_scratch(impl: Any, chosen: ChunkPlan, dtype: str, arrays: Any, options:
         floats = {name: impl.array(a, dtype) for name, a in (("x", x), ("w", w), ("b", b)) if a is not None}
 
         def loss(floats: Any, y: Any) -> Any:
-            made = jax_impl.linear_cross_entropy(
-                floats["x"], floats["w"], y, floats.get("b"), plan=chosen, backend=impl.backend, **options
-            )
-            return (made[0] if isinstance(made, tuple) else made).sum()
+            return summed(jax_impl, impl.backend, chosen, (floats["x"], floats["w"], y, floats.get("b")), options)
 
         return temp_bytes(jax.jit(jax.value_and_grad(loss)), floats, impl.array(y))
 
@@ -87,9 +108,9 @@ def used_and_promised(impl: Any, sizes: tuple[int, int, int], dtype: str, kind: 
     if kind == "one_chunk":
         wanted["chunk"] = tokens
     wanted["fused"] = impl.fused
-    if options == "none" and not (wanted["fused"] and kind == "one_chunk"):  # there exponentials can wait
+    if options in PER_TOKEN and not (wanted["fused"] and kind == "one_chunk"):  # there exponentials can wait
         wanted["one_pass"] = False  # per-token gradients take a plan that knows lse first
-    wanted["padded"] = impl.padded
+    wanted |= {"padded": impl.padded, "eager": impl.backend == "eager"}
     chosen = plan(tokens=tokens, hidden=hidden, vocab=vocab, dtype=dtype, device="cpu", **wanted)
     return measured_scratch(impl, chosen, dtype, options != "plain", OPTIONS[options]), chosen.scratch_bytes
 
@@ -101,8 +122,96 @@ def test_scratch_stays_within_the_promise(impl: Any, run: tuple[str, str], dtype
     kind, options = run
     used, promised = used_and_promised(impl, (N, D, V), dtype, kind, options)
     assert used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
-    # The meter is not blind: a promise far above what is used would not be worth much.
-    assert used >= 0.02 * promised
+
+
+# From both sides. A promise is for any option, so it is held from below by the options that need most.
+GREEDY: dict[bool, dict[str, dict[str, Any]]] = {
+    True: {"cap": OPTIONS["cap"], "smooth": OPTIONS["smooth"]},
+    False: {"entropy": OPTIONS["entropy"], "weighted": OPTIONS["weighted"]},
+}
+
+
+def greedy(chosen: ChunkPlan) -> list[dict[str, Any]]:
+    """Of a plan; exponentials that kernels hold until gradients arrive have those of both kinds."""
+    both = chosen.fused and chosen.holds_all
+    return [options for kind in {chosen.one_pass, chosen.one_pass and not both} for options in GREEDY[kind].values()]
+
+
+# Sizes whose promises are 8 MiB and more in every plan below, so that the 1 MiB of slack hides nothing.
+SIZES = {False: (1024, 64, 8192), True: (1024, 256, 16384)}  # by whether the kernels' plans are meant
+WHOLE = {
+    "one_chunk": {"order": "tokens", "chunk": 1024},
+    "chunks": {"order": "tokens", "chunk": 400},
+    "two_pass": {"order": "tokens", "chunk": 400, "one_pass": False},
+    "two_pass_one_chunk": {"order": "tokens", "chunk": 1024, "one_pass": False},
+    "slices": {"order": "vocab", "chunk": 1024},
+    "ragged_slices": {"order": "vocab", "chunk": 3000},
+}
+SHARE, SLACK = 1.1, 2**20
+# Promises that are larger, by backend, plan and dtype: each with its own bound.
+LARGER: dict[tuple[str, str, str], float] = {
+    # XLA's portable plans have one formula for the CPU, for GPUs (which need up to 0.95 of it, bench/results), and for
+    # loops of one or two blocks, which XLA unrolls and then holds up to four blocks at once
+    # (test_xla_needs_its_promise). Longer loops in float32 on a CPU hold two.
+    ("xla", "one_chunk", "float32"): 1.35,
+    ("xla", "chunks", "float32"): 1.3,
+    ("xla", "two_pass", "float32"): 1.9,
+    ("xla", "two_pass_one_chunk", "float32"): 1.95,
+    ("xla", "slices", "float32"): 1.9,
+    ("xla", "ragged_slices", "float32"): 1.97,
+    # There a block in the input dtype and its conversion to float32 come on top.
+    ("xla", "one_chunk", "bfloat16"): 1.4,
+    ("xla", "chunks", "bfloat16"): 1.4,
+    ("xla", "two_pass", "bfloat16"): 1.4,
+    ("xla", "two_pass_one_chunk", "bfloat16"): 1.46,
+    ("xla", "slices", "bfloat16"): 1.46,
+    ("xla", "ragged_slices", "bfloat16"): 1.46,
+    # The Pallas kernels' statistics have buffers of whole tiles; XLA puts some of them where others were.
+    **{("pallas", kind, "bfloat16"): 1.25 for kind in WHOLE},
+}
+
+
+def assert_tight(used: int, promised: int, share: float = SHARE) -> None:
+    """Neither side has room: used <= promised <= share · used + 1 MiB."""
+    told = f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
+    assert used <= promised, told
+    assert promised >= 8 * 2**20, "too small a problem: the slack would hide a wrong promise"
+    assert promised <= share * used + SLACK, f"{told}: {promised / used:.2f} times as much"
+
+
+@pytest.mark.case(31)
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_promise_is_what_is_needed(impl: Any, kind: str, dtype: str) -> None:
+    tokens, hidden, vocab = SIZES[impl.fused]
+    its_own = {"fused": impl.fused, "padded": impl.padded, "eager": impl.backend == "eager"}
+    chosen = plan(
+        tokens=tokens, hidden=hidden, vocab=vocab, dtype=impl.takes(dtype), device="cpu", **WHOLE[kind], **its_own
+    )
+    used = max(measured_scratch(impl, chosen, dtype, True, options) for options in greedy(chosen))
+    assert_tight(used, chosen.scratch_bytes, LARGER.get((impl.backend, kind, dtype), SHARE))
+
+
+# Where XLA needs what the portable plans promise: one block or two of the vocabulary, in float32; many entries of a
+# wide weight that is converted to float32. By sizes, plan, dtype and options.
+NEEDED: dict[str, tuple[tuple[int, int, int], dict[str, Any], str, str]] = {
+    "two_slices": ((1000, 100, 5000), {"order": "vocab", "chunk": 3000}, "float32", "entropy"),
+    "one_block": ((2048, 256, 2048), {"order": "tokens", "chunk": 2048, "one_pass": False}, "float32", "entropy"),
+    "wide": ((128, 1024, 3000), {"order": "tokens", "chunk": 43}, "bfloat16", "filter"),
+}
+
+
+@pytest.mark.case(31)
+@pytest.mark.parametrize("name", NEEDED)
+def test_xla_needs_its_promise(name: str) -> None:
+    """On a CPU: the formula as a whole is no larger than its worst cases."""
+    pytest.importorskip("jax", reason="this test is about XLA")
+    if JaxXla.on_gpu:
+        pytest.skip("XLA's programs for a GPU are others")
+    (tokens, hidden, vocab), wanted, dtype, options = NEEDED[name]
+    chosen = plan(tokens=tokens, hidden=hidden, vocab=vocab, dtype=dtype, device="cpu", **wanted)
+    assert_tight(measured_scratch(JaxXla(), chosen, dtype, True, OPTIONS[options]), chosen.scratch_bytes)
 
 
 def ragged_calls() -> list[Any]:

@@ -91,7 +91,8 @@ def test_scratch_stays_within_the_promise_at_large_sizes(name: str, target: str)
     assert chosen.one_pass == (name != "vocab")
     used = program.memory_analysis().temp_size_in_bytes
     assert used <= chosen.scratch_bytes, f"{used / MIB:.0f} MiB of {chosen.scratch_bytes / MIB:.0f} promised"
-    assert used >= 0.3 * chosen.scratch_bytes
+    # A promise is for any option; of these calls, without any, the vocabulary's slices need least of it.
+    assert chosen.scratch_bytes <= (1.15 if name == "vocab" else 1.1) * used + MIB
 
 
 @pytest.mark.parametrize("target", TARGETS)

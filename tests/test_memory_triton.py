@@ -1,0 +1,57 @@
+"""The promise of Triton's plans from both sides, on a CPU: what the host allocates, with the kernels left out.
+
+A launch does nothing here, so that sizes of models cost milliseconds; every buffer is made all the same. Hopper's own
+kernels hold one more, the parts of dX that are split along the vocabulary: it is added. On a GPU tests/test_memory.py
+measures with the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from implementations import TorchTriton  # noqa: E402
+from test_memory import SIZES, WHOLE, assert_tight, greedy, measured_scratch  # noqa: E402
+
+from logitless import ChunkPlan, plan  # noqa: E402
+from logitless.planning import KERNEL_TILE, MULTIPROCESSORS  # noqa: E402
+from logitless.torch_impl import fused, logits_fused  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
+)
+IMPL = TorchTriton()
+
+
+def nothing(kernel: Any, *grid: int) -> Any:
+    return lambda *arguments, **options: None
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches do nothing; what they would have written is 0, which is an index too."""
+    for module in (fused, logits_fused):
+        monkeypatch.setattr(module, "launch", nothing)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+
+
+def split_parts(chosen: ChunkPlan) -> int:
+    return MULTIPROCESSORS * math.prod(KERNEL_TILE) * 4 if chosen.splits_hidden else 0
+
+
+@pytest.mark.case(31)
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_promise_is_what_is_needed(kind: str, dtype: str) -> None:
+    tokens, hidden, vocab = SIZES[True]
+    chosen = plan(tokens=tokens, hidden=hidden, vocab=vocab, dtype=dtype, fused=True, **WHOLE[kind])
+    used = max(measured_scratch(IMPL, chosen, dtype, True, options) for options in greedy(chosen))
+    assert_tight(used + split_parts(chosen), chosen.scratch_bytes)
