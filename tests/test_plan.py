@@ -152,6 +152,7 @@ def test_when_an_accumulator_is_needed(dtype: str, chunk: int, expected: bool) -
         ({"device": "tpu"}, "device: got 'tpu'"),
         ({"chunk": 0, "order": "tokens"}, "chunk: got 0"),
         ({"chunk": 64}, "order: got None beside chunk=64"),
+        ({"fused": True, "eager": True}, "eager: got True beside fused=True, allowed is False"),
     ],
 )
 def test_bad_values(change: dict[str, Any], words: str) -> None:
