@@ -71,10 +71,13 @@ def _answer(value: Any) -> None:
 class Side:
     """A checkout's process."""
 
-    def __init__(self, checkout: Path, arguments: argparse.Namespace) -> None:
+    def __init__(self, checkout: Path, arguments: argparse.Namespace, program: Path = Path(__file__)) -> None:
         given = ["--framework", arguments.framework, "--seconds", str(arguments.seconds), "--serve"]
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(checkout), *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(program), str(checkout), *given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def start(self, line: str) -> None:

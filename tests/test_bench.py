@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from implementations import interpreted
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import checkout, energy, gpu_check, machine, products, report, sanitize, timing
+from bench import checkout, compare, energy, gpu_check, machine, products, report, sanitize, timing
 from bench.shapes import SHAPES, Shape
 from bench.variants import Variant, measured_rows
 from logitless import plan
@@ -455,3 +456,20 @@ def test_what_runs_under_a_sanitizer_is_a_call(framework: str) -> None:
         assert case.hidden.shape == (sanitize.TOKENS, sanitize.HIDDEN)
         assert "plan" not in options or options["plan"].chunks > 1
         assert "plan" not in options or options["plan"].padded == (framework == "jax")
+
+
+def test_a_comparison_is_of_rounds_and_not_of_medians() -> None:
+    row = compare.row_of("s", "ours", {"before": [1.0, 2.0, 4.0], "after": [1.1, 4.0, 4.0]})
+    assert (row["before_ms"], row["after_ms"], row["ratio"]) == (2.0, 4.0, 1.1)
+
+
+def test_a_comparisons_process_answers_what_it_was_asked(tmp_path: Path) -> None:
+    program = tmp_path / "checkout.py"
+    program.write_text(
+        'import sys\nfor line in sys.stdin:\n    print("noise")\n    print("answer", len(line), flush=True)\n'
+    )
+    arguments = argparse.Namespace(framework="torch", seconds=1.0)
+    side = compare.Side(tmp_path, arguments, program)
+    side.start("abc")
+    assert side.answer() == 4
+    side.end()
