@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -237,6 +238,11 @@ def check_sides(hidden: ArrayInfo, weight: ArrayInfo, teacher_hidden: ArrayInfo,
             f"teacher_weight: got V = {teacher_weight.shape[0]}, allowed is weight's V = {weight.shape[0]}: where one "
             f"of them is padded, slice it to the ids that both have"
         )
+
+
+def of_teacher(words: str) -> str:
+    """What an error says of a linear function's arrays, said of the teacher's."""
+    return re.sub(r"\b(hidden|weight|bias)\b", r"teacher_\1", words)
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -83,10 +83,7 @@ class LossOptions:
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction: got {self.reduction!r}, allowed are {', '.join(map(repr, REDUCTIONS))}")
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, numbers.Integral):
-            raise TypeError(f"ignore_index: got {self.ignore_index!r}, allowed is an integer")
-        if not -(2**31) <= self.ignore_index < 2**31:
-            raise ValueError(f"ignore_index: got {self.ignore_index}, allowed is what an int32 target can hold")
+        check_ignore_index(self.ignore_index)
         check_number("label_smoothing", self.label_smoothing, low=0.0, high=1.0)
         check_number("z_loss", self.z_loss, low=0.0, high=LARGEST_FACTOR)
         check_factor("logit_scale", self.logit_scale)
@@ -171,6 +168,21 @@ def check_number(
         raise ValueError(f"{name}: got {value!r}, allowed is a finite number in {left}, {right}")
 
 
+def check_ignore_index(value: object) -> None:
+    """Raise TypeError unless ``value`` is an integer, ValueError unless int32 holds it."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"ignore_index: got {value!r}, allowed is an integer")
+    if not -(2**31) <= int(value) < 2**31:
+        raise ValueError(f"ignore_index: got {value}, allowed is what an int32 target can hold")
+
+
+def check_flags(**values: object) -> None:
+    """Raise TypeError unless every value is True or False."""
+    for name, value in values.items():
+        if value is not True and value is not False:
+            raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed are True and False")
+
+
 def check_arrays(
     hidden: ArrayInfo,
     weight: ArrayInfo,
@@ -234,6 +246,16 @@ def check_logits(
         raise ValueError(f"target: got shape {target.shape}, allowed is logits' leading axes {logits.shape[:-1]}")
     _check_weights("token_weight", token_weight, target.shape, "target's shape")
     _check_weights("class_weight", class_weight, logits.shape[-1:], "[V] =")
+
+
+def check_counted(target: ArrayInfo, token_weight: ArrayInfo | None, class_weight: ArrayInfo | None) -> None:
+    """Check the arrays that mean's denominator is made of: target [...], token_weight [...], class_weight [V]."""
+    if target.dtype not in TARGET_DTYPES:
+        raise TypeError(f"target: got dtype {target.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    _check_weights("token_weight", token_weight, target.shape, "target's shape")
+    if class_weight is not None and len(class_weight.shape) != 1:
+        raise ValueError(f"class_weight: got shape {class_weight.shape}, allowed is [V]")
+    _check_weights("class_weight", class_weight, class_weight.shape if class_weight else (), "[V] =")
 
 
 def _check_weights(name: str, info: ArrayInfo | None, shape: tuple[int, ...], words: str) -> None:

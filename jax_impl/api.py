@@ -226,6 +226,7 @@ def loss_call(
     return_stats: bool = False,
 ) -> Call:
     """The call that :func:`linear_cross_entropy` makes on one device, its arguments checked."""
+    spec.check_flags(return_stats=return_stats)
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps)
@@ -253,6 +254,7 @@ def log_probs_call(
     backend: str | None = None,
 ) -> Call:
     """The call that :func:`linear_log_probs` makes on one device, its arguments checked."""
+    spec.check_flags(with_entropy=with_entropy)
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap).tempered(temperature)
@@ -347,6 +349,14 @@ def _check_arrays(arrays: Arrays, shard: Shard) -> None:
     spec.check_arrays(hidden, weight, target, bias, token_weight, class_weight)
     parallel.check_untyped(arrays._asdict())
     parallel.check_types(shard, arrays._asdict())
+
+
+def check_counted(target: Any, token_weight: Any, class_weight: Any) -> None:
+    """Types, sizes and dtypes of what mean's denominator is made of."""
+    given = {"target": target, "token_weight": token_weight, "class_weight": class_weight}
+    _check_types(given, ("token_weight", "class_weight"))
+    infos: Any = (None if array is None else _info(array) for array in given.values())
+    spec.check_counted(*infos)
 
 
 def _check_normalizer(normalizer: Any, reduction: str) -> None:

@@ -97,6 +97,7 @@ def cross_entropy(
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run.
     """
+    spec.check_flags(inplace_backward=inplace_backward, return_stats=return_stats)
     spec.check_backend(backend, api.BACKENDS)
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature)
     given = {"logits": logits, "target": target, "token_weight": token_weight, "class_weight": class_weight}

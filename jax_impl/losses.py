@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from logitless import objectives
+from logitless import objectives, spec
 from logitless.jax_impl import api, vjp
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.distillation import Arrays, Call, divergence
@@ -74,7 +74,8 @@ def dpo_loss(
     and bias. Raises as :func:`linear_log_probs`.
     """
     options = DPOOptions(beta, label_smoothing, reduction)
-    _check_types(hidden=hidden, target=target)
+    spec.check_flags(return_stats=return_stats)
+    _check_head(hidden, weight, target, bias)
     target, counted = _counted(target, mask, ignore_index)
     objectives.check_pairs(api._info(target))
     shapes = {"[2 B, T] =": tuple(target.shape), "[2 B] =": tuple(target.shape[:1])}
@@ -153,7 +154,8 @@ def clipped_policy_loss(
     """
     options = PolicyOptions(clip_low, clip_high, entropy_coef, kl_coef, aggregation)
     options.check_reference(reference_log_prob is not None)
-    _check_types(hidden=hidden, target=target)
+    spec.check_flags(return_stats=return_stats)
+    _check_head(hidden, weight, target, bias)
     api._check_normalizer(normalizer, "mean")
     target, counted = _counted(target, mask, ignore_index)
     per_token = {"target's shape": tuple(target.shape)}
@@ -255,7 +257,7 @@ def distillation_loss(
     try:
         teacher_lse = _logsumexp(*teacher[:2], target, teacher_bias, options.logits(True) | passes)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"teacher's {error}") from None
+        raise type(error)(objectives.of_teacher(str(error))) from None
     tile = objectives.distillation_tile(
         tokens=target.size, hidden=hidden.shape[-1], teacher_hidden=teacher_hidden.shape[-1], vocab=weight.shape[0],
         dtype=str(hidden.dtype), memory_budget=memory_budget,
@@ -297,6 +299,7 @@ def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[s
 
 def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:
     """The targets with ignore_index where the mask is 0, so that no work is done there; and which tokens count."""
+    spec.check_ignore_index(ignore_index)
     counted = target != ignore_index
     if mask is not None:
         _check_types(mask=mask)
@@ -308,6 +311,11 @@ def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:
         # An id that int32 cannot hold stays outside the vocabulary, instead of wrapping into it.
         target = np.where(target == target.astype(np.int32), target, np.iinfo(np.int32).max).astype(np.int32)
     return jnp.where(counted, target, jnp.asarray(ignore_index, target.dtype)), counted
+
+
+def _check_head(hidden: Any, weight: Any, target: Any, bias: Any) -> None:
+    """Check what :func:`linear_log_probs` checks, before anything is made of the target."""
+    api._check_arrays(vjp.Arrays(hidden, weight, bias, target, None, None, None), WHOLE)
 
 
 def _check_types(**tensors: Any) -> None:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from logitless import spec
 from logitless.spec import ArrayInfo
 
 AxisName = str | tuple[str, ...]
@@ -162,6 +163,7 @@ WHOLE = Shard()
 
 def make_shard(axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool, columns: int) -> Shard:
     """The slice of a call, its arguments checked. Raises ValueError or TypeError."""
+    spec.check_flags(sequence_parallel=sequence_parallel)
     if axis_name is None:
         for name, value in (("vocab", vocab), ("sequence_parallel", sequence_parallel or None)):
             if value is not None:
@@ -260,10 +262,10 @@ def global_normalizer(
     Returns float32 (float64 where a weight is), without axes, the same on all devices. Raises ValueError for a shape
     that does not fit or an axis that is not bound.
     """
-    if token_weight is not None and token_weight.shape != target.shape:
-        raise ValueError(f"token_weight: got shape {token_weight.shape}, allowed is target's shape {target.shape}")
-    if class_weight is not None and class_weight.ndim != 1:
-        raise ValueError(f"class_weight: got shape {class_weight.shape}, allowed is [V]")
+    from logitless.jax_impl import api  # it reads this module
+
+    spec.check_ignore_index(ignore_index)
+    api.check_counted(target, token_weight, class_weight)
     given = [weights for weights in (token_weight, class_weight) if weights is not None]
     dtype = jnp.promote_types(jnp.float32, jnp.result_type(*given)) if given else jnp.float32
     counts = (target != ignore_index).astype(dtype)

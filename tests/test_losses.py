@@ -510,8 +510,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("distillation_loss", {"normalizer": 2.0, "reduction": "sum"}, "normalizer: got a value beside reduction='sum'"),
     ("distillation_loss", {"teacher_weight": np.zeros((V + 2, D_TEACHER))}, "teacher_weight: got V = 72, .* slice"),
     ("distillation_loss", {"teacher_hidden": np.zeros((SEQUENCES, 2, D_TEACHER))}, "teacher_hidden: got leading axes"),
-    ("distillation_loss", {"teacher_bias": np.zeros(3)}, r"teacher's bias: got shape \(3,\)"),
-    ("distillation_loss", {"teacher_hidden": np.zeros((SEQUENCES, T, 3))}, "teacher's hidden: got last axis 3"),
+    ("distillation_loss", {"teacher_bias": np.zeros(3)}, r"teacher_bias: got shape \(3,\)"),
+    ("distillation_loss", {"teacher_hidden": np.zeros((SEQUENCES, T, 3))}, "teacher_hidden: got last axis 3"),
 ]
 
 

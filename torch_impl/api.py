@@ -114,6 +114,9 @@ def linear_cross_entropy(
     """
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
+    spec.check_flags(
+        return_stats=return_stats, sequence_parallel=sequence_parallel, defer_weight_grad=defer_weight_grad
+    )
     beyond = process_group is not None or sequence_parallel or accumulate_into is not None or defer_weight_grad
     if beyond or _placed(weight) or _placed(hidden):
         from logitless.torch_impl import sharding  # it reads this module
@@ -281,6 +284,7 @@ def linear_log_probs(
     """
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
+    spec.check_flags(with_entropy=with_entropy, sequence_parallel=sequence_parallel)
     if process_group is not None or sequence_parallel or _placed(weight) or _placed(hidden):
         from logitless.torch_impl import sharding
 
@@ -389,6 +393,18 @@ def _check_tensors(
     if autocast and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)
     return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+def check_counted(target: Tensor, token_weight: Tensor | None, class_weight: Tensor | None) -> None:
+    """Types, devices, sizes and dtypes of what mean's denominator is made of."""
+    given = {"target": target, "token_weight": token_weight, "class_weight": class_weight}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) and (name == "target" or tensor is not None):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, allowed is a torch.Tensor")
+        if tensor is not None and tensor.device != target.device:
+            raise ValueError(f"{name}: got device {tensor.device}, allowed is target's {target.device}")
+    infos: Any = (None if tensor is None else _info(tensor) for tensor in given.values())
+    spec.check_counted(*infos)
 
 
 def _check_normalizer(normalizer: Tensor | float | None, reduction: str, device: torch.device) -> None:

@@ -119,6 +119,7 @@ def _cross_entropy(
 ) -> tuple[Tensor, ...]:
     """The loss and, if asked for, the statistics."""
     transforms.check("cross_entropy", takes_one=False)
+    spec.check_flags(inplace_backward=in_place, return_stats=return_stats)
     *values, temperature = map(tracing.number, option_values)
     options = LossOptions(*values).tempered(temperature)
     arrays = Arrays(*given)

@@ -73,7 +73,8 @@ def dpo_loss(
     and bias. Raises as :func:`linear_log_probs`.
     """
     options = DPOOptions(beta, label_smoothing, reduction)
-    _check_types(hidden=hidden, target=target)
+    spec.check_flags(return_stats=return_stats)
+    api._check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     target, counted = _counted(target, mask, ignore_index, hidden)
     objectives.check_pairs(api._info(target))
     shapes = {"[2 B, T] =": tuple(target.shape), "[2 B] =": tuple(target.shape[:1])}
@@ -152,7 +153,8 @@ def clipped_policy_loss(
     """
     options = PolicyOptions(clip_low, clip_high, entropy_coef, kl_coef, aggregation)
     options.check_reference(reference_log_prob is not None)
-    _check_types(hidden=hidden, target=target)
+    spec.check_flags(return_stats=return_stats)
+    api._check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
     api._check_normalizer(normalizer, "mean", hidden.device)
     target, counted = _counted(target, mask, ignore_index, hidden)
     per_token = {"target's shape": tuple(target.shape)}
@@ -246,16 +248,16 @@ def distillation_loss(
     transforms.check("distillation_loss", takes_one=False)
     _check_types(hidden=hidden, weight=weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
     api._check_normalizer(normalizer, reduction, hidden.device)
+    teacher = teacher_hidden, teacher_weight
+    objectives.check_sides(*map(api._info, (hidden, weight, *teacher)))
     target = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
     target, counted = _counted(target, mask, -100, hidden)
     passes = {"memory_budget": memory_budget, "backend": backend}
     lse, dtype = _logsumexp(hidden, weight, target, bias, options.logits(False) | passes)
-    teacher = teacher_hidden, teacher_weight
-    objectives.check_sides(*map(api._info, (hidden, weight, *teacher)))
     try:
         teacher_lse, teacher_dtype = _logsumexp(*teacher, target, teacher_bias, options.logits(True) | passes)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"teacher's {error}") from None
+        raise type(error)(objectives.of_teacher(str(error))) from None
     tile = objectives.distillation_tile(
         tokens=target.numel(), hidden=hidden.shape[-1], teacher_hidden=teacher_hidden.shape[-1],
         vocab=weight.shape[0], dtype=api._dtype_name(dtype), memory_budget=memory_budget,
@@ -302,15 +304,16 @@ def _logsumexp(
     spec.check_backend(backend, api.BACKENDS)
     check_plan_argument(None, memory_budget)
     given = (*dataclasses.astuple(LossOptions("none", **options)), 1.0)  # the temperature is in them
+    call = api._loss_call(Arrays(hidden, weight, bias, target), None, given, None, memory_budget, False, backend)
     plain = layouts.plain(Arrays(hidden, weight, bias, target))
     detached: Any = [None if array is None else array.detach() for array in plain]  # from forward mode, too
     arrays = Arrays(*detached)
-    call = api._loss_call(arrays, None, given, None, memory_budget, False, backend)
     return steps.logsumexp(arrays, call), call.compute_dtype
 
 
 def _counted(target: Tensor, mask: Tensor | None, ignore_index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The targets with ignore_index where the mask is 0, so that no work is done there; and which tokens count."""
+    spec.check_ignore_index(ignore_index)
     counted = target != ignore_index
     if mask is not None:
         if not isinstance(mask, Tensor):

@@ -51,6 +51,8 @@ class LinearCrossEntropy(nn.Linear):
         self.options = LossOptions(
             reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps
         ).tempered(temperature)  # fmt: skip
+        if class_weight is not None and not isinstance(class_weight, Tensor):
+            raise TypeError(f"class_weight: got {type(class_weight).__name__}, allowed is a torch.Tensor or None")
         self.memory_budget = memory_budget
         self.backend = backend
         self.process_group = process_group

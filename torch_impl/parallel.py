@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from logitless import spec
 from logitless.spec import LOWEST_GAP
 
 
@@ -213,6 +214,11 @@ def global_normalizer(
     and gradients are 0. Raises ValueError for a group that this rank is not in.
     """
     check_member(process_group)
+    spec.check_ignore_index(ignore_index)
+    spec.check_flags(averaged=averaged)
+    from logitless.torch_impl import api  # it reads this module
+
+    api.check_counted(target, token_weight, class_weight)
     wide = any(weight is not None and weight.dtype == torch.float64 for weight in (token_weight, class_weight))
     valid = target != ignore_index
     counts = valid.to(torch.float64 if wide else torch.float32)
