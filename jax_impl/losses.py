@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from logitless import objectives, spec
 from logitless.jax_impl import api, vjp
-from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
+from logitless.jax_impl.api import linear_log_probs
 from logitless.jax_impl.distillation import Arrays, Call, divergence
 from logitless.jax_impl.parallel import WHOLE
 from logitless.objectives import (
@@ -287,14 +287,15 @@ def _stopped(values: Any) -> Any:
 def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[str, Any]) -> Array:
     """log Σ_j exp(z_j) of every token in two parts, [2, N], without gradient; 0 where it does not count.
 
-    The parts are the logit of id 0 and the rest: where logits are large, their sum would lose what divergences need.
+    The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
+    divergences need, and so would parts from a logit far below the largest.
     """
-    api._check_arrays(vjp.Arrays(hidden, weight, bias, target, None, None, None), WHOLE)
-    arrays = (_stopped(hidden), _stopped(weight), target, _stopped(bias))
-    _, stats = linear_cross_entropy(*arrays, reduction="none", return_stats=True, **options)
-    known = jnp.isfinite(stats.target_logit)  # a bias of −inf leaves lse alone
-    parts = jnp.where(known, stats.target_logit, stats.lse), jnp.where(known, stats.nll, 0.0)
-    return jnp.stack([part.reshape(-1) for part in parts])
+    given = vjp.Arrays(hidden, weight, bias, target, None, None, None)
+    api._check_arrays(given, WHOLE)
+    stopped = vjp.Arrays(_stopped(hidden), _stopped(weight), _stopped(bias), target, None, None, None)
+    call = api.loss_call(stopped, WHOLE, reduction="none", **options)
+    made: Array = vjp.logsumexp(call, api._arrays(stopped))
+    return made
 
 
 def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:

@@ -282,6 +282,14 @@ def loss_gradients(call: Call, kept: Any, needs: xla.Needs, upstream: Array) -> 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
+def _logsumexp(call: Call, arrays: Arrays) -> Array:
+    """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest; 0 where it
+    does not count."""
+    inputs = _inputs(call, arrays)
+    sums = call.module.token_sums(inputs, call.options, call.plan, False)
+    return jnp.where(inputs.valid, jnp.stack([sums.anchor, sums.log_total]), 0.0)
+
+
 def _filtered_share(call: Call, arrays: Arrays) -> Array:
     """The share of the tiles that the loss's gradient for upstream 1 leaves out: that gradient without its products."""
     nothing = xla.Needs(False, False, False)
@@ -357,4 +365,5 @@ _log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
 # Compiled once for a Call and shapes, also when the caller does not use jax.jit.
 loss_and_stats = jax.jit(_loss, static_argnums=0)
 log_probs_and_entropy = jax.jit(_log_probs, static_argnums=0)
+logsumexp = jax.jit(_logsumexp, static_argnums=0)
 filtered_share = jax.jit(_filtered_share, static_argnums=0)
