@@ -89,3 +89,16 @@ def checked_accesses() -> Iterator[None]:
 
     with checked():
         yield
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group, which torch's global_normalizer sums over."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""A right call of every public function, by name; for tests that go over all of their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+N, D, V = 4, 3, 7
+FRAMEWORKS = {"torch": "logitless.torch_impl", "jax": "logitless.jax_impl"}
+# Of the module: torch.nn.Linear's own.
+OF_LINEAR = ("in_features", "out_features", "bias", "device", "dtype")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """A right array: its shape, and ``float`` (the dtype of all others), ``index`` or ``weights`` (any float dtype)."""
+
+    shape: tuple[int, ...]
+    kind: str = "float"
+    optional: bool = True
+    fixed: bool = True
+    """Whether no other shape is right beside the other arguments."""
+
+
+HEAD = {
+    "hidden": Array((N, D), optional=False), "weight": Array((V, D), optional=False),
+    "target": Array((N,), "index", optional=False), "bias": Array((V,)),
+}  # fmt: skip
+PER_TOKEN = Array((N,), "weights")
+PER_PLACE = Array((2, 5), "weights")
+ROWS = HEAD | {"hidden": Array((2, 5, D), optional=False), "target": Array((2, 5), "index", optional=False)}
+FACTORS = {"token_weight": PER_TOKEN, "class_weight": Array((V,), "weights")}
+ARRAYS: dict[str, dict[str, Array]] = {
+    "linear_cross_entropy": HEAD | FACTORS | {"accumulate_into": Array((V, D), "into")},
+    "linear_log_probs": HEAD,
+    "filtered_share": HEAD | FACTORS,
+    "cross_entropy": FACTORS | {"logits": Array((N, V), optional=False), "target": HEAD["target"]},
+    "clipped_policy_loss": ROWS
+    | {
+        "advantage": dataclasses.replace(PER_PLACE, optional=False),
+        "old_log_prob": PER_PLACE,
+        "reference_log_prob": PER_PLACE,
+        "mask": PER_PLACE,
+    },
+    "dpo_loss": ROWS | {"reference_log_prob": Array((2,), "weights", optional=False), "mask": PER_PLACE},
+    "distillation_loss": {
+        "hidden": HEAD["hidden"],
+        "weight": HEAD["weight"],
+        "bias": HEAD["bias"],
+        "teacher_hidden": Array((N, 2), optional=False),
+        "teacher_weight": Array((V, 2), optional=False),
+        "teacher_bias": Array((V,)),
+        "mask": PER_TOKEN,
+    },
+    "LinearCrossEntropy": {"class_weight": Array((V,), "weights")},
+    "global_normalizer": FACTORS | {"target": HEAD["target"], "class_weight": Array((V,), "weights", fixed=False)},
+    "padded_index_gather": {
+        "input": Array((N, D), optional=False, fixed=False),
+        "index": Array((N,), "index", optional=False, fixed=False),
+    },
+}
+MORE: dict[str, dict[str, Any]] = {"filtered_share": {"filter_eps": 1e-3}, "clipped_policy_loss": {"kl_coef": 0.1}}
+
+
+class Made:
+    """A framework's arrays."""
+
+    def __init__(self, framework: str) -> None:
+        self.framework = framework
+        self.module = importlib.import_module(FRAMEWORKS[framework])
+
+    def array(self, values: Any, differentiable: bool = False) -> Any:
+        if self.framework == "jax":
+            import jax.numpy as jnp
+
+            return jnp.asarray(values.astype(np.int32) if values.dtype == np.int64 else values)
+        import torch
+
+        return torch.from_numpy(values.copy()).requires_grad_(differentiable)
+
+    def right(self, array: Array) -> Any:
+        rng = np.random.default_rng(0)
+        if array.kind == "index":
+            return self.array(rng.integers(0, min(V, N), array.shape))
+        values = rng.uniform(0.1, 1.0, array.shape).astype(np.float32)
+        return self.array(values, array.kind == "float")
+
+
+def parameters_of(framework: str, name: str) -> list[str]:
+    """A public function's parameters."""
+    names = list(inspect.signature(getattr(importlib.import_module(FRAMEWORKS[framework]), name)).parameters)
+    return [each for each in names if each not in OF_LINEAR] if name == "LinearCrossEntropy" else names
+
+
+def call_of(framework: str, name: str) -> tuple[Made, Callable[..., Any], dict[str, Any]]:
+    """A public function, and arguments that it takes."""
+    made = Made(framework)
+    function = getattr(made.module, name)
+    parameters = parameters_of(framework, name)
+    arrays = {key: made.right(array) for key, array in ARRAYS[name].items() if key in parameters}
+    arguments = arrays | MORE.get(name, {})
+    if name == "LinearCrossEntropy":
+        head = [made.right(HEAD[each]) for each in ("hidden", "target")]
+        return made, lambda **given: function(D, V, **given)(*head), arguments
+    if (framework, name) == ("jax", "global_normalizer"):
+        import jax
+
+        def inside(**given: Any) -> Any:
+            return jax.vmap(lambda _: function(**given), axis_name="data", axis_size=1, in_axes=None)(0)
+
+        return made, inside, arguments | {"axis_name": "data"}
+    return made, function, arguments
+
+
+def functions() -> Iterator[tuple[str, str]]:
+    for framework, module in FRAMEWORKS.items():
+        if importlib.util.find_spec(framework) is not None:
+            for name in importlib.import_module(module).__all__:
+                if name in ARRAYS:
+                    yield framework, name

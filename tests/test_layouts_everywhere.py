@@ -1,0 +1,115 @@
+"""Every array argument of every public function in every layout: the results and gradients of a contiguous copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from implementations import INTERPRETS
+from public_calls import ARRAYS, Made, call_of, functions, parameters_of
+
+from logitless.tolerances import TINY, error
+
+LAYOUTS = ("offset", "step", "step_rows", "transposed", "negative", "expanded", "broadcast")
+# A buffer to be written to has rules of its own (test_weight_grad_torch.py); the module hands its arguments on.
+OTHERS = {"accumulate_into"}
+CASES = [
+    pytest.param(framework, name, parameter, id=f"{framework}-{name}-{parameter}")
+    for framework, name in functions()
+    if name != "LinearCrossEntropy"
+    for parameter in ARRAYS[name]
+    if parameter in parameters_of(framework, name) and parameter not in OTHERS
+]
+
+
+def view_of(values: Any, layout: str) -> Any:
+    """A NumPy view that holds the values, with other numbers around them."""
+    shape = values.shape
+    if layout == "offset":
+        view = np.full(values.size + 3, 3, values.dtype)[3:].reshape(shape)
+    elif layout == "step":
+        view = np.full((*shape[:-1], 2 * shape[-1]), 3, values.dtype)[..., ::2]
+    elif layout == "step_rows":
+        view = np.full((3 * shape[0], *shape[1:]), 3, values.dtype)[1::3]
+    elif layout == "transposed":
+        view = np.full(shape[::-1], 3, values.dtype).transpose()
+    elif layout == "negative":
+        view = np.full(shape, 3, values.dtype)[::-1]
+    elif layout == "expanded":
+        return np.broadcast_to(values[:1], shape)
+    else:
+        return np.broadcast_to(values.reshape(-1)[:1].reshape((1,) * values.ndim), shape)
+    view[...] = values
+    return view
+
+
+def outcome(made: Made, function: Any, arguments: dict[str, Any]) -> list[Any]:
+    """Results and gradients, as NumPy arrays."""
+    if made.framework == "torch":
+        import torch
+
+        leaves = [value for value in arguments.values() if isinstance(value, torch.Tensor) and value.requires_grad]
+        results = function(**arguments)
+        results = [each for each in (results if isinstance(results, tuple) else (results,)) if each is not None]
+        if results[0].requires_grad:
+            results += torch.autograd.grad(sum(each.sum() for each in results), leaves, allow_unused=True)
+        return [None if each is None else each.detach().numpy() for each in results]
+    import jax
+
+    floats = {key: value for key, value in arguments.items() if getattr(value, "dtype", None) == np.float32}
+    differentiable = {key: value for key, value in floats.items() if key in ("hidden", "weight", "logits", "input")}
+    rest = {key: value for key, value in arguments.items() if key not in differentiable}
+
+    def results(chosen: dict[str, Any]) -> list[Any]:
+        return [each for each in jax.tree.leaves(function(**chosen, **rest)) if each is not None]
+
+    grads = (
+        jax.grad(lambda chosen: sum(each.sum() for each in results(chosen)))(differentiable) if differentiable else {}
+    )
+    return [np.asarray(each) for each in (*results(differentiable), *grads.values())]
+
+
+def backends(framework: str, name: str) -> list[str | None]:
+    if "backend" not in parameters_of(framework, name):
+        return [None]
+    return ["xla"] if framework == "jax" else ["eager", "triton"] if INTERPRETS else ["eager"]
+
+
+@pytest.mark.case(33)
+@pytest.mark.parametrize(("framework", "name", "parameter"), CASES)
+def test_a_layout_changes_nothing(framework: str, name: str, parameter: str, one_rank: None) -> None:
+    made, function, right = call_of(framework, name)
+    value = right[parameter]
+    values = np.array(value.tolist(), np.int64 if ARRAYS[name][parameter].kind == "index" else np.float32)
+    if framework == "jax" and values.dtype == np.int64:
+        values = values.astype(np.int32)
+    for backend in backends(framework, name):
+        arguments = right if backend is None else right | {"backend": backend}
+        for layout in LAYOUTS:
+            if framework == "torch" and layout == "negative":
+                continue  # torch has no negative steps
+            if values.ndim == 1 and layout == "transposed":
+                continue
+            view = view_of(values, layout)
+            given, copy = view, np.array(view, order="C")
+            if framework == "torch":
+                import torch
+
+                needs = value.requires_grad
+                given = torch.from_numpy(view).requires_grad_(needs) if view.flags.writeable else expanded(view, needs)
+                copy = torch.from_numpy(copy).requires_grad_(needs)
+                assert layout == "offset" or given.stride() != copy.stride(), layout
+            one = outcome(made, function, arguments | {parameter: given})
+            other = outcome(made, function, arguments | {parameter: copy})
+            for a, b in zip(one, other, strict=True):
+                assert (a is None) == (b is None)
+                assert a is None or error(a, b) <= TINY["float32"], layout
+
+
+def expanded(view: Any, needs: bool) -> Any:
+    """A torch tensor with a NumPy view's steps of 0."""
+    import torch
+
+    first = view[tuple(slice(0, 1) if step == 0 else slice(None) for step in view.strides)]
+    return torch.from_numpy(np.array(first)).expand(view.shape).requires_grad_(needs)
