@@ -35,7 +35,7 @@ import functools
 import math
 from typing import Literal
 
-from logitless.spec import FLOAT_DTYPES, ITEMSIZE
+from logitless.spec import FLOAT_DTYPES, ITEMSIZE, check_flags
 
 Order = Literal["tokens", "vocab"]
 Device = Literal["cpu", "gpu"]
@@ -416,6 +416,7 @@ def plan(
     is a ValueError that names the smallest scratch there is.
     """
     _check_sizes(tokens, hidden, vocab, memory_budget, chunk)
+    check_flags(one_pass=one_pass, fused=fused, padded=padded, hold=hold, eager=eager)
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, allowed are {', '.join(FLOAT_DTYPES)}")
     if order is not None and order not in ORDERS:
@@ -429,10 +430,10 @@ def plan(
     if fused and eager:
         raise ValueError("eager: got True beside fused=True, allowed is False: a backend is one of the two")
     held = fused and dtype != "float16" and tokens > 0
-    one_pass = bool(one_pass) and not (fused and dtype == "float16")
+    one_pass = one_pass and not (fused and dtype == "float16")
     return _plan(
         int(tokens), int(hidden), int(vocab), dtype, memory_budget, order, chunk, one_pass, device,
-        bool(fused), bool(fused and padded), bool(hold and held and not one_pass), bool(eager),
+        fused, fused and padded, hold and held and not one_pass, eager,
     )  # fmt: skip
 
 

@@ -73,6 +73,8 @@ class JaxInTorch:
 
     def __init__(self, fn: Callable[..., Any], autocast: Sequence[str]) -> None:
         self.fn = fn
+        if isinstance(autocast, str) or not isinstance(autocast, Sequence):
+            raise TypeError(f"autocast: got {autocast!r}, allowed is a tuple of names of parameters")
         self.autocast = tuple(autocast)
         self.signature = _signature_with(fn, self.autocast) if self.autocast else None
         self.value = jax.jit(self._apply, static_argnums=0)

@@ -31,13 +31,17 @@ def load_case(path: str | Path, *, dtype: str | None = None, options: LossOption
     Raises ValueError or TypeError that names the file and what is wrong with it; ImportError for ``.safetensors``
     without the package safetensors.
     """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"path: got {type(path).__name__}, allowed is a str or a pathlib.Path")
     path = Path(path)
     if path.suffix not in (".npz", ".safetensors"):
-        raise ValueError(f"arrays: got {str(path)!r}, allowed is a file named .npz or .safetensors")
+        raise ValueError(f"path: got {str(path)!r}, allowed is a file named .npz or .safetensors")
     if not path.is_file():
-        raise ValueError(f"arrays: got {str(path)!r}, which is no file")
+        raise ValueError(f"path: got {str(path)!r}, which is no file, allowed is one that exists")
     if dtype is not None and dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, allowed are {', '.join(FLOAT_DTYPES)}")
+    if options is not None and not isinstance(options, LossOptions):
+        raise TypeError(f"options: got {type(options).__name__}, allowed is a LossOptions or None")
     try:
         found = _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
         return _case(path.name, found, dtype, options or LossOptions())

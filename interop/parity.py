@@ -144,6 +144,8 @@ def _runners(given: Sequence[str] | Mapping[str, Runner] | None) -> tuple[dict[s
         return dict(RUNNERS), ()
     if isinstance(given, Mapping):
         return dict(given), tuple(given)
+    if not isinstance(given, Sequence):
+        raise TypeError(f"implementations: got {type(given).__name__}, allowed are names, or functions by name")
     unknown = [name for name in given if name not in RUNNERS]
     if isinstance(given, str) or unknown or not given:
         got = given if isinstance(given, str) or not unknown else unknown[0]

@@ -8,6 +8,7 @@ The table is by an argument's name. A new argument that has no row, or a new fun
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,6 +142,69 @@ def test_a_wrong_argument_is_named(framework: str, name: str, parameter: str, on
     function(**right)
 
 
+NO_SIZES = (*NO_INTEGERS, -1)
+OPTIONAL_SIZES = (0, -1, 1.5, NAN, "1", True, [1])
+COSTS = ("1", True, NAN, -1.0, None)
+# Of what takes no framework's arrays, or another's: right arguments, and wrong values by a parameter's name.
+OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, tuple[Any, ...]]]] = {
+    "logitless.plan": (
+        lambda: {"tokens": 8, "hidden": 4, "vocab": 16, "dtype": "float32"},
+        {
+            "tokens": NO_SIZES, "hidden": (*NO_SIZES, 0), "vocab": (*NO_SIZES, 0), "dtype": ("int8", None, 1),
+            "memory_budget": OPTIONAL_SIZES, "order": ("rows", 1, ["tokens"]), "chunk": OPTIONAL_SIZES,
+            "one_pass": NO_FLAGS, "device": ("tpu", None, 1), "fused": NO_FLAGS, "padded": NO_FLAGS, "hold": NO_FLAGS,
+            "eager": NO_FLAGS,
+        },
+    ),
+    "logitless.layer_partition": (
+        lambda: {"layers": 8, "stages": 2},
+        {
+            "layers": NO_SIZES, "stages": (*NO_SIZES, 0), "head_cost": COSTS, "embedding_cost": COSTS,
+            "min_layers": NO_SIZES,
+        },
+    ),
+    "logitless.interop.to_jax": (
+        lambda: {"tensor": Made("torch").array(np.ones(2))}, {"tensor": (3, "x", [1.0]), "copy": ("yes", 2, [1])}
+    ),
+    "logitless.interop.to_torch": (
+        lambda: {"array": Made("jax").array(np.ones(2))}, {"array": (3, "x", [1.0]), "copy": ("yes", 2, [1])}
+    ),
+    "logitless.interop.jax_in_torch": (
+        lambda: {"fn": lambda x: x}, {"fn": (3, "x", None), "autocast": (3, "x", ("y",), (1,))}
+    ),
+    "logitless.interop.torch_in_jax": (lambda: {"fn": lambda x: x}, {"fn": (3, "x", None)}),
+    "logitless.interop.compare": (
+        lambda: {"problem": "odd_none_all", "implementations": ["reference"]},
+        {"problem": (3, "nothing", None), "implementations": (3, ["nothing"], "reference")},
+    ),
+    "logitless.interop.load_case": (
+        lambda: {"path": __file__},
+        {"path": (3, None, "none.npz", __file__), "dtype": ("int8", 1), "options": (3, {"softcap": 1.0}, "x")},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.case(9)
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_wrong_argument_elsewhere_is_named(name: str, tmp_path: Path) -> None:
+    if "interop" in name and not HAVE_BOTH:
+        pytest.skip("a bridge needs both frameworks")
+    module, _, short = name.rpartition(".")
+    function = getattr(importlib.import_module(module), short)
+    make, rows = OTHERS[name]
+    right = make()
+    if short == "load_case":
+        right = {"path": tmp_path / "some.npz"}
+        right["path"].touch()
+    assert set(rows) == set(inspect.signature(function).parameters)
+    for parameter, values in rows.items():
+        for value in values:
+            # The bridges' errors are about a leaf of a pytree: "at [0]: tensor must be a torch.Tensor, got ...".
+            words = rf"^{parameter}: got .+allowed |\b{parameter} must be .+, got "
+            with pytest.raises((TypeError, ValueError), match=words):
+                pytest.fail(f"{parameter}={value!r} gave {function(**(right | {parameter: value}))}")
+
+
 def test_the_table_is_whole() -> None:
     for name in ELSEWHERE.values():
         assert (Path(__file__).parent / name).exists()
@@ -153,3 +217,7 @@ def test_the_table_is_whole() -> None:
             assert name in ARRAYS, f"{framework}: {name} has no right call here"
             for parameter in parameters_of(framework, name):
                 assert parameter in ARRAYS[name] or parameter in VALUES, f"{name}: {parameter} has no row"
+    for module in ("logitless", *(["logitless.interop"] if HAVE_BOTH else [])):
+        for name in importlib.import_module(module).__all__:
+            if inspect.isfunction(getattr(importlib.import_module(module), name)):
+                assert f"{module}.{name}" in OTHERS, f"{module}: {name} has no row"

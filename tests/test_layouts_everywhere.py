@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,22 @@ def test_a_layout_changes_nothing(framework: str, name: str, parameter: str, one
             for a, b in zip(one, other, strict=True):
                 assert (a is None) == (b is None)
                 assert a is None or error(a, b) <= TINY["float32"], layout
+
+
+OF_THE_VOCABULARY = {"weight", "bias", "class_weight", "teacher_weight", "teacher_bias", "accumulate_into"}
+
+
+@pytest.mark.case(33)
+@pytest.mark.parametrize(("framework", "name"), [pair for pair in functions() if pair[1] != "LinearCrossEntropy"])
+def test_no_tokens(framework: str, name: str, one_rank: None) -> None:
+    """Sums over nothing, and gradients that are 0."""
+    made, function, right = call_of(framework, name)
+    for key, array in ARRAYS[name].items():
+        if key in right and key not in OF_THE_VOCABULARY:
+            right[key] = made.right(dataclasses.replace(array, shape=(0, *array.shape[1:])))
+    for backend in backends(framework, name):
+        for each in outcome(made, function, right if backend is None else right | {"backend": backend}):
+            assert each is None or name in ("global_normalizer", "filtered_share") or not each.any()
 
 
 def expanded(view: Any, needs: bool) -> Any:

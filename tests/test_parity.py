@@ -232,7 +232,7 @@ def test_bad_files(tmp_path: Path) -> None:
         ("none.npz", "which is no file"),
         ("text.npz", "text.npz: "),
     ):
-        with pytest.raises(ValueError, match=f"arrays: .*{words}"):
+        with pytest.raises(ValueError, match=f"(arrays|path): .*{words}"):
             load_case(tmp_path / name)
     write_arrays(tmp_path / "mine.npz")
     with pytest.raises(ValueError, match="dtype: got 'int8', allowed are bfloat16"):
@@ -310,7 +310,7 @@ def test_the_command_takes_the_users_arrays(tmp_path: Path) -> None:
         (("nothing",), "problems: got 'nothing', allowed are block"),
         (("--dtype", "int8"), "dtype: got 'int8', allowed are bfloat16"),
         (("odd", "--implementation", "cuda"), "implementations: got 'cuda', allowed are several of"),
-        (("--arrays", "none.npz"), "arrays: got 'none.npz', which is no file"),
+        (("--arrays", "none.npz"), "path: got 'none.npz', which is no file"),
         (
             ("odd", "--implementation", "reference", "--json", "/no/such/folder/x.json"),
             "json: got '/no/such/folder/x.js",
