@@ -87,7 +87,8 @@ def test_a_layout_changes_nothing(framework: str, name: str, parameter: str, one
         values = values.astype(np.int32)
     for backend in backends(framework, name):
         arguments = right if backend is None else right | {"backend": backend}
-        for layout in LAYOUTS:
+        # Interpreted kernels are slow.
+        for layout in ("step", "expanded") if backend == "triton" else LAYOUTS:
             if framework == "torch" and layout == "negative":
                 continue  # torch has no negative steps
             if values.ndim == 1 and layout == "transposed":
