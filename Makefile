@@ -65,7 +65,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 # The project is installed as a strict editable install, a folder of links that type checkers can read too. A new file
 # is not in it until the next install, so a list of the source files is kept, rewritten only when it has changed.
-SOURCES := $(sort $(wildcard core/*.py interop/*.py jax_impl/*.py torch_impl/*.py))
+SOURCES := $(sort $(shell find core interop jax_impl torch_impl -name "*.py"))
 SOURCE_LIST := $(VENV)/sources.txt
 INSTALL := $(BIN)/python -m pip install --quiet
 INSTALL_PROJECT := $(INSTALL) --config-settings editable_mode=strict --editable

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from bench.gpu import Step
 
 PRODUCTS = "first product", "dW", "dX"
-# Where torch_impl/fused.py launches them, and what filter_eps needs before: a class, or the module itself.
+# Where torch_impl/kernels/fused.py launches them, and what filter_eps needs before: a class, or the module itself.
 LAUNCHERS = {
     "first product": (None, "launch_logits"),
     "dW": ("_Products", "_weight"),
@@ -25,7 +25,7 @@ LAUNCHERS = {
 @contextlib.contextmanager
 def around(names: Iterable[str], call: Callable[[str, functools.partial[Any]], None]) -> Iterator[None]:
     """While it lasts, launches of these names go through ``call(name, launch)``, where ``launch()`` does it."""
-    from logitless.torch_impl import fused
+    from logitless.torch_impl.kernels import fused
 
     def through(name: str, real: Callable[..., None]) -> Callable[..., None]:
         return lambda *arguments, **options: call(name, functools.partial(real, *arguments, **options))

@@ -1,6 +1,6 @@
 """A control for bench/sanitize.py: what racecheck says of a kernel whose groups of warps share nothing but a barrier.
 
-The groups are those of torch_impl/hopper.py, two of four warps and a single warp, and so is the barrier's making.
+The groups are those of torch_impl/kernels/hopper.py, two of four warps and a single warp; so is the barrier.
 """
 
 from __future__ import annotations

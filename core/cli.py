@@ -255,7 +255,7 @@ def demo(
     missing = [name for name in DEMO_PACKAGES if not installed(name)]
     if missing:
         _fail(f"demo: not installed here: {', '.join(missing)}; pip install 'logitless[demo]' brings what it needs")
-    from logitless.interop.demo import DisagreementError, run_demo
+    from logitless.interop.demo.run import DisagreementError, run_demo
 
     try:
         run_demo(text, output, steps=steps)

@@ -303,7 +303,7 @@ class ChunkPlan:
         gathered = (1 + several) * rows + min(self.token_chunk, ANCHOR_ROWS) * (row + narrow)  # w[y]
         if self.one_pass:
             held = self.token_chunk * self.row_stride * item
-            # First the softcap's slope and an elementwise temporary; then a filter's, or the weight's block.
+            # First the softcap's slope and an elementwise temporary; then the weight's block.
             work = max((1 + several) * rows + 2 * block, kept + max(block * 3 // 2, upcast))
         else:
             held = block

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logitless.rounding import round_to
-from logitless.spec import FILTER_COLUMNS, LossOptions
+from logitless.spec import LossOptions
 
 Recipe = Literal[
     "random",
@@ -179,15 +179,6 @@ def _apply_recipe(recipe: Recipe, x: Any, w: Any, b: Any, y: Any) -> tuple[Any, 
         x[:], w[:] = 0.0, 0.0
         x[:, 0], w[:2, 0] = 2.0**12, 2.0**12
         y[:] = np.arange(tokens) % 2
-    elif recipe == "low_runs":  # in every second run of a filter's tile all probabilities are low, and add up to much
-        even = np.arange(vocab) // FILTER_COLUMNS % 2 == 0
-        w, b = 0.2 * w, None if b is None else 0.2 * b
-        x[:, 0], w[:, 0] = 0.0, np.where(even, 0.0, 1.0)  # dX has a direction that comes from the low runs alone
-        x[:, -1], w[:, -1] = 5.0, np.where(even & (np.arange(vocab) % 64 == 0), 1.0, 0.0)
-        y[:] = np.flatnonzero(even)[y % even.sum()]
-        y[-1:] = min(FILTER_COLUMNS, vocab - 1)  # the only target of a low run, and with a bias far from likely
-        if b is not None:
-            b[y[-1:]] = -100.0
     elif recipe in ("confident", "confident_wrong"):
         # Targets cycle over few classes; token i's class direction is an axis of its own, so that the class's logit is
         # the product of two numbers, and all other logits are 0.

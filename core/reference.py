@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from logitless.spec import ALPHA_FLOOR, FILTER_COLUMNS, FILTER_ROWS, RESCUE_NATS, LossOptions, TokenStats
+from logitless.spec import ALPHA_FLOOR, RESCUE_NATS, LossOptions, TokenStats
 
 Array = NDArray[np.float64]
 
@@ -28,23 +28,6 @@ class LossResult:
     weight_grad: Array
     bias_grad: Array
     stats: TokenStats
-    filtered_share: float
-    """Of the tiles of the gradient's matrix, how many ``filter_eps`` left out."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FilterCut:
-    """How a plan cuts the gradient's matrix into the tiles that ``filter_eps`` judges; the default: in one piece."""
-
-    chunk: int | None = None
-    """Rows of a chunk, from whose first one a tile's rows are counted; None: all."""
-    block: int | None = None
-    """Vocabulary entries of a block, from whose first one a tile's columns are counted; None: all."""
-    drops_ignored: bool = False
-    """Whether ignored tokens are left out before rows are counted."""
-    keeps_targets: bool = False
-    """Whether a tile that holds a row's target is kept whole; False: the target's element is added apart, and no reason
-    to keep its tile. Always so for reduction="none", and where the gradient is not separable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,21 +91,14 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: float = 1.0,
     normalizer: ArrayLike | None = None,
-    filter_eps: float | None = None,
-    filter_cut: FilterCut = FilterCut(),
     upstream: ArrayLike = 1.0,
     chunk: int = 128,
 ) -> LossResult:
     """Loss, its gradients times ``upstream`` (a scalar, or [...] for "none"), and statistics; all float64.
 
     The formula is in :mod:`logitless.spec`. ``chunk``: tokens worked on at a time; it changes no value beyond rounding.
-
-    filter_eps: tiles (FILTER_ROWS × FILTER_COLUMNS, as ``filter_cut`` counts them) of the gradient's matrix
-    G_ij = g_i α_i p_ij · slope_ij whose every element has |G_ij| < filter_eps · |g_i| are left out of dX and dW, but
-    for their targets' elements. g_i: upstream · norm · t_i · logit_scale; a row whose g_i is 0 keeps no tile. Not left
-    out: label smoothing's rank-one part (with a softcap it is in G), and db, which is exact.
     """
-    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps)  # type: ignore[arg-type]
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)  # type: ignore[arg-type]
     options = options.tempered(temperature)
     inputs = _inputs(hidden, weight, target, bias, token_weight, class_weight, ignore_index)
     tokens = inputs.y.size
@@ -131,9 +107,7 @@ def linear_cross_entropy(
     g_rows = g.reshape(-1) if reduction == "none" else np.full(tokens, float(g) * norm)
     g_rows = g_rows * inputs.t * options.logit_scale
 
-    loss, kept, share = np.zeros(tokens), None, 0.0
-    if filter_eps is not None:
-        kept, share = _kept(inputs, options, filter_cut, g_rows)
+    loss = np.zeros(tokens)
     dx, dw, db = np.zeros_like(inputs.x), np.zeros_like(inputs.w), np.zeros_like(inputs.b)
     stats = [np.zeros(tokens) for _ in range(8)]
     for start in range(0, tokens, chunk):
@@ -142,7 +116,7 @@ def linear_cross_entropy(
         loss[rows] = _loss_rows(inputs, rows, options, part)
         for total, values in zip(stats, _stats_rows(inputs, rows, part), strict=True):
             total[rows] = values
-        dz = _matrix_gradient(inputs, rows, options, part, g_rows[rows], kept)
+        dz = _matrix_gradient(inputs, rows, options, part, g_rows[rows])
         dx[rows] = dz.dx
         dw += dz.dw
         db += dz.db
@@ -154,7 +128,6 @@ def linear_cross_entropy(
         dw,
         db,
         _shaped_stats(stats, shape),
-        share,
     )
 
 
@@ -360,16 +333,11 @@ class _Gradients:
     db: Array
 
 
-def _matrix_gradient(
-    inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array, kept: NDArray[np.bool_] | None
-) -> _Gradients:
-    """The three products; ``kept`` [N, V]: the elements that dX and dW are made from, None: all of them."""
+def _matrix_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> _Gradients:
+    """The three products."""
     k, x = inputs.k, np.where(inputs.valid[rows, None], inputs.x[rows], 0.0)
     e, u = _matrix(inputs, rows, options, part, g)
-    db = e.T @ u
-    if kept is not None:
-        e = np.where(kept[rows], e, 0.0)
-    dx, dw = u[:, None] * (e @ inputs.w), e.T @ (u[:, None] * x)
+    dx, dw, db = u[:, None] * (e @ inputs.w), e.T @ (u[:, None] * x), e.T @ u
     if options.label_smoothing and options.separable:  # rank one: the same −(ε/V) t g k_j in every column
         smooth = options.label_smoothing / k.size
         dx = dx - smooth * g[:, None] * (k @ inputs.w)
@@ -398,31 +366,3 @@ def _matrix(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g:
     e = part.e.copy()
     e[index, y] = ((alpha - beta) * part.e_target - beta * part.s) / divisor
     return np.where(valid[:, None], e * _slope(part.z, options), 0.0), np.where(valid, g * alpha / total, 0.0)
-
-
-def _kept(inputs: _Inputs, options: LossOptions, cut: FilterCut, g: Array) -> tuple[NDArray[np.bool_], float]:
-    """Which elements filter_eps leaves in dX and dW, [N, V], and the share of the tiles that it leaves out."""
-    assert options.filter_eps is not None
-    rows, vocab = np.arange(g.size), inputs.k.size
-    e, u = _matrix(inputs, slice(None), options, _exponentials(inputs, slice(None), options), g)
-    # A NaN is not below a threshold: its tile is kept.
-    reached = (g != 0)[:, None] & ~(np.abs(u[:, None] * e) < options.filter_eps * np.abs(g)[:, None])
-    whole = cut.keeps_targets or options.reduction == "none" or not options.separable
-    reached[rows, inputs.y] = (g != 0) & whole
-    if cut.drops_ignored:
-        rows = rows[inputs.valid]
-    kept, tiles, left = np.ones_like(reached), 0, 0
-    for row in _tiles(rows, cut.chunk, FILTER_ROWS):
-        for column in _tiles(np.arange(vocab), cut.block, FILTER_COLUMNS):
-            place = np.ix_(row, column)
-            kept[place] = reached[place].any()
-            tiles, left = tiles + 1, left + (not reached[place].any())
-    kept[np.arange(g.size), inputs.y] = True
-    return kept, left / max(tiles, 1)
-
-
-def _tiles(indices: NDArray[np.intp], piece: int | None, size: int) -> list[NDArray[np.intp]]:
-    """``indices`` in pieces, and each of these in tiles."""
-    step = piece or max(1, indices.size)
-    pieces = [indices[start : start + step] for start in range(0, indices.size, step)]
-    return [part[start : start + size] for part in pieces for start in range(0, part.size, size)]

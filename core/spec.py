@@ -54,9 +54,6 @@ SMALLEST_FACTOR, LARGEST_FACTOR = 1e-15, 1e15
 # α_i is kept at least this far from zero, relative to β_i, where it divides (signed class weights, z-loss at lse < 0).
 ALPHA_FLOOR = 2.0**-20
 
-# filter_eps leaves the gradient's matrix out tile by tile: rows of a chunk, vocabulary entries from a block's start.
-FILTER_ROWS, FILTER_COLUMNS = 128, 256
-
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
@@ -76,9 +73,6 @@ class LossOptions:
     z_loss: float = 0.0
     logit_scale: float = 1.0
     softcap: float | None = None
-    filter_eps: float | None = None
-    """Tiles of the gradient's matrix whose every element is below it, relative to its row's g, are left out of dX and
-    dW; None: exact."""
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -89,8 +83,6 @@ class LossOptions:
         check_factor("logit_scale", self.logit_scale)
         if self.softcap is not None:
             check_factor("softcap", self.softcap, also="None")
-        if self.filter_eps is not None:
-            check_number("filter_eps", self.filter_eps, low=0.0, high=LARGEST_FACTOR, open_low=True, also="None")
 
     def tempered(self, temperature: float) -> LossOptions:
         """The options of z / temperature: it divides what the softcap gives, as a sampler's does.

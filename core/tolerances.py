@@ -27,7 +27,7 @@ TARGET_GRADIENT = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16
 # what one rounding to the dtype, and one of an operand, add. Losses and values per token are float32 for every dtype.
 GRADIENT = {"float64": 1e-12, "float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}
 
-# What one rounding, and in float32 the order of a sum, may add to filter_eps' bound of every element.
+# What one rounding, and in float32 the order of a sum, may add to one element of a random problem's gradient.
 ROUNDING = {"float64": 1e-13, "float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 # Of the losses on top of values per token, and of their gradients: what comes through a loss of many tokens has one

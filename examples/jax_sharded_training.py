@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logitless.interop.demo_settings import DemoSettings, initial_parameters
+from logitless.interop.demo.jax_model import train
+from logitless.interop.demo.settings import DemoSettings, initial_parameters
 from logitless.jax_impl import sharded_linear_cross_entropy
-from logitless.jax_impl.demo_model import train
 
 VOCABULARY, STEPS = 4096, 20
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from logitless.interop.demo_settings import DemoSettings, initial_parameters
+from logitless.interop.demo.settings import DemoSettings, initial_parameters
+from logitless.interop.demo.torch_model import hidden_states
 from logitless.torch_impl import linear_cross_entropy
-from logitless.torch_impl.demo_model import hidden_states
 
 SETTINGS = DemoSettings(vocabulary=999, width=64, layers=1, heads=2, sequence=32, learning_rate=3e-3)
 SEQUENCES, STEPS = 16, 40

@@ -22,10 +22,7 @@ Runner = Callable[[Case], Outputs]
 
 def options_of(case: Case) -> dict[str, Any]:
     """The keyword arguments of the case, arrays left out."""
-    fields = dataclasses.asdict(case.problem.options) | {"normalizer": case.problem.normalizer}
-    if fields["filter_eps"] is None:  # a function of one's own need not know it
-        del fields["filter_eps"]
-    return fields
+    return dataclasses.asdict(case.problem.options) | {"normalizer": case.problem.normalizer}
 
 
 def _arrays(case: Case) -> dict[str, Any]:
@@ -127,7 +124,7 @@ def jax_backend(name: str) -> Runner:
         import jax
 
         from logitless import jax_impl
-        from logitless.jax_impl import fused
+        from logitless.jax_impl.kernels import fused
 
         if name == "pallas":
             # Under jit the function does not know its device. Interpreted they would run, in another arithmetic.

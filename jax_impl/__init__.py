@@ -1,19 +1,18 @@
 """Linear cross-entropy for JAX; the same names as :mod:`logitless.torch_impl`."""
 
-from logitless.jax_impl.api import filtered_share, linear_cross_entropy, linear_log_probs
+from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
+from logitless.jax_impl.distributed.parallel import global_normalizer
+from logitless.jax_impl.distributed.sharding import sharded_linear_cross_entropy, sharded_linear_log_probs
 from logitless.jax_impl.gather import padded_index_gather
-from logitless.jax_impl.logits_loss import cross_entropy
+from logitless.jax_impl.given_logits.api import cross_entropy
 from logitless.jax_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
-from logitless.jax_impl.parallel import global_normalizer
 from logitless.jax_impl.profiling import profile_losses, profile_saved_residuals
-from logitless.jax_impl.sharded import sharded_linear_cross_entropy, sharded_linear_log_probs
 
 __all__ = [
     "clipped_policy_loss",
     "cross_entropy",
     "distillation_loss",
     "dpo_loss",
-    "filtered_share",
     "global_normalizer",
     "linear_cross_entropy",
     "linear_log_probs",

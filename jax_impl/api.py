@@ -15,8 +15,9 @@ import numpy as np
 from jax import Array
 
 from logitless import spec
-from logitless.jax_impl import fused, parallel, vjp
-from logitless.jax_impl.parallel import WHOLE, AxisName, Shard
+from logitless.jax_impl.distributed import parallel
+from logitless.jax_impl.distributed.parallel import AxisName, Shard
+from logitless.jax_impl.kernels import fused
 from logitless.jax_impl.vjp import Arrays, Call, log_probs_and_entropy, loss_and_stats
 from logitless.jax_impl.xla import accumulation_dtype
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
@@ -44,7 +45,6 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: float = 1.0,
     normalizer: Array | float | None = None,
-    filter_eps: float | None = None,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -80,12 +80,6 @@ def linear_cross_entropy(
         temperature: divides z last of all, after the softcap, as a sampler's does; greater than 0.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or an array without
             axes, constant.
-        filter_eps: None: exact gradients. A number ε > 0 leaves out of both gradient products the tiles (128 tokens ×
-            256 vocabulary entries) of the logits' gradient G in which every element has |G_ij| < ε |g_i|, with g_i =
-            upstream · t_i · logit_scale / (temperature · normalizer): an approximation, |δdX_id| ≤ ε |g_i| Σ_j |w_jd|
-            and |δdW_jd| ≤ ε Σ_i |g_i| |x_id|. Exact stay the loss, db, the targets' elements and label smoothing's
-            constant part. :func:`filtered_share` tells how much it saves: on heads of real models little at thresholds
-            that hurt as little as bfloat16 does. Source: gradient filtering of arXiv:2411.09009.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
         backend: "pallas" (kernels for bfloat16 and float16 on Hopper GPUs, or on a CPU under
@@ -117,55 +111,10 @@ def linear_cross_entropy(
     call = loss_call(
         arrays, _shard(weight, axis_name, vocab, sequence_parallel), reduction=reduction, ignore_index=ignore_index,
         label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
-        temperature=temperature, filter_eps=filter_eps, plan=plan, memory_budget=memory_budget, backend=backend,
-        return_stats=return_stats,
+        temperature=temperature, plan=plan, memory_budget=memory_budget, backend=backend, return_stats=return_stats,
     )  # fmt: skip
     loss, stats = loss_and_stats(call, _arrays(arrays))
     return (loss, stats) if return_stats else loss
-
-
-def filtered_share(
-    hidden: Array,
-    weight: Array,
-    target: Array,
-    bias: Array | None = None,
-    *,
-    filter_eps: float,
-    reduction: Reduction = "mean",
-    ignore_index: int = -100,
-    token_weight: Array | None = None,
-    class_weight: Array | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    normalizer: Array | float | None = None,
-    plan: ChunkPlan | None = None,
-    memory_budget: int | None = None,
-    backend: str | None = None,
-) -> Array:
-    """The share of its gradient's tiles that :func:`linear_cross_entropy` leaves out with these arguments, and with the
-    upstream gradient 1.
-
-        share = tiles left out / tiles of tokens × vocabulary, of all chunks and blocks of the plan
-
-    It costs the forward of a loss whose gradients are made with it, or a forward and the logits again; no gradient is
-    made, and nothing waits for the device.
-
-    Arguments as for :func:`linear_cross_entropy`. Returns float32 without axes, without gradient.
-    """
-    if filter_eps is None:
-        raise TypeError("filter_eps: got None, allowed is a Python number: without one nothing is left out")
-    arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
-    call = loss_call(
-        arrays, WHOLE, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-        logit_scale=logit_scale, softcap=softcap, temperature=temperature, filter_eps=filter_eps, plan=plan,
-        memory_budget=memory_budget,
-        backend=backend,
-    )  # fmt: skip
-    share: Array = vjp.filtered_share(call, jax.lax.stop_gradient(_arrays(arrays)))
-    return share
 
 
 def linear_log_probs(
@@ -219,7 +168,6 @@ def loss_call(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
-    filter_eps: float | None = None,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -229,7 +177,7 @@ def loss_call(
     spec.check_flags(return_stats=return_stats)
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
-    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps)
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     options = options.tempered(temperature)
     _check_arrays(arrays, shard)
     _check_normalizer(arrays.normalizer, reduction)

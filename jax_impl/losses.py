@@ -17,7 +17,7 @@ from logitless import objectives, spec
 from logitless.jax_impl import api, vjp
 from logitless.jax_impl.api import linear_log_probs
 from logitless.jax_impl.distillation import Arrays, Call, divergence
-from logitless.jax_impl.parallel import WHOLE
+from logitless.jax_impl.distributed.parallel import WHOLE
 from logitless.objectives import (
     LARGEST_LOG_RATIO,
     Aggregation,

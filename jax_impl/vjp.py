@@ -19,8 +19,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
-from logitless.jax_impl import fused, parallel, xla
-from logitless.jax_impl.parallel import WHOLE, Shard
+from logitless.jax_impl import xla
+from logitless.jax_impl.distributed import parallel
+from logitless.jax_impl.distributed.parallel import WHOLE, Shard
+from logitless.jax_impl.kernels import fused
 from logitless.jax_impl.residuals import packed, unpacked
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, TokenStats
@@ -174,7 +176,7 @@ def _cotangents(gradients: xla.Gradients, likes: tuple[Any, ...], shard: Shard) 
             return None
         return parallel.matched(gradient.astype(like.dtype).reshape(like.shape), like.varying)
 
-    hidden, weight, bias = (cast(gradient, like) for gradient, like in zip(gradients[:3], likes, strict=True))
+    hidden, weight, bias = (cast(gradient, like) for gradient, like in zip(gradients, likes, strict=True))
     return (Arrays(hidden, weight, bias, None, None, None, None),)
 
 
@@ -223,11 +225,9 @@ def _loss(call: Call, arrays: Arrays) -> tuple[Array, TokenStats | None]:
     return _loss_from_sums(call, arrays)[0]
 
 
-def loss_forward(
-    call: Call, arrays: Arrays, needs: xla.Needs, tiles: bool = False
-) -> tuple[tuple[Array, TokenStats | None], Any]:
-    """(loss, statistics), and what :func:`loss_gradients` needs; ``tiles``: to count what filter_eps leaves out."""
-    if not ((call.one_pass or call.holds) and (any(needs) or tiles)):
+def loss_forward(call: Call, arrays: Arrays, needs: xla.Needs) -> tuple[tuple[Array, TokenStats | None], Any]:
+    """(loss, statistics), and what :func:`loss_gradients` needs."""
+    if not ((call.one_pass or call.holds) and any(needs)):
         return _loss_from_sums(call, arrays)
     inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
@@ -288,16 +288,6 @@ def _logsumexp(call: Call, arrays: Arrays) -> Array:
     inputs = _inputs(call, arrays)
     sums = call.module.token_sums(inputs, call.options, call.plan, False)
     return jnp.where(inputs.valid, jnp.stack([sums.anchor, sums.log_total]), 0.0)
-
-
-def _filtered_share(call: Call, arrays: Arrays) -> Array:
-    """The share of the tiles that the loss's gradient for upstream 1 leaves out: that gradient without its products."""
-    nothing = xla.Needs(False, False, False)
-    (loss, _), kept = loss_forward(call, arrays, nothing, tiles=True)
-    made = loss_gradients(call, kept, nothing, jnp.ones_like(loss)).tiles
-    assert made is not None
-    share: Array = made[0] / jnp.maximum(made[1], 1)
-    return share.astype(jnp.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,4 +356,3 @@ _log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
 loss_and_stats = jax.jit(_loss, static_argnums=0)
 log_probs_and_entropy = jax.jit(_log_probs, static_argnums=0)
 logsumexp = jax.jit(_logsumexp, static_argnums=0)
-filtered_share = jax.jit(_filtered_share, static_argnums=0)

@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.jax_impl import parallel
-from logitless.jax_impl.filtering import TileFilter
-from logitless.jax_impl.parallel import WHOLE, Shard
+from logitless.jax_impl.distributed import parallel
+from logitless.jax_impl.distributed.parallel import WHOLE, Shard
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, NO_ROW, RESCUE_NATS, LossOptions, TokenStats
 
@@ -94,8 +93,6 @@ class Gradients(NamedTuple):
     hidden: Array | None
     weight: Array | None
     bias: Array | None
-    tiles: Array | None = None
-    """[2] int32: how many tiles filter_eps left out, and of how many; None without it."""
 
 
 # Which statistics: none, all of them, or the entropy alone.
@@ -659,16 +656,11 @@ class _Accumulators:
         smoothing: _Smoothing | None,
         g: Array,
         hidden_dtype: Any,
-        options: LossOptions,
         unit: Array,
-        *,
-        anchored: bool,
     ) -> None:
-        """``unit``: as large as the matrix's elements get. ``anchored``: whether a row's target is apart from what its
-        exponentials are made of: it keeps no tile."""
+        """``unit``: as large as the matrix's elements get."""
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
         self.dtype, self.hidden_dtype = inputs.accumulation_dtype, hidden_dtype
-        self.options, self.anchored = options, anchored
         self.low = inputs.hidden.dtype != self.dtype
         # Several chunks add to dW in the accumulation dtype; a single one finishes each block in the weight's.
         self.direct = plan.weight_accumulator or not self.low
@@ -684,21 +676,12 @@ class _Accumulators:
             hidden=jnp.zeros(self.inputs.hidden.shape, self.hidden_dtype) if self.needs.hidden else None,
             weight=jnp.zeros((vocab, size), weight_dtype) if self.needs.weight else None,
             bias=jnp.zeros(vocab, self.dtype) if self.needs.bias else None,
-            tiles=None if self.options.filter_eps is None else jnp.zeros(2, jnp.int32),
         )
         return zeros, jnp.zeros(size, self.dtype)
 
-    def filter(self, first: Any, target: Array) -> TileFilter | None:
-        """What judges the chunk of the tokens from ``first``."""
-        if self.options.filter_eps is None:
-            return None
-        g = _take(self.g, first, target.shape[0])
-        return TileFilter.of(self.options.filter_eps, g, self.unit, target, keeps_targets=not self.anchored)
-
     def add_chunk(
-        self, state: tuple[Gradients, Array], first: Any, x: Array, factor: Array, target: Array,
-        matrix: Callable[[Any, int], Array],
-    ) -> tuple[Gradients, Array]:  # fmt: skip
+        self, state: tuple[Gradients, Array], first: Any, x: Array, factor: Array, matrix: Callable[[Any, int], Array]
+    ) -> tuple[Gradients, Array]:
         """The products of the tokens from ``first``. matrix(start, size): their block of E, which lacks ``factor``."""
         gradients, smooth_x = state
         tokens = x.shape[0]
@@ -709,17 +692,13 @@ class _Accumulators:
         # matrix is rounded anyway, so it is rounded once, factor included, and x is read as it came.
         element_factor = factor if self.unit is None else factor / self.unit
         scaled_x = x if self.low else x * factor[:, None]
-        low_tiles = self.filter(first, target)
 
         def block(carry: Any, start: Any, size: int) -> Any:
-            hidden_part, weight, bias, tiles = carry
+            hidden_part, weight, bias = carry
             e = matrix(start, size)
             if bias is not None:
                 bias = _put(bias, _take(bias, start, size) + e.T @ factor, start)
             operand = (e * element_factor[:, None]).astype(x.dtype) if self.low else e
-            if low_tiles is not None:
-                operand, count = low_tiles.leave_out(operand, None if self.low else factor, start)
-                tiles = tiles + count
             if hidden_part is not None:
                 rows = _take(self.inputs.weight, start, size)
                 hidden_part = hidden_part + _product(operand, rows, self.dtype)
@@ -730,16 +709,16 @@ class _Accumulators:
                 else:
                     part = self._finish_weight(part, smooth_x, start, size).astype(weight.dtype)
                 weight = _put(weight, part, start)
-            return hidden_part, weight, bias, tiles
+            return hidden_part, weight, bias
 
         hidden_part = jnp.zeros(x.shape, self.dtype) if self.needs.hidden else None
-        carry = (hidden_part, gradients.weight, gradients.bias, gradients.tiles)
+        carry = (hidden_part, gradients.weight, gradients.bias)
         carry = _for_slices(self.plan.vocab, self.plan.vocab_chunk, block, carry)
-        hidden_part, weight, bias, tiles = carry
+        hidden_part, weight, bias = carry
         hidden = gradients.hidden
         if hidden is not None and hidden_part is not None:
             hidden = _put(hidden, self._finish_hidden(hidden_part, factor, g).astype(hidden.dtype), first)
-        return Gradients(hidden, weight, bias, tiles), smooth_x
+        return Gradients(hidden, weight, bias), smooth_x
 
     def _finish_hidden(self, part: Array, factor: Array, g: Array) -> Array:
         """Row factors on dX, and smoothing's share of it."""
@@ -785,8 +764,7 @@ def holds(dtype: Any) -> bool:
 
 def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
     """What :func:`loss_gradients` left, times the upstream scalar."""
-    hidden, weight, bias = (None if part is None else part.astype(upstream.dtype) * upstream for part in held[:3])
-    return Gradients(hidden, weight, bias, held.tiles)
+    return Gradients(*(None if part is None else part.astype(upstream.dtype) * upstream for part in held))
 
 
 def loss_gradients(
@@ -801,7 +779,7 @@ def loss_gradients(
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     unit = _loss_unit(inputs, options, g)
-    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, options, unit, anchored=True)
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, unit)
 
     def chunk(carry: Any, first: Any, tokens: int) -> Any:
         all_sums, state, e = carry
@@ -840,7 +818,7 @@ def loss_gradients(
 
         factor = _take(g, first, tokens) * alpha / (running.s + running.e_target())
         factor = jnp.where(valid, factor, 0.0)
-        state = accumulators.add_chunk(state, first, x, factor, target, matrix)
+        state = accumulators.add_chunk(state, first, x, factor, matrix)
         return _put_sums(all_sums, part, first), state, e
 
     empty = _empty_sums(inputs, options.label_smoothing > 0, statistics)
@@ -881,14 +859,14 @@ def known_gradients(
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan: one block [C, B] at a time.
 
-    g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part and filter_eps read it.
+    g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part and the matrix's unit read it.
     """
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # Devices' shares of dX are rounded after they are summed.
     hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
     known = known.of(inputs.valid)
     unit = known.unit if inputs.hidden.dtype == jnp.float16 else largest_factor(g)
-    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, options, unit, anchored=False)
+    accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, unit)
 
     def chunk(state: Any, first: Any, tokens: int) -> Any:
         x = _rows_of(inputs, first, tokens)
@@ -899,6 +877,6 @@ def known_gradients(
             k = None if inputs.class_weight is None else _take(inputs.class_weight, start, size)
             return _known_block(z, known, first, target, start, k, options, inputs.shard.limit())
 
-        return accumulators.add_chunk(state, first, x, _take(known.factor, first, tokens), target, matrix)
+        return accumulators.add_chunk(state, first, x, _take(known.factor, first, tokens), matrix)
 
     return accumulators.finish(_for_slices(plan.tokens, plan.token_chunk, chunk, accumulators.start()))

@@ -14,8 +14,16 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from logitless.torch_impl import hopper
-from logitless.torch_impl.fused import GROUP_REGISTERS, HIDDEN, HIDDEN_SUM, HOPPER_TILES, LOGITS, WEIGHT, WEIGHT_SUM
+from logitless.torch_impl.kernels import hopper
+from logitless.torch_impl.kernels.fused import (
+    GROUP_REGISTERS,
+    HIDDEN,
+    HIDDEN_SUM,
+    HOPPER_TILES,
+    LOGITS,
+    WEIGHT,
+    WEIGHT_SUM,
+)
 
 FLAGS = ("BIAS", "SCALE", "CAP", "CLASS", "ALPHA", "GAMMA", "SIGMA")
 # The pointer that an option reads, for those that read one; it is None without the option.

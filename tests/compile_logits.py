@@ -13,8 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from logitless.torch_impl import logits_kernels
-from logitless.torch_impl.logits_fused import BLOCK, WARPS
+from logitless.torch_impl.given_logits import kernels as logits_kernels
+from logitless.torch_impl.given_logits.fused import BLOCK, WARPS
 
 # The pointers that an option reads; they are None without it.
 READS = {

@@ -1,5 +1,5 @@
-"""Kernels of one program around the functions of torch_impl/kernels.py that part float32, in Triton and in Gluon, which
-hopper.py calls them from: used by test_parted_sum.py."""
+"""Kernels of one program around the functions of torch_impl/kernels/portable.py that part float32, in Triton and in
+Gluon, which hopper.py calls them from: used by test_parted_sum.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from logitless.torch_impl import hopper, kernels
+from logitless.torch_impl.kernels import hopper
+from logitless.torch_impl.kernels import portable as kernels
 
 
 @triton.jit

@@ -13,7 +13,7 @@ def test_triton_knows_what_it_was_built_for(
 ) -> None:
     torch = pytest.importorskip("torch", reason="needs torch")
     pytest.importorskip("triton", reason="the refusal would be about triton")
-    from logitless.torch_impl import fused
+    from logitless.torch_impl.kernels import fused
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = fused.unavailable(torch.device("cuda", 0), torch.bfloat16)
@@ -23,7 +23,8 @@ def test_triton_knows_what_it_was_built_for(
 @pytest.mark.parametrize(("capability", "runs"), [("8.0", False), ("9.0", True), ("10.0", False), ("12.0", False)])
 def test_pallas_knows_what_it_was_built_for(capability: str, runs: bool) -> None:
     pytest.importorskip("jax", reason="needs jax")
-    from logitless.jax_impl import fused, logits_fused
+    from logitless.jax_impl.given_logits import fused as logits_fused
+    from logitless.jax_impl.kernels import fused
 
     device = SimpleNamespace(platform="gpu", compute_capability=capability)
     for module in (fused, logits_fused):

@@ -25,12 +25,19 @@ for package in ("matplotlib", "optax", "tokenizers"):
 import torch
 from rich.console import Console
 
-from logitless.interop import demo, to_jax
-from logitless.interop.demo import RELATIVE_TOLERANCE, RUN_NAMES, DemoResult, DisagreementError, run_demo
-from logitless.interop.demo_settings import DemoSettings, TrainingRun, initial_parameters
-from logitless.interop.demo_text import encode, make_batches, read_text, train_tokenizer
-from logitless.jax_impl import demo_model as jax_model
-from logitless.torch_impl import demo_model as torch_model
+from logitless.interop import to_jax
+from logitless.interop.demo import run as demo
+from logitless.interop.demo.run import (
+    RELATIVE_TOLERANCE,
+    RUN_NAMES,
+    DemoResult,
+    DisagreementError,
+    jax_model,
+    run_demo,
+    torch_model,
+)
+from logitless.interop.demo.settings import DemoSettings, TrainingRun, initial_parameters
+from logitless.interop.demo.text import encode, make_batches, read_text, train_tokenizer
 
 pytestmark = pytest.mark.xdist_group("demo")
 

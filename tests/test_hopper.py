@@ -1,4 +1,4 @@
-"""The kernels of torch_impl/hopper.py, compiled for sm_90 without a GPU: they cannot be interpreted.
+"""The kernels of torch_impl/kernels/hopper.py, compiled for sm_90 without a GPU: they cannot be interpreted.
 
 What they compute is judged on a GPU (marker ``gpu``: there tests/implementations.py adds the kernels to every test).
 """

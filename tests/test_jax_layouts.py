@@ -16,11 +16,11 @@ from logitless import reference  # noqa: E402
 from logitless.jax_impl import (  # noqa: E402
     cross_entropy,
     distillation_loss,
-    kernels,
     linear_cross_entropy,
     linear_log_probs,
     padded_index_gather,
 )
+from logitless.jax_impl.kernels import pallas as kernels  # noqa: E402
 from logitless.rounding import round_to  # noqa: E402
 from logitless.tolerances import GRADIENT, ON_TOP_LOSS, error  # noqa: E402
 

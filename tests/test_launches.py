@@ -27,7 +27,7 @@ from triton.runtime.build import compile_module_from_src  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from logitless.torch_impl import launches  # noqa: E402
+from logitless.torch_impl.kernels import launches  # noqa: E402
 
 
 def probe(first, second, desc, number, scale, FLAG: triton.language.constexpr, SIZE: triton.language.constexpr):

@@ -157,7 +157,7 @@ def _interprets_pallas() -> bool:
         return False
     import jax
 
-    from logitless.jax_impl import kernels
+    from logitless.jax_impl.kernels import pallas as kernels
 
     return kernels.can_interpret() and jax.default_backend() == "cpu"
 
@@ -374,7 +374,8 @@ def test_memory_is_the_logits_alone(device: str, monkeypatch: pytest.MonkeyPatch
     """In place, forward and backward make nothing of the logits' size: blocks of rows only."""
     import torch
 
-    from logitless.torch_impl import cross_entropy, logits_eager
+    from logitless.torch_impl import cross_entropy
+    from logitless.torch_impl.given_logits import eager as logits_eager
     from logitless.torch_impl.memory import peak_scratch_bytes
 
     monkeypatch.setitem(logits_eager.BLOCK_ELEMENTS, "cpu", 2**16)
@@ -435,7 +436,8 @@ def test_the_gradient_may_take_a_donated_buffer(monkeypatch: pytest.MonkeyPatch)
     import jax
     import jax.numpy as jnp
 
-    from logitless.jax_impl import cross_entropy, logits_loss
+    from logitless.jax_impl import cross_entropy
+    from logitless.jax_impl.given_logits import api as logits_loss
 
     monkeypatch.setattr(logits_loss, "CPU_BLOCK", 2**16)
     logits = jax.ShapeDtypeStruct((64, 8195), jnp.bfloat16)
@@ -570,7 +572,7 @@ def test_pieces_cover_a_row_once() -> None:
     begins where its threads may load, and none reaches back to a block."""
     import jax.numpy as jnp
 
-    from logitless.jax_impl.logits_kernels import PIECES, Row
+    from logitless.jax_impl.given_logits.kernels import PIECES, Row
 
     for dtype, pieces in ((jnp.dtype("bfloat16"), PIECES), (jnp.dtype("float32"), PIECES), (jnp.dtype("float32"), 1)):
         for vocab in [*range(1, 700), *range(3900, 4200, 7), 8192, 8193, 50257, 50304, 128256]:

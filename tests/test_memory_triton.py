@@ -21,7 +21,8 @@ from test_memory import SIZES, WHOLE, assert_tight, greedy, measured_scratch  # 
 
 from logitless import ChunkPlan, plan  # noqa: E402
 from logitless.planning import KERNEL_TILE, MULTIPROCESSORS  # noqa: E402
-from logitless.torch_impl import fused, logits_fused  # noqa: E402
+from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
+from logitless.torch_impl.kernels import fused  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"

@@ -29,7 +29,9 @@ from implementations import (  # noqa: E402
 )
 
 from logitless import plan, reference  # noqa: E402
-from logitless.jax_impl import filtered_share, fused, kernels, linear_cross_entropy, linear_log_probs, vjp  # noqa: E402
+from logitless.jax_impl import filtered_share, linear_cross_entropy, linear_log_probs, vjp  # noqa: E402
+from logitless.jax_impl.kernels import fused  # noqa: E402
+from logitless.jax_impl.kernels import pallas as kernels  # noqa: E402
 from logitless.jax_impl.vjp import Arrays  # noqa: E402
 from logitless.jax_impl.xla import Needs  # noqa: E402
 from logitless.problems import Problem  # noqa: E402

@@ -59,7 +59,7 @@ def test_a_sum_over_many_chunks_is_as_good_as_its_last_rounding(dtype: str, more
 
 def test_in_jax() -> None:
     jax = pytest.importorskip("jax", reason="JAX's own kernels")
-    kernels = pytest.importorskip("logitless.jax_impl.kernels", reason="absl-py is not installed")
+    kernels = pytest.importorskip("logitless.jax_impl.kernels.pallas", reason="absl-py is not installed")
     jnp = jax.numpy
     high, low = kernels._parted(jnp.asarray(values()), jnp.bfloat16)
     joined = kernels._joined(high, low)

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", reason="the models are those 
 
 from logitless.tolerances import ON_TOP_GRADIENT, ON_TOP_LOSS, error  # noqa: E402
 from logitless.torch_impl import capture_lm_head, patch, unpatch  # noqa: E402
-from logitless.torch_impl.lazy_logits import LazyLogits  # noqa: E402
+from logitless.torch_impl.huggingface.lazy_logits import LazyLogits  # noqa: E402
 from logitless.torch_impl.memory import peak_scratch_bytes  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("models")

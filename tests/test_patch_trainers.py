@@ -15,7 +15,7 @@ from test_patch import V, ids_and_labels, is_made, make  # noqa: E402
 
 from logitless.torch_impl import patch, unpatch  # noqa: E402
 from logitless.torch_impl import patch as patch_function  # noqa: E402
-from logitless.torch_impl.lazy_logits import LazyLogits  # noqa: E402
+from logitless.torch_impl.huggingface.lazy_logits import LazyLogits  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("models")
 

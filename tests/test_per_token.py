@@ -243,7 +243,7 @@ LARGE = 2**40
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way the Triton backend's gradients were made, call by call."""
-    from logitless.torch_impl import fused
+    from logitless.torch_impl.kernels import fused
 
     ways: list[str] = []
 

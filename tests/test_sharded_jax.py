@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from logitless import plan, reference  # noqa: E402
 from logitless.jax_impl import (  # noqa: E402
     global_normalizer,
-    kernels,
     linear_cross_entropy,
     linear_log_probs,
     sharded_linear_cross_entropy,
     sharded_linear_log_probs,
 )
+from logitless.jax_impl.kernels import pallas as kernels  # noqa: E402
 from logitless.jax_impl.memory import temp_bytes  # noqa: E402
 from logitless.problems import Problem  # noqa: E402
 from logitless.reference import FilterCut  # noqa: E402

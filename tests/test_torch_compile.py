@@ -19,7 +19,8 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 
 from logitless import plan  # noqa: E402
-from logitless.torch_impl import linear_cross_entropy, linear_log_probs, tracing  # noqa: E402
+from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl.compiled import tracing  # noqa: E402
 from logitless.torch_impl.steps import LatePlan  # noqa: E402
 
 

@@ -19,9 +19,8 @@ optax = pytest.importorskip("optax", reason="the JAX run's optimizer is optax's"
 
 from logitless import plan  # noqa: E402
 from logitless.interop import to_jax, to_torch  # noqa: E402
-from logitless.interop.demo_settings import DemoSettings, initial_parameters  # noqa: E402
-from logitless.jax_impl import demo_model as jax_model  # noqa: E402
-from logitless.torch_impl import demo_model as torch_model  # noqa: E402
+from logitless.interop.demo import jax_model, torch_model  # noqa: E402
+from logitless.interop.demo.settings import DemoSettings, initial_parameters  # noqa: E402
 
 SETTINGS = DemoSettings(vocabulary=500, width=32, layers=1, heads=4, sequence=16, batch=4, steps=300)
 LOSS_TOLERANCE = 1e-5

@@ -24,14 +24,11 @@ from implementations import TorchTriton, assert_within, problem_named, run_case,
 
 from logitless import plan, reference  # noqa: E402
 from logitless.tolerances import GRADIENT, TINY, error  # noqa: E402
-from logitless.torch_impl import (  # noqa: E402
-    cross_entropy,
-    fused,
-    kernels,
-    linear_cross_entropy,
-    logits_fused,
-    logits_kernels,
-)
+from logitless.torch_impl import cross_entropy, linear_cross_entropy  # noqa: E402
+from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
+from logitless.torch_impl.given_logits import kernels as logits_kernels  # noqa: E402
+from logitless.torch_impl.kernels import fused  # noqa: E402
+from logitless.torch_impl.kernels import portable as kernels  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"),

@@ -1,14 +1,14 @@
 """Linear cross-entropy for PyTorch; the same names as :mod:`logitless.jax_impl`."""
 
-from logitless.torch_impl.api import filtered_share, linear_cross_entropy, linear_log_probs
-from logitless.torch_impl.capture import CapturedHead, capture_lm_head
+from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.deferred import DeferredWeightGrad
+from logitless.torch_impl.distributed.parallel import global_normalizer
 from logitless.torch_impl.gather import padded_index_gather
-from logitless.torch_impl.logits_loss import cross_entropy
+from logitless.torch_impl.given_logits.api import cross_entropy
+from logitless.torch_impl.huggingface.capture import CapturedHead, capture_lm_head
+from logitless.torch_impl.huggingface.patch import patch, unpatch
 from logitless.torch_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
 from logitless.torch_impl.module import LinearCrossEntropy
-from logitless.torch_impl.parallel import global_normalizer
-from logitless.torch_impl.patch import patch, unpatch
 from logitless.torch_impl.profiling import profile_losses, profile_saved_tensors
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "cross_entropy",
     "distillation_loss",
     "dpo_loss",
-    "filtered_share",
     "global_normalizer",
     "linear_cross_entropy",
     "linear_log_probs",

@@ -15,9 +15,11 @@ from logitless import spec
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
-from logitless.torch_impl import fused, layouts, steps, tracing, transforms
+from logitless.torch_impl import layouts
 from logitless.torch_impl.autograd import LinearCrossEntropyFunction, LinearLogProbsFunction
+from logitless.torch_impl.compiled import tracing, transforms
 from logitless.torch_impl.eager import Arrays
+from logitless.torch_impl.kernels import fused
 from logitless.torch_impl.steps import Call, LatePlan
 
 BACKENDS = ("triton", "eager")
@@ -39,7 +41,6 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: float = 1.0,
     normalizer: Tensor | float | None = None,
-    filter_eps: float | None = None,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -76,12 +77,6 @@ def linear_cross_entropy(
         temperature: divides z last of all, after the softcap, as a sampler's does; greater than 0.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or a tensor without
             axes, constant.
-        filter_eps: None: exact gradients. A number ε > 0 leaves out of both gradient products the tiles (128 tokens ×
-            256 vocabulary entries) of the logits' gradient G in which every element has |G_ij| < ε |g_i|, with g_i =
-            upstream · t_i · logit_scale / (temperature · normalizer): an approximation, |δdX_id| ≤ ε |g_i| Σ_j |w_jd|
-            and |δdW_jd| ≤ ε Σ_i |g_i| |x_id|. Exact stay the loss, db, the targets' elements and label smoothing's
-            constant part. :func:`filtered_share` tells how much it saves: on heads of real models little at thresholds
-            that hurt as little as bfloat16 does. Source: gradient filtering of arXiv:2411.09009.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
         backend: "triton" (kernels: bfloat16, float16, float32 on a CUDA GPU of compute capability 9.x, or CPU
@@ -119,12 +114,10 @@ def linear_cross_entropy(
     )
     beyond = process_group is not None or sequence_parallel or accumulate_into is not None or defer_weight_grad
     if beyond or _placed(weight) or _placed(hidden):
-        from logitless.torch_impl import sharding  # it reads this module
+        from logitless.torch_impl.distributed import sharding  # it reads this module
 
         request = sharding.Request(
-            LossOptions(
-                reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps
-            ).tempered(temperature),
+            LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature),
             return_stats, False, plan, memory_budget, backend, process_group, sequence_parallel, accumulate_into,
             defer_weight_grad,
         )  # fmt: skip
@@ -141,7 +134,7 @@ def linear_cross_entropy(
         token_weight,
         class_weight,
         normalizer,
-        (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps, temperature),
+        (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature),
         None if plan is None else dataclasses.astuple(plan),
         memory_budget,
         return_stats,
@@ -205,55 +198,6 @@ def _loss_call(
     return _call(options, chosen, dtype, return_stats, name, arrays.hidden)
 
 
-@torch.compiler.disable(reason="filtered_share runs outside of a graph")  # type: ignore[untyped-decorator]
-@torch.no_grad()
-def filtered_share(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    filter_eps: float,
-    reduction: Reduction = "mean",
-    ignore_index: int = -100,
-    token_weight: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    normalizer: Tensor | float | None = None,
-    plan: ChunkPlan | None = None,
-    memory_budget: int | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """The share of its gradient's tiles that :func:`linear_cross_entropy` leaves out with these arguments, and with the
-    upstream gradient 1.
-
-        share = tiles left out / tiles of tokens × vocabulary, of all chunks and blocks of the plan
-
-    It costs the forward of a loss whose gradients are made with it, or a forward and the logits again; no gradient is
-    made, and on a GPU nothing synchronises with the host.
-
-    Arguments as for :func:`linear_cross_entropy`. Returns float32 without axes, on hidden's device, without gradient.
-    """
-    transforms.check("filtered_share", takes_one=False)
-    spec.check_backend(backend, BACKENDS)
-    check_plan_argument(plan, memory_budget)
-    if filter_eps is None:
-        raise TypeError("filter_eps: got None, allowed is a Python number: without one nothing is left out")
-    if _placed(weight) or _placed(hidden):
-        raise NotImplementedError(
-            "filtered_share: got a DTensor, allowed are one device's tensors: to_local() gives them"
-        )
-    arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
-    option_values = (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps, temperature)
-    plan_values = None if plan is None else dataclasses.astuple(plan)
-    call = _loss_call(arrays, normalizer, option_values, plan_values, memory_budget, False, backend)
-    return steps.filtered_share(layouts.plain(arrays), normalizer, call)
-
-
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -286,7 +230,7 @@ def linear_log_probs(
     check_plan_argument(plan, memory_budget)
     spec.check_flags(with_entropy=with_entropy, sequence_parallel=sequence_parallel)
     if process_group is not None or sequence_parallel or _placed(weight) or _placed(hidden):
-        from logitless.torch_impl import sharding
+        from logitless.torch_impl.distributed import sharding
 
         options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap).tempered(temperature)
         request = sharding.Request(

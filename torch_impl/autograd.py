@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.torch_impl import layouts, ops, steps
+from logitless.torch_impl import layouts, steps
+from logitless.torch_impl.compiled import ops
 from logitless.torch_impl.eager import Arrays, Gradients, Needs
 from logitless.torch_impl.once import differentiable_once, reverse_only
 from logitless.torch_impl.steps import Call

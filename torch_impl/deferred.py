@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from logitless.torch_impl import placements
+from logitless.torch_impl.distributed import placements
 
 if TYPE_CHECKING:
     from logitless.torch_impl.eager import Arrays, Needs

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, NO_ROW, RESCUE_NATS, LossOptions, TokenStats
-from logitless.torch_impl import parallel
-from logitless.torch_impl.filtering import TileFilter
-from logitless.torch_impl.parallel import Shard
+from logitless.torch_impl.distributed import parallel
+from logitless.torch_impl.distributed.parallel import Shard
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,17 +97,10 @@ class Needs:
     bias: torch.dtype | None
     into: Tensor | None = dataclasses.field(default=None, compare=False)
     """What dW is added to, [V, D] of the dtype ``weight``; None: dW is a tensor of its own."""
-    filtered_share: bool = False
-    """Whether the share of tiles is, which a filter leaves out."""
 
     @property
     def any(self) -> bool:
         return any((self.hidden, self.weight, self.bias))
-
-    @property
-    def judged(self) -> bool:
-        """Whether anything is that a filter changes."""
-        return any((self.hidden, self.weight, self.filtered_share))
 
     @property
     def hidden_alone(self) -> Needs:
@@ -122,8 +114,6 @@ class Gradients:
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    filtered_share: Tensor | None = None
-    """Of the tiles of the matrix, how many a filter left out: float32, without axes; None without a filter."""
 
     def finish(self, upstream: Tensor) -> Gradients:
         """Times the upstream scalar, in place: the buffers are ours."""
@@ -606,11 +596,9 @@ class _Accumulators:
     """Where dX, dW and db are gathered, block by block; one object a call."""
 
     def __init__(
-        self, inputs: Inputs, options: LossOptions, plan: ChunkPlan, needs: Needs, smoothing: Smoothing | None,
-        g: Tensor, unit: Tensor, *, anchored: bool,
-    ) -> None:  # fmt: skip
-        """``unit``: as large as the matrix's elements get. ``anchored``: whether a row's target is apart from what its
-        exponentials are made of: it keeps no tile."""
+        self, inputs: Inputs, plan: ChunkPlan, needs: Needs, smoothing: Smoothing | None, g: Tensor, unit: Tensor
+    ) -> None:
+        """``unit``: as large as the matrix's elements get."""
         tokens, size = inputs.hidden.shape
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
@@ -628,9 +616,6 @@ class _Accumulators:
         # Low-precision operands: the largest factor is taken out of the matrix and put back in float32. float16 could
         # not hold it (loss scaling, class weights), and 1/N would round all targets' elements to the same side.
         self.unit = unit if inputs.operand_dtype != dtype and tokens else None
-        self.filter = None
-        if options.filter_eps is not None and needs.judged:
-            self.filter = TileFilter(options.filter_eps, g, inputs.target, keeps_targets=not anchored)
 
     def start_chunk(self, rows: slice, x: Tensor, factor: Tensor) -> None:
         """Begin the tokens ``rows``; factor [C] is what their rows of the matrix still lack."""
@@ -644,8 +629,6 @@ class _Accumulators:
             self.element_factor = (factor / self.unit).unsqueeze(1)
         elif self.needs.weight:
             self.scaled_x = x * factor.unsqueeze(1)
-        if self.filter is not None:
-            self.filter.start_chunk(rows, factor if self.unit is None else self.unit)
         self.hidden_part = None
         if self.hidden is not None:
             own = self.hidden[rows]
@@ -662,8 +645,6 @@ class _Accumulators:
         if self.element_factor is not None:
             operand = torch.empty_like(e, dtype=self.inputs.operand_dtype, memory_format=torch.contiguous_format)
             torch.mul(e, self.element_factor, out=operand)
-        if self.filter is not None:
-            self.filter.leave_out(operand, start)
         if self.hidden_part is not None:
             weight = self.inputs.weight[start:stop].to(operand.dtype)
             _product(operand, weight, self.hidden_part, add=start > 0)
@@ -708,8 +689,7 @@ class _Accumulators:
             self.bias -= share if self.inputs.class_weight is None else share * self.inputs.class_weight
         if self.inputs.shard.split and self.hidden is not None:
             self.hidden = self._shared_hidden(self.hidden)
-        filtered = None if self.filter is None else self.filter.share
-        return Gradients(self.hidden, self.weight if self.needs.into is None else None, self.bias, filtered)
+        return Gradients(self.hidden, self.weight if self.needs.into is None else None, self.bias)
 
     def _shared_hidden(self, hidden: Tensor) -> Tensor:
         """dX summed over the ranks, with smoothing's share of it; under sequence parallelism this rank's tokens."""
@@ -753,7 +733,7 @@ def loss_gradients(
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     needs = dataclasses.replace(needs, hidden=dtype if needs.hidden else None)
     unit = _loss_unit(inputs, options, g)
-    gradients = _Accumulators(inputs, options, plan, needs, smoothing, g, unit, anchored=True)
+    gradients = _Accumulators(inputs, plan, needs, smoothing, g, unit)
     parts = []
     for first, last in plan.token_slices:
         rows = slice(first, last)
@@ -851,7 +831,7 @@ def known_gradients(
     block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     known = known.of(inputs.valid)
-    gradients = _Accumulators(inputs, options, plan, needs, smoothing, g, known.unit, anchored=False)
+    gradients = _Accumulators(inputs, plan, needs, smoothing, g, known.unit)
     for first, last in plan.token_slices:
         rows = slice(first, last)
         x = _rows_of(inputs, rows)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.planning import round_up
-from logitless.torch_impl import api, eager, tracing
+from logitless.torch_impl import api, eager
+from logitless.torch_impl.compiled import tracing
 
 
 def padded_index_gather(input: Tensor, index: Tensor, *, pad_to_multiple: int = 1) -> Tensor:

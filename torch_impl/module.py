@@ -39,7 +39,6 @@ class LinearCrossEntropy(nn.Linear):
         logit_scale: float = 1.0,
         softcap: float | None = None,
         temperature: float = 1.0,
-        filter_eps: float | None = None,
         memory_budget: int | None = None,
         backend: str | None = None,
         process_group: Any = None,
@@ -48,9 +47,8 @@ class LinearCrossEntropy(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.options = LossOptions(
-            reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, filter_eps
-        ).tempered(temperature)  # fmt: skip
+        options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+        self.options = options.tempered(temperature)
         if class_weight is not None and not isinstance(class_weight, Tensor):
             raise TypeError(f"class_weight: got {type(class_weight).__name__}, allowed is a torch.Tensor or None")
         self.memory_budget = memory_budget
@@ -87,7 +85,6 @@ class LinearCrossEntropy(nn.Linear):
             logit_scale=o.logit_scale,
             softcap=o.softcap,
             normalizer=normalizer,
-            filter_eps=o.filter_eps,
             plan=plan,
             memory_budget=None if plan is not None else self.memory_budget,
             backend=self.backend,

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from logitless.spec import LossOptions, TokenStats
-from logitless.torch_impl import eager, fused, launches
+from logitless.torch_impl import eager
 from logitless.torch_impl.deferred import DeferredWeightGrad
+from logitless.torch_impl.distributed.parallel import Shard
 from logitless.torch_impl.eager import Arrays
-from logitless.torch_impl.parallel import Shard
+from logitless.torch_impl.kernels import fused, launches
 
 NOTHING = eager.Needs(None, None, None)
-# No gradient, but what a filter would leave out of them.
-SHARE = eager.Needs(None, None, None, filtered_share=True)
 
 # Options of which kernels know whether they are given.
 _SWITCHES = tuple(field.name for field in dataclasses.fields(LossOptions))[2:]
@@ -239,32 +238,6 @@ def held_gradients(
         upstream = upstream.to(eager.accumulation_dtype(dtype))
         made = backend.held_gradients(inputs, arrays, call.options, dtype, call.plan, needs, held, upstream)
         return _cast(made, arrays)
-
-
-def filtered_share(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> Tensor:
-    """The share of the tiles that the gradients of such a loss leave out, where its upstream gradient is 1."""
-    _rehearse("filtered_share", arrays, call, SHARE, lambda call: _filtered_share(arrays, normalizer, call))
-    return _filtered_share(arrays, normalizer, call)
-
-
-def _filtered_share(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> Tensor:
-    options, backend = call.options, MODULES[call.backend]
-    with _no_autocast(arrays):
-        inputs = _prepare(arrays, call)
-        norm = backend.normalizer(inputs, options, normalizer)
-        if call.one_pass:
-            _, waiting = backend.loss_gradients(inputs, options, call.plan, norm, SHARE, False)
-            made = waiting.finish(torch.ones_like(norm))
-        elif call.holds:
-            _, waiting = backend.token_gradients(inputs, options, call.plan, SHARE, False)
-            made = waiting.finish(torch.ones_like(norm))
-        else:
-            sums = backend.token_sums(inputs, options, call.plan, False)
-            g = eager.row_upstream(inputs, options, norm)
-            known = eager.known_loss_rows(inputs, options, sums, g)
-            made = backend.known_gradients(inputs, options, call.plan, known, g, SHARE)
-    share: Tensor = made.filtered_share
-    return share
 
 
 def logsumexp(arrays: Arrays, call: Call) -> Tensor:

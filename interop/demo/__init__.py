@@ -1,0 +1,1 @@
+"""The demo: one small model, trained on real text in both frameworks, with and without full logits."""

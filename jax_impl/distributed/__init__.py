@@ -1,0 +1,1 @@
+"""Calls on several devices: a sharded vocabulary, and what devices tell each other."""

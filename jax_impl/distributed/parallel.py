@@ -1,0 +1,279 @@
+"""What the devices of a mesh tell each other when each holds a slice of the vocabulary. Mirror of
+torch_impl/distributed/parallel.py.
+
+A device holds ``columns`` rows of the weight, in the order of the axis. Of a call it computes its own share; three
+things are shared, all of them through :class:`Shard`, whose methods do nothing where there is no axis:
+
+    the anchors    Σ over devices: the owner of a target's row knows its logit, the others add 0       [N]
+    the sums       the largest anchor of a row, then Σ over devices of what is relative to it          [C], per chunk
+    dX             Σ over devices, in the accumulation dtype; scattered where tokens are sharded       [N, D]
+
+dW and db are each device's own. Everything is deterministic: the collectives are, and no decision is a device's own.
+
+Types under ``jax.shard_map(check_vma=True)``: what has been summed over an axis is the same on all of its devices, and
+JAX knows it; a gradient is summed over exactly those axes over which it varies and its argument does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless import spec
+from logitless.spec import ArrayInfo
+
+AxisName = str | tuple[str, ...]
+
+_LAST = 2**31 - 1
+
+
+def names_of(axis: AxisName | None) -> tuple[str, ...]:
+    """The axes of an axis_name, none for None."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def varying(array: Any) -> frozenset[str]:
+    """Names of the manual axes over which ``array`` differs from device to device, as far as JAX tracks it."""
+    found = getattr(jax.typeof(array), "manual_axis_type", None)
+    return frozenset() if found is None else frozenset(found.varying)
+
+
+def tracked() -> bool:
+    """Whether this is traced inside of jax.shard_map(check_vma=True)."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(axes) and bool(varying(lax.axis_index(axes[0])))
+
+
+def manual() -> bool:
+    """Whether this is traced inside of jax.shard_map."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def vary_over(array: Any, axes: frozenset[str]) -> Any:
+    """``array`` with a type that says it varies over ``axes`` as well."""
+    missing = tuple(sorted(axes - varying(array)))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def matched(gradient: Array, axes: frozenset[str]) -> Array:
+    """``gradient`` as the type of an argument that varies over ``axes`` has it: summed over what is not among them."""
+    over = tuple(sorted(varying(gradient) - axes))
+    made: Array = vary_over(lax.psum(gradient, over) if over else gradient, axes)
+    return made
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """This device's slice of the vocabulary; the default is all of it, on one device."""
+
+    axis_name: AxisName | None = None
+    """The mesh axis over which the vocabulary is cut."""
+    devices: int = 1
+    columns: int = 0
+    """Rows of the weight on every device."""
+    vocab: int = 0
+    """Ids there are: what the devices hold beyond them, at the end, is padding."""
+    sequence_parallel: bool = False
+    """Whether hidden is cut along its tokens over the same axis."""
+    batch_axes: tuple[str, ...] = ()
+    """Axes over whose devices mean's denominator is summed."""
+
+    @property
+    def active(self) -> bool:
+        return self.axis_name is not None
+
+    @property
+    def padded(self) -> bool:
+        return self.active and self.devices * self.columns != self.vocab
+
+    def first(self) -> Array:
+        """The id of this device's first row."""
+        return (lax.axis_index(self.axis_name) * self.columns).astype(jnp.int32)
+
+    def place(self, target: Array) -> Array:
+        """Ids as rows of this device's slice, −1 for another device's."""
+        if not self.active:
+            return target
+        place = target - self.first()
+        return jnp.where((place >= 0) & (place < self.columns), place, -1)
+
+    def limit(self) -> Array | None:
+        """How many of this device's rows are ids; None where all are."""
+        return jnp.clip(self.vocab - self.first(), 0, self.columns) if self.padded else None
+
+    def weights(self, class_weight: Array | None, dtype: Any) -> Array | None:
+        """Class weights, 0 for padding: so it takes no part in label smoothing either."""
+        limit = self.limit()
+        if limit is None:
+            return class_weight
+        k = jnp.ones(self.columns, dtype) if class_weight is None else class_weight
+        return jnp.where(jnp.arange(self.columns) < limit, k, 0.0)
+
+    def gather(self, hidden: Array) -> Array:
+        """All tokens' hidden states [N, D] from this device's [N / devices, D]."""
+        return lax.all_gather(hidden, self.axis_name, axis=0, tiled=True) if self.sequence_parallel else hidden
+
+    def scratch_bytes(self, tokens: int, hidden: int, itemsize: int) -> int:
+        """Bytes that a device holds beyond its plan's promise: its share of dX before the sum, all tokens' hidden
+        states under sequence parallelism, and the anchors' vectors."""
+        if not self.active:
+            return 0
+        wide = max(4, itemsize)
+        return tokens * (hidden * (wide + itemsize * self.sequence_parallel) + 8 * wide)
+
+    def total(self, tree: Any) -> Any:
+        """Σ over the devices."""
+        return lax.psum(tree, self.axis_name) if self.active else tree
+
+    def largest(self, tree: Any) -> Any:
+        """The largest one of the devices, element by element."""
+        return lax.pmax(tree, self.axis_name) if self.active else tree
+
+    def winner(self, argmax: Array, here: Array) -> Array:
+        """The lowest id among the devices' rows ``argmax`` of their slices, where they hold the maximum (``here``)."""
+        if not self.active:
+            return argmax
+        lowest = lax.pmin(jnp.where(here, argmax + self.first(), _LAST), self.axis_name)
+        return jnp.where(lowest == _LAST, 0, lowest)  # none where a logit is NaN
+
+    def batch_total(self, tree: Any) -> Any:
+        """Σ over the devices of the batch."""
+        return lax.psum(tree, self.batch_axes) if self.batch_axes else tree
+
+    def reduce_hidden(self, gradient: Any, axes: frozenset[str]) -> Any:
+        """dX from the devices' shares of it; ``axes``: over which hidden varies.
+
+        Where JAX knows of hidden as varying over the axis, every device has its own, and so its own gradient.
+        """
+        if not self.active:
+            return gradient
+        if self.sequence_parallel:
+            made: Array = lax.psum_scatter(gradient, self.axis_name, scatter_dimension=0, tiled=True)
+            return made
+        return gradient if axes.issuperset(names_of(self.axis_name)) else self.total(gradient)
+
+
+WHOLE = Shard()
+
+
+def make_shard(axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool, columns: int) -> Shard:
+    """The slice of a call, its arguments checked. Raises ValueError or TypeError."""
+    spec.check_flags(sequence_parallel=sequence_parallel)
+    if axis_name is None:
+        for name, value in (("vocab", vocab), ("sequence_parallel", sequence_parallel or None)):
+            if value is not None:
+                raise ValueError(f"{name}: got {value!r} without axis_name, allowed is only beside one")
+        return WHOLE
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not (isinstance(names, tuple) and names and all(isinstance(name, str) for name in names)):
+        raise TypeError(f"axis_name: got {axis_name!r}, allowed is a name, a tuple of names, or None")
+    try:
+        devices = lax.axis_size(axis_name)
+    except NameError as error:
+        bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        raise ValueError(
+            f"axis_name: got {axis_name!r}, allowed are the axes of a jax.shard_map around this call: here {bound}"
+        ) from error
+    whole = devices * columns if vocab is None else vocab
+    if isinstance(whole, bool) or not isinstance(whole, int):
+        raise TypeError(f"vocab: got {type(vocab).__name__} {vocab!r}, allowed is an integer or None")
+    if not 1 <= whole <= devices * columns:
+        raise ValueError(
+            f"vocab: got {vocab}, allowed is 1 to {devices * columns}: {devices} devices hold {columns} rows each"
+        )
+    return Shard(axis_name, devices, columns, whole, bool(sequence_parallel))
+
+
+def check_types(shard: Shard, arrays: dict[str, Any]) -> None:
+    """Raise ValueError where JAX knows (check_vma=True) that an array is on the devices in another way than it must."""
+    if not shard.active or not tracked():
+        return
+    names = set(names_of(shard.axis_name))
+    wanted = {"weight": True, "target": False, "token_weight": False, "normalizer": False}
+    if shard.sequence_parallel:
+        wanted["hidden"] = True
+    for name, differs in wanted.items():
+        array = arrays.get(name)
+        if not isinstance(array, jax.Array):
+            if differs:
+                raise ValueError(f"{name}: got the same array on every device, allowed is each device's part of it")
+            continue
+        found = varying(array) & names
+        if differs and found != names:
+            raise ValueError(
+                f"{name}: got an array that is the same on all devices of {shard.axis_name!r}, allowed is each "
+                f"device's part of it (in_specs of jax.shard_map)"
+            )
+        if not differs and found:
+            raise ValueError(
+                f"{name}: got an array that varies over {shard.axis_name!r}, allowed is the same one on all its "
+                f"devices (in_specs of jax.shard_map without that axis)"
+            )
+
+
+def check_untyped(arrays: dict[str, Any]) -> None:
+    """Raise ValueError where an array's type says that Explicit axes of a mesh cut it: loops over parts of it have none
+    that JAX could derive."""
+    for name, array in arrays.items():
+        sharding = getattr(jax.typeof(array), "sharding", None) if isinstance(array, jax.Array) else None
+        if sharding is not None and any(axis is not None for axis in sharding.spec):
+            raise ValueError(
+                f"{name}: got an array that Explicit axes of a mesh cut, {sharding.spec}, allowed is an uncut one, or "
+                f"sharded_linear_cross_entropy(mesh, ...) instead, or a jax.shard_map around this call"
+            )
+
+
+def gathered_info(info: ArrayInfo, shard: Shard) -> ArrayInfo:
+    """What hidden is when it has been gathered."""
+    if not shard.sequence_parallel:
+        return info
+    if len(info.shape) < 2:
+        raise ValueError(f"hidden: got shape {info.shape} beside sequence_parallel, allowed is [tokens, ..., D]")
+    return dataclasses.replace(info, shape=(info.shape[0] * shard.devices, *info.shape[1:]))
+
+
+def global_normalizer(
+    target: Array,
+    axis_name: AxisName,
+    *,
+    ignore_index: int = -100,
+    token_weight: Array | None = None,
+    class_weight: Array | None = None,
+) -> Array:
+    """The denominator of a mean over the tokens of all devices, for ``linear_cross_entropy(normalizer=...)``.
+
+        Σ over the devices of axis_name of Σ_i t_i k_{y_i}, over tokens that are not ignored; 1 where none counts
+
+    so that the sum of the devices' losses (jax.lax.psum) is the mean over all tokens, and 0 where there is none. To be
+    called inside of jax.shard_map.
+
+    Arguments:
+        target: [...] ids of this device's tokens.
+        axis_name: the axis or axes that the tokens are cut over.
+        ignore_index: as for :func:`linear_cross_entropy`.
+        token_weight: [...] floating.
+        class_weight: [V] floating: all of them.
+
+    Returns float32 (float64 where a weight is), without axes, the same on all devices. Raises ValueError for a shape
+    that does not fit or an axis that is not bound.
+    """
+    from logitless.jax_impl import api  # it reads this module
+
+    spec.check_ignore_index(ignore_index)
+    api.check_counted(target, token_weight, class_weight)
+    given = [weights for weights in (token_weight, class_weight) if weights is not None]
+    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*given)) if given else jnp.float32
+    counts = (target != ignore_index).astype(dtype)
+    if token_weight is not None:
+        counts = jnp.where(target != ignore_index, token_weight, 0.0).astype(dtype)
+    if class_weight is not None:
+        inside = (target >= 0) & (target < class_weight.shape[0])
+        counts = counts * class_weight[jnp.where(inside, target, 0)]
+    make_shard(axis_name, None, False, 1)  # the axis is bound
+    total, number = lax.psum((counts.sum(), (counts != 0).sum()), axis_name)
+    return jnp.where(number > 0, total, jnp.ones_like(total))

@@ -1,0 +1,266 @@
+"""The functions of :mod:`logitless.jax_impl.api` on arrays that lie on a mesh: jax.shard_map done for the caller.
+
+Forward and backward are a jax.shard_map each, and no derivative is taken through either: what crosses the devices is
+written down here and in :mod:`logitless.jax_impl.distributed.parallel`, and the kernels, which JAX cannot check
+(``check_vma=False``), need not be. What the forward keeps for the backward stays where it was made: every array gets a
+first axis, one entry per device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from logitless import spec
+from logitless.jax_impl import api, vjp
+from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
+from logitless.jax_impl.residuals import packed, unpacked
+from logitless.jax_impl.vjp import Arrays
+from logitless.jax_impl.xla import Needs
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which axes of a mesh cut what. Checked."""
+
+    mesh: Mesh
+    vocab_axis: AxisName | None
+    data_axis: AxisName | None
+    vocab: int | None
+    sequence_parallel: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(f"mesh: got {type(self.mesh).__name__}, allowed is a jax.sharding.Mesh")
+        for name, given in (("vocab_axis", self.vocab_axes), ("data_axis", self.data_axes)):
+            if not set(given) <= set(self.mesh.axis_names):
+                raise ValueError(f"{name}: got {given}, allowed are the mesh's axes {tuple(self.mesh.axis_names)}")
+        if set(self.vocab_axes) & set(self.data_axes):
+            raise ValueError(f"data_axis: got {self.data_axis!r}, allowed is another one than vocab_axis")
+        if not self.axes:
+            raise ValueError(
+                "vocab_axis: got None beside data_axis=None, allowed is an axis of the mesh for one of them"
+            )
+        for name, value in (("vocab", self.vocab), ("sequence_parallel", self.sequence_parallel or None)):
+            if value is not None and not self.vocab_axes:
+                raise ValueError(f"{name}: got {value!r} without vocab_axis, allowed is only beside one")
+
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        return names_of(self.vocab_axis)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        return names_of(self.data_axis)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.data_axes + self.vocab_axes
+
+    def devices(self, axes: tuple[str, ...]) -> int:
+        count = 1
+        for name in axes:
+            count *= self.mesh.shape[name]
+        return count
+
+    def shard(self, rows: int) -> Shard:
+        """The slice of a device when the weight has ``rows`` rows in all."""
+        if not self.vocab_axes:
+            return Shard(batch_axes=self.data_axes)
+        devices = self.devices(self.vocab_axes)
+        vocab = rows if self.vocab is None else self.vocab
+        return Shard(self.vocab_axes, devices, rows // devices, vocab, self.sequence_parallel, self.data_axes)
+
+    def cuts(self) -> Arrays:
+        """The axes that cut every argument along its first axis."""
+        data, entries = self.data_axes, self.vocab_axes
+        return Arrays(self.axes if self.sequence_parallel else data, entries, entries, data, data, entries, ())
+
+    def specs(self) -> Arrays:
+        return Arrays(*(P(axes or None) for axes in self.cuts()))
+
+    def check(self, arrays: Arrays) -> None:
+        """Raise ValueError where a first axis cannot be cut."""
+        for name, array, axes in zip(Arrays._fields, arrays, self.cuts(), strict=True):
+            shape = tuple(getattr(array, "shape", ()))
+            if array is None or not axes or (shape and shape[0] % self.devices(axes) == 0):
+                continue
+            more = "; pad it with rows of zeros and give vocab" if axes == self.vocab_axes else ""
+            raise ValueError(
+                f"{name}: got shape {shape}, allowed is a first axis that is a multiple of {self.devices(axes)}, the "
+                f"devices along {axes}{more}"
+            )
+        rows = arrays.weight.shape[0]
+        if self.vocab is not None and not (type(self.vocab) is int and 1 <= self.vocab <= rows):
+            raise ValueError(f"vocab: got {self.vocab!r}, allowed is 1 to the weight's {rows} rows")
+
+    def placed(self, arrays: Arrays) -> Arrays:
+        """The arrays as they are to be cut, where the mesh's axes are Explicit; elsewhere the compiler moves them."""
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return arrays
+
+        def place(array: Any, spec: Any) -> Any:
+            return None if array is None else jax.reshard(array, NamedSharding(self.mesh, spec))
+
+        return Arrays(*map(place, arrays, self.specs()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setup:
+    """Everything about a call that is not an array: hashable."""
+
+    layout: Layout
+    rows: int
+    """Of the whole weight."""
+    options: tuple[tuple[str, Any], ...]
+    log_probs: bool
+
+    def call(self, arrays: Arrays) -> vjp.Call:
+        """The call of one device, from its parts of the arrays."""
+        make: Callable[..., vjp.Call] = api.log_probs_call if self.log_probs else api.loss_call
+        return make(arrays, self.layout.shard(self.rows), **dict(self.options))
+
+    @property
+    def scalar(self) -> bool:
+        """Whether the loss is one number, summed over the data axes."""
+        return not self.log_probs and dict(self.options).get("reduction", "mean") != "none"
+
+    @property
+    def output_specs(self) -> Any:
+        tokens = self.layout.specs().target
+        return P() if self.scalar else tokens, tokens
+
+    def map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(body, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _forward(setup: _Setup, arrays: Arrays, needs: Needs) -> tuple[Any, Any]:
+    """(the results, what every device keeps for the backward)."""
+    forward: Any = vjp.log_probs_forward if setup.log_probs else vjp.loss_forward
+    layout = setup.layout
+
+    def body(arrays: Arrays) -> Any:
+        call = setup.call(arrays)
+        (value, more), kept = forward(call, arrays, needs)
+        if setup.scalar and layout.data_axes:
+            value = lax.psum(value, layout.data_axes)
+        return (value, more), (call, vjp._likes(arrays), jax.tree.map(lambda part: part[None], kept))
+
+    made: tuple[Any, Any] = setup.map(body, (layout.specs(),), (setup.output_specs, P(layout.axes)))(arrays)
+    return made
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sharded(setup: _Setup, arrays: Arrays) -> Any:
+    return _forward(setup, arrays, Needs(False, False, False))[0]
+
+
+def _sharded_forward(setup: _Setup, primals: Arrays) -> Any:
+    arrays, needs = vjp._values_and_needs(primals)
+    output, kept = _forward(setup, arrays, needs)
+    return output, packed(kept, needs)
+
+
+def _sharded_backward(setup: _Setup, residuals: Any, cotangents: Any) -> tuple[Arrays]:
+    (call, likes, kept), flags = unpacked(residuals)
+    needs, layout = Needs(*flags), setup.layout
+    wanted = cotangents if setup.log_probs else cotangents[:1]
+    upstream = tuple(None if vjp._zero(cotangent) else vjp._once(cotangent) for cotangent in wanted)
+    if all(cotangent is None for cotangent in upstream):
+        return (Arrays(*(None,) * len(Arrays._fields)),)
+    gradients: Any = vjp.log_probs_gradients if setup.log_probs else vjp.loss_gradients
+
+    def body(kept: Any, upstream: Any) -> Any:
+        own = gradients(call, jax.tree.map(lambda part: part[0], kept), needs, *upstream)
+        (made,) = vjp._cotangents(own, likes, call.shard)
+        if not layout.data_axes:
+            return made
+        weight, bias = lax.psum((made.weight, made.bias), layout.data_axes)
+        return made._replace(weight=weight, bias=bias)
+
+    specs = layout.specs()
+    in_specs = (P(layout.axes), setup.output_specs[: len(upstream)])
+    return (setup.map(body, in_specs, specs)(kept, upstream),)
+
+
+_sharded.defvjp(_sharded_forward, _sharded_backward, symbolic_zeros=True)
+_compiled = jax.jit(_sharded, static_argnums=0)
+
+
+def _run(layout: Layout, given: Arrays, options: dict[str, Any], log_probs: bool) -> Any:
+    layout.check(given)
+    api._check_targets(given.target, layout.vocab or given.weight.shape[0], options.get("ignore_index", -100))
+    spec.check_backend(options.get("backend"), api.BACKENDS)
+    api._backend(options.get("backend"), given)  # refused here, where it is known what the arrays lie on
+    setup = _Setup(layout, given.weight.shape[0], tuple(sorted(options.items())), log_probs)
+    return _compiled(setup, layout.placed(api._arrays(given)))
+
+
+def sharded_linear_cross_entropy(
+    mesh: Mesh,
+    *,
+    vocab_axis: AxisName | None = None,
+    data_axis: AxisName | None = None,
+    vocab: int | None = None,
+    sequence_parallel: bool = False,
+) -> Callable[..., Any]:
+    """:func:`linear_cross_entropy` of arrays that lie on ``mesh``, each device working on its part of them.
+
+    Returns a function with that function's arguments (without axis_name, vocab and sequence_parallel), results and
+    gradients, to be called outside of jax.shard_map: in jax.jit, or at once. The arrays are global ones; they are cut,
+    and moved if they lie otherwise, along their first axes:
+
+        hidden, target, token_weight        over data_axis (hidden over vocab_axis as well under sequence_parallel)
+        weight, bias, class_weight          over vocab_axis
+        the loss, the normalizer            on every device; reduction="none" and statistics as target
+
+    mean divides by the valid tokens of all devices. Gradients have their arguments' layout; dW and db are summed over
+    data_axis in the weight's dtype, dX over vocab_axis in the accumulation dtype. A ``plan`` is one device's.
+
+    Arguments:
+        mesh: with Auto or Explicit axes.
+        vocab_axis, data_axis: names of axes of the mesh, tuples of names, or None: not cut.
+        vocab: V where it is smaller than the weight's number of rows, which must be a multiple of the devices along
+            vocab_axis: the last rows are padding.
+        sequence_parallel: hidden is cut along its first axis over data_axis and vocab_axis, and gathered over
+            vocab_axis by every call.
+
+    Raises ValueError or TypeError for an argument that does not fit the mesh; the returned function also as
+    :func:`linear_cross_entropy`.
+    """
+    layout = Layout(mesh, vocab_axis, data_axis, vocab, sequence_parallel)
+
+    def loss(hidden: Array, weight: Array, target: Array, bias: Array | None = None, **options: Any) -> Any:
+        extra = [options.pop(name, None) for name in ("token_weight", "class_weight", "normalizer")]
+        made = _run(layout, Arrays(hidden, weight, bias, target, *extra), options, log_probs=False)
+        return made if options.get("return_stats") else made[0]
+
+    return loss
+
+
+def sharded_linear_log_probs(
+    mesh: Mesh,
+    *,
+    vocab_axis: AxisName | None = None,
+    data_axis: AxisName | None = None,
+    vocab: int | None = None,
+    sequence_parallel: bool = False,
+) -> Callable[..., tuple[Array, Array | None]]:
+    """:func:`linear_log_probs` of arrays that lie on ``mesh``; see :func:`sharded_linear_cross_entropy`."""
+    layout = Layout(mesh, vocab_axis, data_axis, vocab, sequence_parallel)
+
+    def log_probs(
+        hidden: Array, weight: Array, target: Array, bias: Array | None = None, **options: Any
+    ) -> tuple[Array, Array | None]:
+        given = Arrays(hidden, weight, bias, target, None, None, None)
+        log_prob, entropy = _run(layout, given, options, log_probs=True)
+        return log_prob, entropy
+
+    return log_probs

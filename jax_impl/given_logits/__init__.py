@@ -1,0 +1,1 @@
+"""The loss on logits that exist already."""

@@ -1,0 +1,187 @@
+"""Cross-entropy on logits that already exist, with linear_cross_entropy's meaning.
+
+Mirror of torch_impl/given_logits/api.py.
+
+The forward reads the logits (kernels once, plain operations twice) and keeps three numbers per token; the backward
+reads them again and writes the gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+from logitless import spec
+from logitless.jax_impl import api, vjp, xla
+from logitless.jax_impl.distributed import parallel
+from logitless.jax_impl.given_logits import fused as logits_fused
+from logitless.jax_impl.given_logits import xla as logits_xla
+from logitless.spec import LossOptions, Reduction, TokenStats
+
+# Backends are modules with the same functions.
+MODULES: dict[str, Any] = {"xla": logits_xla, "pallas": logits_fused}
+
+# Logits that a CPU sums at a time: there XLA stores what it sums. A GPU sums what it reads, and takes all of them.
+CPU_BLOCK = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Everything about a call that is not an array: hashable, so that it is a static argument of jax.jit."""
+
+    options: LossOptions
+    statistics: bool
+    block: int
+    """Logits that are summed at a time."""
+    backend: str
+    """A key of MODULES."""
+    in_place: bool
+
+
+class Arrays(NamedTuple):
+    """A call's arrays as the user gave them; None where there is none."""
+
+    logits: Any  # [..., V]
+    target: Any  # [...]
+    token_weight: Any  # [...]
+    class_weight: Any  # [V]
+    normalizer: Any  # []
+
+
+def cross_entropy(
+    logits: Array,
+    target: Array,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    token_weight: Array | None = None,
+    class_weight: Array | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    normalizer: Array | float | None = None,
+    inplace_backward: bool = False,
+    backend: str | None = None,
+    return_stats: bool = False,
+) -> Array | tuple[Array, TokenStats]:
+    """Cross-entropy of ``softmax(f(logits))`` against ``target``: :func:`linear_cross_entropy` on given logits.
+
+    With z = logit_scale · logits, then z = softcap · tanh(z / softcap) if a softcap is given, and z divided by the
+    temperature:
+
+        ℓ_i = t_i [ (1−ε) k_{y_i} (lse_i − z_{i,y_i}) + (ε/V) Σ_j k_j (lse_i − z_ij) + z_loss · lse_i² ]
+
+    mean = Σ ℓ_i / Σ t_i k_{y_i} over tokens that are not ignored (or Σ ℓ_i / normalizer); 0, with a zero gradient, when
+    no token counts. Arithmetic in float32 (float64 for float64); the gradient is rounded once. Its element at the
+    target is −(the others' probability), never p − 1: right to the last digits as p → 1. Differentiable once, in
+    reverse mode, in the logits.
+
+    Arguments:
+        logits: [..., V] bfloat16, float16, float32, or float64 where x64 is on.
+        target: [...] int32 or int64 ids in [0, V), or ignore_index. An id outside raises ValueError where it can be
+            looked at without waiting (a NumPy array, a concrete array on a CPU); elsewhere that token's loss is NaN.
+        inplace_backward: write the gradient over the logits in the backward, so that no second array of their size is
+            made: under jax.jit, where they are a value that nothing reads later, or a donated argument. Elsewhere they
+            are copied first, and keep their values: ask for it only where they go. Plain operations ("xla") are asked
+            nothing: XLA itself says where it writes their gradient, in the logits' place where it can.
+        backend: "pallas" (kernels for bfloat16, float16 and float32 on Hopper GPUs and newer, or on a CPU under
+            LOGITLESS_PALLAS_INTERPRET=1), "xla" (plain operations, anywhere), or None: the kernels where they run on a
+            GPU, else "xla". Logits that jax.jit spreads over several devices take "xla", or jax.shard_map.
+        the others: as for :func:`linear_cross_entropy`.
+        return_stats: also return :class:`logitless.TokenStats`, without gradient.
+
+    Returns the loss in float32 (float64 for float64 logits), or (loss, TokenStats). The gradient has logits' dtype and
+    shape.
+
+    Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
+    that cannot run.
+    """
+    spec.check_flags(inplace_backward=inplace_backward, return_stats=return_stats)
+    spec.check_backend(backend, api.BACKENDS)
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature)
+    given = {"logits": logits, "target": target, "token_weight": token_weight, "class_weight": class_weight}
+    api._check_types(given, ("token_weight", "class_weight"))
+    spec.check_logits(*(None if array is None else api._info(array) for array in given.values()))  # type: ignore[arg-type]
+    api._check_normalizer(normalizer, reduction)
+    api._check_targets(target, logits.shape[-1], ignore_index)
+    arrays = Arrays(logits, target, token_weight, class_weight, normalizer)
+    block = CPU_BLOCK if api._device(logits).platform == "cpu" else max(1, logits.size)
+    call = Call(options, return_stats, block, _backend(backend, arrays), inplace_backward)
+    loss, stats = _jitted(call, Arrays(*(None if a is None else api._array(a, logits.dtype) for a in arrays)))
+    return (loss, stats) if return_stats else loss
+
+
+def _backend(name: str | None, arrays: Arrays) -> str:
+    """:func:`api._backend` for these kernels."""
+    reason = None
+    if parallel.tracked():
+        reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; with check_vma=False they run"
+    elif any(map(api._spread, arrays)):
+        reason = "its kernels run on one device; inside of jax.shard_map(check_vma=False) on every device's part"
+    return api._chosen_backend(name, arrays.logits, reason, logits_fused.unavailable)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Differentiable
+
+
+def _prepare(arrays: Arrays, options: LossOptions) -> xla.Inputs:
+    """The logits stand where hidden states do; of a weight only its length V is read."""
+    vocab = arrays.logits.shape[-1]
+    weight = jax.ShapeDtypeStruct((vocab, 0), arrays.logits.dtype)
+    logits = arrays.logits.reshape(-1, vocab)
+    given = vjp.Arrays(logits, weight, None, arrays.target, arrays.token_weight, arrays.class_weight, None)
+    return vjp.prepare(given, options.ignore_index)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(call: Call, arrays: Arrays) -> tuple[Array, TokenStats | None]:
+    return _loss_and_sums(call, arrays)[0]
+
+
+def _loss_and_sums(call: Call, arrays: Arrays) -> tuple[tuple[Array, TokenStats | None], xla.TokenSums]:
+    options, shape = call.options, arrays.target.shape
+    inputs = _prepare(arrays, options)
+    sums = MODULES[call.backend].token_sums(inputs, options, call.statistics, call.block)
+    losses = xla.losses(inputs, options, sums)
+    if options.reduction == "none":
+        loss = losses.reshape(shape)
+    else:
+        loss = losses.sum() * xla.normalizer(inputs, options, arrays.normalizer)
+    if not call.statistics:
+        return (loss, None), sums
+    return (loss, TokenStats(*(values.reshape(shape) for values in xla.token_stats(inputs, sums)))), sums
+
+
+def _loss_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, TokenStats | None], Any]:
+    vjp.refuse_perturbed(primals)
+    arrays = vjp._once(Arrays(*(None if leaf is None else leaf.value for leaf in primals)))
+    output, sums = _loss_and_sums(call, arrays)
+    return output, (
+        arrays,
+        sums._replace(weighted_logits=None, entropy=None, argmax=None, max_logit=None, min_logit=None),
+    )
+
+
+def _loss_backward(call: Call, residuals: tuple[Arrays, xla.TokenSums], cotangents: Any) -> tuple[Arrays]:
+    (arrays, sums), upstream, options = residuals, cotangents[0], call.options
+    if vjp._zero(upstream):
+        return (Arrays(*(None,) * len(Arrays._fields)),)
+    inputs, backend = _prepare(arrays, options), MODULES[call.backend]
+    norm = xla.normalizer(inputs, options, arrays.normalizer)
+    upstream = vjp._once(upstream)
+    g = vjp._row_upstream(inputs, options, upstream.reshape(-1) if options.reduction == "none" else upstream * norm)
+    made = backend.gradient(inputs, options, backend.logit_rows(inputs, options, sums, g), call.in_place)
+    return (Arrays(made.reshape(arrays.logits.shape), None, None, None, None),)
+
+
+_loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
+
+# Compiled once for a Call and shapes, also when the caller does not use jax.jit.
+_jitted = jax.jit(_loss, static_argnums=0)

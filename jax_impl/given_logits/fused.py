@@ -1,0 +1,92 @@
+"""The loss on given logits by Pallas kernels: the functions of logits_xla.py, launched. Mirror of
+torch_impl/given_logits/fused.py."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.jax_impl import xla
+from logitless.jax_impl.given_logits.xla import LogitRows, logit_rows
+from logitless.jax_impl.kernels import fused
+from logitless.spec import LossOptions
+
+with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called
+    from logitless.jax_impl.given_logits import kernels as logits_kernels
+    from logitless.jax_impl.kernels import pallas as kernels
+
+__all__ = ["gradient", "logit_rows", "token_sums", "unavailable"]
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def unavailable(device: Any, dtype: str) -> str | None:
+    """Why these kernels cannot run on ``device`` (None: not known while tracing), or None."""
+    reason = fused.unusable(device, dtype, DTYPES)
+    if reason is not None or device is None or device.platform != "gpu":
+        return reason
+    return fused.unbuilt(device)
+
+
+def _row(inputs: xla.Inputs, options: LossOptions) -> Any:
+    logits = inputs.hidden
+    return logits_kernels.Row(logits.shape[1], logits.dtype, options.logit_scale, options.softcap)
+
+
+def _arguments(row: Any, inputs: xla.Inputs, smoothed: bool) -> dict[str, Any]:
+    """What both kernels read; rows shorter than a warpgroup are padded."""
+    missing = row.width - row.vocab
+    made = {
+        "logits": jnp.pad(inputs.hidden, ((0, 0), (0, missing))),
+        "target": jnp.where(inputs.valid, inputs.target, -1),
+    }
+    if smoothed and inputs.class_weight is not None:
+        made["class_weight"] = jnp.pad(inputs.class_weight, (0, missing))
+    return made
+
+
+def token_sums(inputs: xla.Inputs, options: LossOptions, statistics: bool, block: int) -> xla.TokenSums:
+    """:func:`logits_xla.token_sums`; a program's ``block`` is a row."""
+    weighted = options.label_smoothing > 0
+    if not inputs.hidden.shape[0]:
+        return xla._empty_sums(inputs, weighted, statistics)
+    row = _row(inputs, options)
+
+    def launch(arguments: dict[str, Array]) -> dict[str, Array]:
+        return logits_kernels.sums(row, arguments, statistics=statistics, weighted=weighted)
+
+    made = fused._one_by_one(launch)(_arguments(row, inputs, weighted))
+    made = {name: jnp.where(inputs.valid, values, 0) for name, values in made.items()}
+    running = xla._RunningSums(
+        target_logit=jnp.where(inputs.inside, made["target_logit"], jnp.nan),
+        target=inputs.target,
+        anchor=made["anchor"],
+        s=made["sum"],
+        highest=made["highest"],
+        gap_sum=made.get("gap"),
+        lowest=made.get("lowest"),
+        argmax=made.get("argmax"),
+    )
+    return running.finish(made.get("weighted"))
+
+
+def gradient(inputs: xla.Inputs, options: LossOptions, known: LogitRows, in_place: bool) -> Array:
+    """:func:`logits_xla.gradient`. In place, XLA copies the logits before where something reads them later."""
+    if not inputs.hidden.shape[0]:
+        return inputs.hidden
+    row = _row(inputs, options)
+    arguments = _arguments(row, inputs, known.smooth is not None) | {
+        "anchor": known.anchor, "log_total": known.log_total, "factor": known.factor, "value": known.target,
+    }  # fmt: skip
+    if known.smooth is not None:
+        arguments["smooth"] = known.smooth
+
+    def launch(arguments: dict[str, Array]) -> Array:
+        given = {"logits": kernels.reference(arguments["logits"])} if in_place else {}
+        return logits_kernels.gradient(row, arguments | given)
+
+    made: Array = fused._one_by_one(launch)(arguments)
+    return made[:, : row.vocab]

@@ -1,0 +1,1 @@
+"""What torch.compile and torch.func see of a call."""

@@ -1,0 +1,286 @@
+"""The steps of a call as opaque operations of PyTorch's: what torch.compile puts into its graphs.
+
+Each hides a whole forward or a whole backward, so that compiled and eager mode run the same code on the same kernels.
+The functions have the names and arguments of steps.py; they are not differentiable themselves (autograd.py is). What
+waits between forward and backward leaves as a list of tensors and comes back as one; nothing that comes in is written
+to, and no result shares memory with an argument or another result. Which layout a
+graph's tensors will have is not known before it runs, so arguments are made plain here.
+
+``torch.ops.logitless``: loss, loss_gradients, log_probs, log_probs_gradients. Their ``call`` is a :class:`Recipe` in
+JSON; ``token_chunk`` stands beside it because it may be a symbol (torch_impl/compiled/tracing.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.planning import ChunkPlan
+from logitless.planning import plan as make_plan
+from logitless.spec import LossOptions, TokenStats
+from logitless.torch_impl import layouts, steps
+from logitless.torch_impl.eager import Arrays, Gradients, Needs, accumulation_dtype
+from logitless.torch_impl.steps import Call, LatePlan
+
+_ARRAYS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? class_weight"
+_CALL = "str call, SymInt token_chunk"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A :class:`Call` without tensors, sizes or symbols: constants only, for a graph to hold."""
+
+    options: tuple[Any, ...]
+    compute_dtype: str
+    statistics: bool
+    backend: str
+    wanted: tuple[bool, bool, bool]
+    """Whether gradients of hidden, weight and bias are."""
+    held: bool
+    """Whether the forward makes them, and they wait."""
+    plan: tuple[Any, bool, int | None]
+    """Its order, one_pass and vocab_chunk; or None, one_pass and a memory budget: chosen when the call runs."""
+
+    @staticmethod
+    def of(call: Call, needs: Needs) -> Recipe:
+        plan, late = call.plan, isinstance(call.plan, LatePlan)
+        return Recipe(
+            options=dataclasses.astuple(call.options),
+            compute_dtype=str(call.compute_dtype).removeprefix("torch."),
+            statistics=call.statistics,
+            backend=call.backend,
+            wanted=(needs.hidden is not None, needs.weight is not None, needs.bias is not None),
+            held=needs.any and call.one_pass,
+            plan=(None, *dataclasses.astuple(plan)) if late else (plan.order, plan.one_pass, plan.vocab_chunk),
+        )
+
+    def text(self) -> str:
+        # A NumPy number is none of JSON's.
+        return json.dumps(dataclasses.asdict(self), default=operator.methodcaller("item"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.compute_dtype)
+        return found
+
+    @property
+    def loss_options(self) -> LossOptions:
+        return LossOptions(*self.options)
+
+    def needs(self, arrays: Arrays) -> Needs:
+        """The dtypes of the wanted gradients: their arguments' own."""
+        pairs = zip(arrays[:3], self.wanted, strict=True)
+        hidden, weight, bias = (array.dtype if wanted and array is not None else None for array, wanted in pairs)
+        return Needs(hidden, weight, bias)
+
+    def call(self, arrays: Arrays, token_chunk: int) -> Call:
+        """The call again, where sizes are numbers."""
+        plan = self._plan(arrays, token_chunk)
+        return Call(self.loss_options, plan, self.dtype, self.statistics, True, self.backend)
+
+    def _plan(self, arrays: Arrays, token_chunk: int) -> ChunkPlan:
+        tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
+        fused, (order, one_pass, number) = self.backend == "triton", self.plan
+        if order is not None:
+            sizes = tokens, size, vocab, self.compute_dtype
+            return ChunkPlan(*sizes, order, one_pass, token_chunk, number or 0, fused, eager=not fused)
+        return make_plan(
+            tokens=tokens,
+            hidden=size,
+            vocab=vocab,
+            dtype=self.compute_dtype,
+            memory_budget=number,
+            order="tokens" if one_pass else None,
+            one_pass=one_pass,
+            device="cpu" if arrays.hidden.device.type == "cpu" else "gpu",
+            fused=fused,
+            eager=not fused,
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _recipe(text: str) -> Recipe:
+    made: Any = json.loads(text)
+    made |= {name: tuple(value) for name, value in made.items() if isinstance(value, list)}
+    return Recipe(**made)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operations, and what they give in shapes and dtypes
+
+
+@torch.library.custom_op(
+    "logitless::loss", mutates_args=(), schema=f"({_ARRAYS}, Tensor? normalizer, {_CALL}) -> Tensor[]"
+)
+def _loss(*arguments: Any) -> list[Tensor]:
+    """[loss, the eight statistics if asked for, and for the backward: what waits, or what known sums there are]."""
+    *given, normalizer, text, token_chunk = arguments
+    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
+    call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
+    made = steps.loss(arrays, normalizer, call, needs)
+    saved: Any = made.saved
+    if recipe.held:
+        saved = made.waiting.tensors(_held_layout(arrays, recipe, token_chunk))
+    return [value for value in (made.loss, *made.stats, *saved) if value is not None]
+
+
+@_loss.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    *given, _, text, token_chunk = arguments
+    arrays, recipe = Arrays(*given), _recipe(text)
+    dtype, shape = accumulation_dtype(recipe.dtype), arrays.target.shape
+    made = [_new(arrays, shape if recipe.loss_options.reduction == "none" else (), dtype)]
+    if recipe.statistics:
+        dtypes = {"argmax": torch.int32, "correct": torch.bool}
+        made += [_new(arrays, shape, dtypes.get(name, dtype)) for name in TokenStats._fields]
+    if recipe.held:
+        layout = _held_layout(arrays, recipe, token_chunk)
+        return made + [_new(arrays, *what) for what in layout.values()]
+    if recipe.needs(arrays).any:
+        made += [_new(arrays, (), dtype)] + [_new(arrays, (arrays.target.numel(),), dtype) for _ in range(3)]
+    return made
+
+
+@torch.library.custom_op(
+    "logitless::loss_gradients",
+    mutates_args=(),
+    schema=f"({_ARRAYS}, Tensor[] saved, Tensor upstream, {_CALL}) -> Tensor[]",
+)
+def _loss_gradients(*arguments: Any) -> list[Tensor]:
+    """The wanted gradients of hidden, weight and bias; saved: what :func:`_loss` left for them."""
+    *given, saved, upstream, text, token_chunk = arguments
+    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
+    call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
+    if recipe.held:
+        return _present(steps.held_gradients(arrays, call, needs, saved, upstream))
+    return _present(steps.loss_gradients(arrays, call, needs, tuple(saved), None, upstream))
+
+
+@torch.library.custom_op(
+    "logitless::log_probs",
+    mutates_args=(),
+    schema=f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {_CALL}) -> Tensor[]",
+)
+def _log_probs(*arguments: Any) -> list[Tensor]:
+    """[log p, entropy if asked for, and for the backward the known sums]."""
+    *given, text, token_chunk = arguments
+    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
+    made = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
+    values = (made.log_prob, made.entropy, *made.saved)
+    if not recipe.statistics:  # without tokens, sums may have an entropy that nobody asked for
+        values = (made.log_prob, *made.saved[:-1])
+    return [value for value in values if value is not None]
+
+
+@_log_probs.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    *given, text, _ = arguments
+    arrays, recipe = Arrays(*given), _recipe(text)
+    dtype, kinds = accumulation_dtype(recipe.dtype), 2 if recipe.statistics else 1
+    made = [_new(arrays, arrays.target.shape, dtype) for _ in range(kinds)]
+    if recipe.needs(arrays).any:
+        made += [_new(arrays, (arrays.target.numel(),), dtype) for _ in range(kinds + 2)]
+    return made
+
+
+@torch.library.custom_op(
+    "logitless::log_probs_gradients",
+    mutates_args=(),
+    schema=(
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor[] saved, Tensor g_log_prob, "
+        f"Tensor? g_entropy, {_CALL}) -> Tensor[]"
+    ),
+)
+def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
+    """The wanted gradients of hidden, weight and bias; saved: what :func:`_log_probs` left for them."""
+    *given, saved, g_log_prob, g_entropy, text, token_chunk = arguments
+    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
+    call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
+    sums = saved if recipe.statistics else [*saved, None]
+    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(sums), None, g_log_prob, g_entropy))
+
+
+@_loss_gradients.register_fake
+@_log_probs_gradients.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    arrays, recipe = Arrays(*arguments[:4]), _recipe(arguments[-2])
+    pairs = zip(arrays[:3], recipe.wanted, strict=True)
+    return [array.new_empty(array.shape) for array, wanted in pairs if wanted and array is not None]
+
+
+def _new(arrays: Arrays, shape: Any, dtype: torch.dtype) -> Tensor:
+    return arrays.hidden.new_empty(shape, dtype=dtype)
+
+
+def _held_layout(arrays: Arrays, recipe: Recipe, token_chunk: int) -> dict[str, Any]:
+    made: dict[str, Any] = steps.MODULES[recipe.backend].held_layout(
+        arrays.target.numel(), arrays, recipe.loss_options, recipe.dtype, token_chunk, recipe.needs(arrays)
+    )
+    return made
+
+
+def _present(gradients: Gradients) -> list[Tensor]:
+    made = (gradients.hidden, gradients.weight, gradients.bias)
+    return [gradient.contiguous() for gradient in made if gradient is not None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps
+
+
+def _named(made: list[Tensor], needs: Needs) -> Gradients:
+    left = iter(made)
+    return Gradients(*(next(left) if dtype else None for dtype in (needs.hidden, needs.weight, needs.bias)))
+
+
+def _chunk(call: Call) -> int:
+    return 0 if isinstance(call.plan, LatePlan) else call.plan.token_chunk
+
+
+def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> steps.Loss:
+    """:func:`steps.loss`."""
+    dtype, device = accumulation_dtype(call.compute_dtype), arrays.hidden.device
+    if normalizer is not None and not isinstance(normalizer, Tensor):  # a number here may be a symbol
+        normalizer = torch.full((), normalizer, dtype=dtype, device=device)
+    made = torch.ops.logitless.loss(*arrays, normalizer, Recipe.of(call, needs).text(), _chunk(call))
+    first = 1 + call.fields
+    stats: list[Any] = made[1:first] if call.statistics else [None] * len(TokenStats._fields)
+    return steps.Loss(made[0], tuple(stats), tuple(made[first:]), None)
+
+
+def loss_gradients(
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: None, upstream: Tensor
+) -> Gradients:
+    """:func:`steps.loss_gradients`; what waits is in ``saved``, and may be used more than once."""
+    del waiting
+    recipe = Recipe.of(call, needs)
+    if recipe.held and steps.MODULES[call.backend].ELEMENTWISE_END:
+        return steps.held_gradients(arrays, call, needs, list(saved), upstream)
+    made = torch.ops.logitless.loss_gradients(*arrays, list(saved), upstream, recipe.text(), _chunk(call))
+    return _named(made, needs)
+
+
+def log_probs(arrays: Arrays, call: Call, needs: Needs) -> steps.LogProbs:
+    """:func:`steps.log_probs`."""
+    made = torch.ops.logitless.log_probs(*arrays[:4], Recipe.of(call, needs).text(), _chunk(call))
+    kinds = 2 if call.statistics else 1
+    return steps.LogProbs(made[0], made[1] if call.statistics else None, tuple(made[kinds:]), None)
+
+
+def log_probs_gradients(
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: None, g_log_prob: Tensor,
+    g_entropy: Tensor | None,
+) -> Gradients:  # fmt: skip
+    """:func:`steps.log_probs_gradients`."""
+    del waiting
+    recipe = Recipe.of(call, needs).text()
+    made = torch.ops.logitless.log_probs_gradients(
+        *arrays[:4], list(saved), g_log_prob, g_entropy, recipe, _chunk(call)
+    )
+    return _named(made, needs)

@@ -1,0 +1,1 @@
+"""Calls on several ranks: a sharded vocabulary, DTensors, and what ranks tell each other."""

@@ -1,0 +1,1 @@
+"""LM heads of models from transformers: found, captured, patched."""

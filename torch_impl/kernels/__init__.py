@@ -1,0 +1,1 @@
+"""The Triton kernels: their launches, and the functions that a backend has."""

@@ -1,0 +1,772 @@
+"""The three products on Hopper (compute capability 9.x), in Gluon: what kernels.py's do, for 16-bit operands whose
+rows start on 16 bytes, and faster.
+
+One program is three groups of warps. One warp loads: it walks the program's tiles and, within a tile, the steps of the
+product's depth, and asks the tensor memory accelerator for each step's operands, as many steps ahead as there are
+stages. Two groups of four warps multiply: each owns the upper or the lower half of every tile, [BM/2, BN], and reads
+what it shares with the other (the tile's columns) from the same stage. Neither waits for the other, only for what is
+loaded; so that one's epilogue runs beside the other's products, the second starts a tile SKEW steps behind the first.
+
+``ready[s]``: stage s was loaded; ``free[s]``: both groups have multiplied it; ``turn``: the second group may start.
+Results leave through shared memory and the accelerator, which stores or adds while the next tile is multiplied.
+
+With PACE the programs keep step: their loading warps look every PACE steps at how far all have come, and nobody gets
+far ahead (:func:`keep_pace`). What several programs read they then read within microseconds of each other, which takes
+less energy, and so less time. No result depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from logitless.torch_impl.kernels import portable as kernels
+from logitless.torch_impl.kernels.portable import (
+    joined,
+    low_stride,
+    lower_bits,
+    programs_of,
+    rounded,
+    tile_of,
+    turns_of,
+    upper_bits,
+)
+
+LOG2E = gl.constexpr(kernels.LOG2E.value)
+LOWEST_ANCHOR = gl.constexpr(kernels.LOWEST_ANCHOR.value)
+LOWEST_GAP = gl.constexpr(kernels.LOWEST_GAP.value)
+NO_ROW = gl.constexpr(kernels.NO_ROW.value)
+SUMS = gl.constexpr(kernels.SUMS.value)
+ANCHORED = gl.constexpr(kernels.ANCHORED.value)
+KNOWN = gl.constexpr(kernels.KNOWN.value)
+# Beyond it an anchor in units of log 2 is not corrected for its rounding: it is no logit.
+CORRECTED_ANCHOR = gl.constexpr(1e20)
+MOST_PARTS = gl.constexpr(kernels.MOST_PARTS.value)
+BIGGEST_INDEX = gl.constexpr(kernels.BIGGEST_INDEX.value)
+# Looks at the others' progress before a program stops to wait for them: about a millisecond.
+PATIENCE = gl.constexpr(2000)
+
+
+@builtin
+def _add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
+    """Memory at ``coord`` += a tile of shared memory."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
+
+
+# Triton 3.6 has no name for the addition, and had others for the two copies.
+tma_add = getattr(tma, "async_atomic_add", _add)
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the three products share
+
+
+@gluon.jit
+def unit_of(unit, tiles, steps, PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
+    """A program's piece of work: (tile, its first step, how many steps, whether it is a part of a tile).
+
+    Without SPLIT units are tiles. With it, the tiles that would leave most programs idle in a last turn are split along
+    their depth, so that the last turn is as short as it has few tiles.
+    """
+    if SPLIT:
+        whole, left, parts = turns_of(tiles, steps, PROGRAMS)
+        index = unit - whole
+        part = index // gl.maximum(left, 1)
+        is_part = unit >= whole
+        begin = gl.where(is_part, part * steps // parts, 0)
+        end = gl.where(is_part, (part + 1) * steps // parts, steps)
+        return gl.where(is_part, whole + index % gl.maximum(left, 1), unit), begin, end - begin, is_part
+    else:
+        return unit, 0, steps, False
+
+
+@gluon.jit
+def units_of(tiles, steps, PROGRAMS: gl.constexpr, SPLIT: gl.constexpr):
+    """How many units there are."""
+    if SPLIT:
+        whole, left, parts = turns_of(tiles, steps, PROGRAMS)
+        return whole + left * parts
+    else:
+        return tiles
+
+
+@gluon.jit
+def share_of(
+    units, row_tiles, column_tiles,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, SPLIT: gl.constexpr, PACE: gl.constexpr,
+):  # fmt: skip
+    """(The program's first unit, how many programs take units); a program that takes none begins behind the last."""
+    if PACE > 0 and not SPLIT:
+        programs = programs_of(row_tiles, column_tiles, GROUP, PROGRAMS)
+        return gl.where(gl.program_id(0) < programs, gl.program_id(0), units), programs
+    else:
+        return gl.program_id(0), PROGRAMS
+
+
+@gluon.jit
+def keep_pace(progress_ptr, patience, unit, step, tiles, steps, programs, PACE: gl.constexpr):
+    """Count this program's PACE steps from ``step`` on, and wait until all have come, on the average, to those before.
+
+    progress: such counts of all programs. ``patience``: how often to look, at most; afterwards none is left, for then
+    not all programs run at a time, and who waits for the others would wait for their whole work.
+    """
+    # Nothing needs this count to order other accesses; but with one that does not ("relaxed") dX was 1.4 % slower.
+    gl.atomic_add(progress_ptr, 1)
+    turn = unit // programs
+    running = gl.minimum(tiles - turn * programs, programs)
+    due = turn * programs * ((steps + PACE - 1) // PACE) + running * (step // PACE - 1)
+    left = patience
+    while (left > 0) & (gl.load(progress_ptr, volatile=True) < due):
+        left -= 1
+    return gl.where(left > 0, patience, 0)
+
+
+@gluon.jit
+def load_tiles(
+    a_desc, b_desc, a_smem, b_smem, ready, free, progress_ptr, count_ptr, first, chunk, other, width,
+    COUNTS_DEPTH: gl.constexpr, A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, PACE: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: a's two halves and b of every step. DEPTH_FIRST: the depth is the matrix's first axis.
+
+    Parts of tiles, whose depths differ, are not paced.
+    """
+    i = 0
+    patience = gl.to_tensor(PATIENCE)
+    _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, other, width, COUNTS_DEPTH, BM, BN, BK)
+    tiles = row_tiles * column_tiles
+    units = units_of(tiles, steps, PROGRAMS, SPLIT)
+    begins, programs = share_of(units, row_tiles, column_tiles, GROUP, PROGRAMS, SPLIT, PACE)
+    for unit in range(begins, units, programs):
+        tile, begin, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
+        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        for k in range(begin, begin + depth):
+            if PACE:
+                looks = k % PACE == 0
+                if SPLIT:
+                    looks &= ~is_part
+                if looks:
+                    patience = keep_pace(progress_ptr, patience, unit, k, tiles, steps, programs, PACE)
+            slot = i % STAGES
+            mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+            bar = ready.index(slot)
+            mbarrier.expect(bar, (BM + BN) * BK * 2)
+            for half in gl.static_range(2):
+                row = m * BM + half * (BM // 2)
+                if A_DEPTH_FIRST:
+                    tma_load(a_desc, [k * BK, row], bar, a_smem.index(2 * slot + half))
+                else:
+                    tma_load(a_desc, [row, k * BK], bar, a_smem.index(2 * slot + half))
+            if B_DEPTH_FIRST:
+                tma_load(b_desc, [k * BK, n * BN], bar, b_smem.index(slot))
+            else:
+                tma_load(b_desc, [n * BN, k * BK], bar, b_smem.index(slot))
+            i += 1
+
+
+@gluon.jit
+def multiply(
+    a_smem, b_smem, ready, free, turn, turns, done, depth,
+    HALF: gl.constexpr, A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """One group's half of one of the program's units, [BM/2, BN] in float32: ``depth`` steps, after ``done``.
+
+    Units of fewer steps than stages are not paced: the first group could be two turns ahead, and a turn's two phases
+    could no longer be told apart. ``turns``: paced units before this one.
+    """
+    paced = depth >= STAGES
+    if HALF == 1:
+        mbarrier.wait(turn, turns & 1, pred=paced)
+    total = gl.zeros((BM // 2, BN), gl.float32, layout)
+    for k in range(depth):
+        i = done + k
+        slot = i % STAGES
+        mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
+        a = a_smem.index(2 * slot + HALF)
+        b = b_smem.index(slot)
+        if A_DEPTH_FIRST:
+            a = a.permute((1, 0))
+        if not B_DEPTH_FIRST:
+            b = b.permute((1, 0))
+        total = warpgroup_mma(a, b, total, is_async=True)
+        total = warpgroup_mma_wait(1, deps=[total])
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), pred=k > 0)
+        if HALF == 0:
+            mbarrier.arrive(turn, pred=paced & (k == SKEW))
+    total = warpgroup_mma_wait(0, deps=[total])
+    mbarrier.arrive(free.index((done + depth + STAGES - 1) % STAGES), pred=depth > 0)
+    return total
+
+
+@gluon.jit
+def piece_of(tile, INDEX: gl.constexpr, PIECES: gl.constexpr):
+    """One of 1, 2, 4 or 8 pieces of a tile's columns: an epilogue of many values goes by pieces, for its registers."""
+    if PIECES == 1:
+        return tile
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+        if INDEX < PIECES // 2:
+            return piece_of(left, INDEX, PIECES // 2)
+        else:
+            return piece_of(right, INDEX - PIECES // 2, PIECES // 2)
+
+
+@gluon.jit
+def put(desc, stage, piece, row, column, INDEX: gl.constexpr, PIECES: gl.constexpr, ADD: gl.constexpr):
+    """A piece of a tile on its way to memory (or to be added to it), which starts at ``column``: it is staged, and what
+    is staged leaves when the stage is full."""
+    WIDTH: gl.constexpr = piece.shape[1]
+    FULL: gl.constexpr = stage.shape[1] // WIDTH
+    if INDEX % FULL == 0:
+        tma.store_wait(0)  # until what was staged before has been read
+    piece = piece.to(desc.dtype)
+    if FULL == 1:
+        stage.store(piece)
+    else:
+        stage.slice(INDEX % FULL * WIDTH, WIDTH, dim=1).store(piece)
+    if INDEX % FULL == FULL - 1:
+        fence_async_shared()
+        place = column + (INDEX // FULL) * (FULL * WIDTH)
+        if ADD:
+            tma_add(desc, [row, place], stage)
+        else:
+            tma_store(desc, [row, place], stage)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """ready, free and turn."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+        mbarrier.init(free.index(s), count=2)
+    mbarrier.init(turn, count=1)
+    fence_async_shared()
+    return ready, free, turn
+
+
+@gluon.jit
+def extents(
+    count_ptr, first, chunk, other, width,
+    COUNTS_DEPTH: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+):  # fmt: skip
+    """How many rows of the chunk exist, and the product's row tiles, column tiles and steps.
+
+    These rows are the height of its result, ``other`` its depth, or with COUNTS_DEPTH the other way round. Every group
+    reads the count for itself: what groups are handed beside the kernel's arguments goes through shared memory.
+    """
+    rows = gl.minimum(gl.maximum(gl.load(count_ptr) - first, 0), chunk)
+    height = rows
+    depth = other
+    if COUNTS_DEPTH:
+        height = other
+        depth = rows
+    return rows, (height + BM - 1) // BM, (width + BN - 1) // BN, (depth + BK - 1) // BK
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first product
+
+
+@gluon.jit
+def row_values(pointer, row, mask, other: gl.constexpr):
+    return gl.load(pointer + row, mask=mask, other=other)
+
+
+@gluon.jit
+def exp2(x):
+    """2ˣ by the instruction itself, subnormal results being 0. In Triton 3.6 gl.exp2 comes to the same, but through a
+    library that LLVM links and inlines for every element: a fifth of its time with the first product."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def tanh(t):
+    """tanh in float32: an odd polynomial near 0, where 1 − e⁻²ᵗ would cancel."""
+    magnitude = gl.abs(t)
+    square = t * t
+    small = t * (
+        1.0 + square * (-0.333333333 + square * (0.133333333 + square * (-0.0539682540 + square * 0.0218694885)))
+    )
+    decay = exp2(magnitude * LOG2E * -2.0)
+    large = (1.0 - decay) / (1.0 + decay)
+    return gl.where(magnitude < 0.15, small, gl.where(t < 0, -large, large))
+
+
+@gluon.jit
+def known_piece(
+    z, row, column, target, anchor, log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+    class_weight_ptr, rows, chunk, start, columns, cap,
+    HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr, HAS_GAMMA: gl.constexpr,
+    HAS_SIGMA: gl.constexpr,
+):  # fmt: skip
+    """The gradient's matrix from logits whose lse is known: see torch_impl.eager.KnownRows."""
+    inside = row < chunk
+    gap = (z - anchor[:, None]) - row_values(log_total_ptr, row, inside, 0.0)[:, None]
+    e = exp2(gap * LOG2E)
+    if HAS_ALPHA:
+        coefficient = row_values(alpha_ptr, row, inside, 0.0)[:, None]
+        if HAS_GAMMA:
+            gamma = row_values(gamma_ptr, row, inside, 0.0)[:, None]
+            coefficient = coefficient + gamma * gl.maximum(gap, LOWEST_GAP)
+        e = e * coefficient
+    if HAS_SIGMA:
+        sigma = row_values(sigma_ptr, row, inside, 0.0)[:, None]
+        if HAS_CLASS:
+            sigma = sigma * gl.load(class_weight_ptr + start + column, mask=column < columns, other=0.0)[None, :]
+        e = e - sigma
+    if HAS_CAP:
+        e = e * (1.0 - (z / cap) * (z / cap))
+    e = e * row_values(factor_ptr, row, inside, 0.0)[:, None]
+    is_target = (start + column)[None, :] == target[:, None]
+    e = gl.where(is_target, row_values(target_value_ptr, row, inside, 0.0)[:, None], e)
+    return gl.where((row < rows)[:, None], e, 0.0)
+
+
+@gluon.jit
+def known_shift(anchor, log_total):
+    """lse · log2 e, and the factor that puts its rounding right: exp2(z · log2 e − shift) · right is p.
+
+    The larger product is made by multiply-adds alone: a compiler that fuses others changes nothing.
+    """
+    total2 = log_total * LOG2E
+    shift = gl.fma(anchor, LOG2E, total2)
+    lost = gl.where(gl.abs(anchor) < CORRECTED_ANCHOR, gl.fma(anchor, LOG2E, -shift) + total2, 0.0)
+    return shift, exp2(-lost)
+
+
+@gluon.jit
+def plain_known_piece(z, entry, target, shift, factor, target_value, edge):
+    """:func:`known_piece` with factor and target alone, as :func:`anchored_piece` one multiply-add an element."""
+    layout: gl.constexpr = target.type.layout
+    shift = gl.convert_layout(shift, layout)
+    e = exp2(gl.fma(z, LOG2E, -shift[:, None])) * gl.convert_layout(factor, layout)[:, None]
+    if edge:
+        e = gl.where(entry[None, :] == target[:, None], gl.convert_layout(target_value, layout)[:, None], e)
+    return e
+
+
+@gluon.jit
+def anchored_piece(z, entry, here, target, anchor, edge, STATISTICS: gl.constexpr):
+    """e = exp(z − anchor), 0 at the target; its sums per row; with STATISTICS the sums of e (z − anchor).
+
+    One multiply-add an element: exp2(z · log2 e − a · log2 e), where the rounding of a · log2 e is put right per row.
+    """
+    anchor = gl.maximum(anchor, LOWEST_ANCHOR)
+    shift, right = known_shift(anchor, 0.0)
+    e = exp2(gl.fma(z, LOG2E, -shift[:, None]))
+    if edge:
+        e = gl.where((entry[None, :] == target[:, None]) | ~here[None, :], 0.0, e)
+    gaps = right
+    if STATISTICS:
+        gaps = gl.sum(e * gl.maximum(z - anchor[:, None], LOWEST_GAP), 1) * right
+    return e, gl.sum(e, 1) * right, gaps
+
+
+@gluon.jit
+def extremes(z, entry, here):
+    """Largest logit of each row, the first entry that has it, and the smallest."""
+    above = gl.where(here[None, :], z, float("-inf"))
+    highest = gl.max(above, 1)
+    first = gl.min(gl.where(above == highest[:, None], entry[None, :], BIGGEST_INDEX), 1)
+    return highest, first, gl.min(gl.where(here[None, :], z, float("inf")), 1)
+
+
+@gluon.jit
+def logits_tiles(
+    e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr,
+    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
+    log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+    count_ptr, first, chunk, size, start, columns, scale, cap, HALF: gl.constexpr,
+    MODE: gl.constexpr, STATISTICS: gl.constexpr, SUM_LOGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr,
+    HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """A multiplying group of :func:`logits_kernel`: products, then everything kernels.logits_kernel makes of them."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    WIDTH: gl.constexpr = BN // PIECES
+    PLAIN: gl.constexpr = MODE == KNOWN and not (HAS_CAP or HAS_ALPHA or HAS_SIGMA)
+    rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, size, columns, False, BM, BN, BK)
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        top = m * BM + HALF * (BM // 2)
+        row = top + gl.arange(0, BM // 2, layout=row_layout)
+        inside = row < chunk
+        # Asked for here, waited for after the products.
+        target = gl.load(row_target_ptr + row, mask=inside, other=-1)
+        anchor = gl.load(anchor_ptr + row, mask=inside, other=NO_ROW)
+        if PLAIN:
+            log_total = gl.load(log_total_ptr + row, mask=row < rows, other=0.0)
+            factor = gl.load(factor_ptr + row, mask=row < rows, other=0.0)
+            target_value = gl.load(target_value_ptr + row, mask=row < rows, other=0.0)
+        turns = tile // PROGRAMS
+        whole = multiply(
+            x_smem, w_smem, ready, free, turn, turns, turns * steps, steps, HALF, False, False, BM, BN, STAGES, SKEW,
+            layout,
+        )  # fmt: skip
+        # Few tiles hold a target or the end of the vocabulary: the others skip two comparisons an element.
+        local = target - (start + n * BN)
+        hits = gl.sum(((local >= 0) & (local < BN)).to(gl.int32), 0)
+        edge = (hits > 0) | (n * BN + BN > columns)
+        sums = gl.zeros((BM // 2,), gl.float32, row_layout)
+        gap_sums = sums
+        logit_sums = sums
+        highest = sums + float("-inf")
+        lowest = sums + float("inf")
+        best = gl.zeros((BM // 2,), gl.int32, row_layout)
+        if PLAIN:
+            shift, right = known_shift(anchor, log_total)
+            shift = gl.where(row < rows, shift, NO_ROW)
+            factor *= right
+        for q in gl.static_range(PIECES):
+            z = piece_of(whole, q, PIECES)
+            column = n * BN + q * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, z.type.layout))
+            here = column < columns
+            target_q = gl.convert_layout(target, gl.SliceLayout(1, z.type.layout))
+            anchor_q = gl.convert_layout(anchor, gl.SliceLayout(1, z.type.layout))
+            if HAS_BIAS:
+                z += gl.load(bias_ptr + start + column, mask=here, other=0.0).to(gl.float32)[None, :]
+            if HAS_SCALE:
+                z = z * scale
+            if HAS_CAP:
+                z = cap * tanh(z / cap)
+            if PLAIN:
+                e = plain_known_piece(z, start + column, target_q, shift, factor, target_value, edge)
+            elif MODE == KNOWN:
+                e = known_piece(
+                    z, gl.convert_layout(row, target_q.type.layout), column, target_q, anchor_q, log_total_ptr,
+                    factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr, class_weight_ptr, rows, chunk, start,
+                    columns, cap, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
+                )  # fmt: skip
+            else:
+                e, s, gaps = anchored_piece(z, start + column, here, target_q, anchor_q, edge, STATISTICS)
+                sums += gl.convert_layout(s, row_layout)
+                if STATISTICS:
+                    gap_sums += gl.convert_layout(gaps, row_layout)
+                    top_q, first_q, low_q = extremes(z, start + column, here)
+                    top_q = gl.convert_layout(top_q, row_layout)
+                    best = gl.where(top_q > highest, gl.convert_layout(first_q, row_layout), best)
+                    highest = gl.maximum(highest, top_q)
+                    lowest = gl.minimum(lowest, gl.convert_layout(low_q, row_layout))
+                if SUM_LOGITS:
+                    weighed = gl.where(here[None, :], z, 0.0)
+                    if HAS_CLASS:
+                        weighed *= gl.load(class_weight_ptr + start + column, mask=here, other=0.0)[None, :]
+                    logit_sums += gl.convert_layout(gl.sum(weighed, 1), row_layout)
+                if HAS_CAP and MODE == ANCHORED:
+                    e = e * (1.0 - (z / cap) * (z / cap))
+            if MODE != SUMS:
+                put(e_desc, staging.index(HALF), e, top, n * BN, q, PIECES, False)
+        if MODE != KNOWN:
+            line = n * chunk + row
+            gl.store(sum_ptr + line, sums, mask=inside)
+            if STATISTICS:
+                gl.store(gap_ptr + line, gap_sums, mask=inside)
+                gl.store(highest_ptr + line, highest, mask=inside)
+                gl.store(argmax_ptr + line, best, mask=inside)
+                gl.store(lowest_ptr + line, lowest, mask=inside)
+            if SUM_LOGITS:
+                gl.store(logit_sum_ptr + line, logit_sums, mask=inside)
+    if MODE != SUMS:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["first", "chunk", "start"])
+def logits_kernel(
+    x_desc, w_desc, e_desc, w_ptr, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr, count_ptr,
+    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
+    log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+    first, chunk, size, w_stride, start, columns, scale, cap,
+    MODE: gl.constexpr, STATISTICS: gl.constexpr, SUM_LOGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr,
+    HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """kernels.logits_kernel: z = f(x wᵀ + b) for entries start ≤ j < start + columns, never stored; sums and e of it.
+
+    The arguments are the same (w_ptr and w_stride are what a kernel without descriptors reads).
+    """
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, BM // 2, BK], x_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
+    staging = x_smem
+    if MODE != SUMS:
+        staging = gl.allocate_shared_memory(e_desc.dtype, [2, BM // 2, BN], e_desc.layout)
+    ready, free, turn = barriers(STAGES)
+    gl.warp_specialize(
+        [
+            (logits_tiles, (
+                e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr,
+                anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
+                log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+                count_ptr, first, chunk, size, start, columns, scale, cap, 0,
+                MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+            )),
+            (logits_tiles, (
+                e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr,
+                anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
+                log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+                count_ptr, first, chunk, size, start, columns, scale, cap, 1,
+                MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+            )),
+            (load_tiles, (
+                x_desc, w_desc, x_smem, w_smem, ready, free, None, None, count_ptr, first, chunk, size, columns, False,
+                False, False, False, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
+            )),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two products of the gradients
+
+
+@gluon.jit
+def scale_rows(value, row, column, mask, exists, factor_ptr, target_rest_ptr, row_target_ptr, all_w_ptr, w_stride):
+    """factor ⊙ value + target_rest ⊙ w_y: the row factors, and what e's rounding left out of the target's element."""
+    value = value * gl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
+    target = gl.load(row_target_ptr + row, mask=exists, other=0).to(gl.int64)
+    w_place = all_w_ptr + gl.maximum(target, 0)[:, None] * w_stride + column[None, :]
+    share = gl.load(target_rest_ptr + row, mask=exists, other=0.0)
+    return value + share[:, None] * gl.load(w_place, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def hidden_piece(
+    value, m, n, inner_top, inner_left, rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """A piece of the tile (m, n), stored if it is a part's or finished; else what is to be summed.
+
+    Where it lies within the tile is no constant, so that it is one function for all pieces of both groups.
+    """
+    inner_row = inner_top + gl.arange(0, value.shape[0], layout=gl.SliceLayout(1, value.type.layout))
+    inner_column = inner_left + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
+    row = m * BM + inner_row
+    column = n * BN + inner_column
+    exists = row < rows
+    mask = exists[:, None] & (column < size)[None, :]
+    if SPLIT and is_part:
+        gl.store(part + inner_row[:, None] * BN + inner_column[None, :], value)
+    else:
+        if ROWS:
+            value = scale_rows(
+                value, row, column, mask, exists, factor_ptr, target_rest_ptr, row_target_ptr, all_w_ptr, w_stride
+            )
+        if FINAL:
+            position = first + row
+            if ADD:
+                place = position.to(gl.int64)[:, None] * size + column[None, :]
+                value += gl.load(sum_ptr + place, mask=mask, other=0.0)
+            token = gl.load(order_ptr + position, mask=exists, other=0).to(gl.int64)
+            if SMOOTH:
+                weights = gl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
+                value += gl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
+            result = (value * gl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
+            gl.store(out_ptr + token[:, None] * size + column[None, :], result, mask=mask)
+    return value
+
+
+@gluon.jit
+def hidden_tiles(
+    sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
+    count_ptr, first, chunk, columns, size, w_stride, HALF: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr, PACE: gl.constexpr,
+):  # fmt: skip
+    """A multiplying group of :func:`hidden_kernel`."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, False, BM, BN, BK)
+    tiles = row_tiles * column_tiles
+    units = units_of(tiles, steps, PROGRAMS, SPLIT)
+    begins, programs = share_of(units, row_tiles, column_tiles, GROUP, PROGRAMS, SPLIT, PACE)
+    for unit in range(begins, units, programs):
+        tile, _, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
+        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        turns = unit // programs
+        whole = multiply(
+            e_smem, w_smem, ready, free, turn, turns, turns * steps, depth, HALF, False, True, BM, BN, STAGES, SKEW,
+            layout,
+        )  # fmt: skip
+        part = parts_ptr
+        if SPLIT:
+            part += (unit - tiles // PROGRAMS * PROGRAMS) * (BM * BN)
+        top = first + m * BM + HALF * (BM // 2)
+        for q in gl.static_range(PIECES):
+            value = hidden_piece(
+                piece_of(whole, q, PIECES), m, n, gl.to_tensor(HALF * (BM // 2)), gl.to_tensor(q * (BN // PIECES)),
+                rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr,
+                scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+                ADD, FINAL, ROWS, SMOOTH, BM, BN, SPLIT,
+            )  # fmt: skip
+            if not FINAL and not (SPLIT and is_part):
+                put(sum_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADD)
+    if not FINAL:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["first", "chunk"])
+def hidden_kernel(
+    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, count_ptr,
+    scale_ptr, smooth_ptr, weighted_rows_ptr,
+    first, chunk, columns, size, w_stride, all_w_ptr, parts_ptr, sum_desc, progress_ptr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr,
+):  # fmt: skip
+    """kernels.hidden_kernel, with the same arguments: dX of a chunk from S vocabulary entries.
+
+    Beside its arguments: the sum's descriptor, so that the memory itself adds; with SPLIT ``parts`` [PROGRAMS, BM, BN],
+    where the parts of split tiles are left for kernels.combine_hidden_kernel; and with PACE ``progress`` [1], 0 before.
+    """
+    e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BM // 2, BK], e_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
+    staging = e_smem
+    if not FINAL:
+        staging = gl.allocate_shared_memory(gl.float32, [2, BM // 2, BN // PARTS], sum_desc.layout)
+    ready, free, turn = barriers(STAGES)
+    gl.warp_specialize(
+        [
+            (hidden_tiles, (
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
+                count_ptr, first, chunk, columns, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,
+            )),
+            (hidden_tiles, (
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
+                count_ptr, first, chunk, columns, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,
+            )),
+            (load_tiles, (
+                e_desc, w_desc, e_smem, w_smem, ready, free, progress_ptr, count_ptr, first, chunk, columns,
+                size, False, False, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT, PACE,
+            )),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def weight_tiles(
+    out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr, scale_ptr,
+    class_weight_ptr, smooth_x_ptr, count_ptr, first, chunk, start, columns, size, HALF: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
+    HAS_CLASS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """A multiplying group of :func:`weight_kernel`."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    # A float32 buffer is added to by the memory, too; a narrow one is read, so that its sum is rounded once.
+    IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
+    _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        turns = tile // PROGRAMS
+        whole = multiply(
+            e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, True, True, BM, BN, STAGES, SKEW,
+            layout,
+        )  # fmt: skip
+        top = m * BM + HALF * (BM // 2)
+        for q in gl.static_range(PIECES):
+            value = piece_of(whole, q, PIECES)
+            if FINAL or (PARTED and ADD):
+                entry = top + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
+                column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
+                column += n * BN + q * (BN // PIECES)
+                mask = (entry < columns)[:, None] & (column < size)[None, :]
+                place = (start + entry).to(gl.int64)[:, None] * size + column[None, :]
+                if PARTED and ADD:
+                    high = gl.load(sum_ptr + place, mask=mask, other=0)
+                    low_place = (start + entry).to(gl.int64)[:, None] * low_stride(size) + column[None, :]
+                    value += joined(high, gl.load(low_ptr + low_place, mask=mask, other=0))
+                elif ADD and not INTO:
+                    value += gl.load(sum_ptr + place, mask=mask, other=0.0)
+            if FINAL:
+                if SMOOTH:
+                    smooth_x = gl.load(smooth_x_ptr + column, mask=column < size, other=0.0)[None, :]
+                    if HAS_CLASS:
+                        weights = gl.load(class_weight_ptr + start + entry, mask=entry < columns, other=0.0)
+                        smooth_x = weights[:, None] * smooth_x
+                    value -= smooth_x
+                value = value * gl.load(scale_ptr)
+                if INTO and not IN_MEMORY:
+                    value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
+            if PARTED and not FINAL:
+                bits = rounded(value)
+                put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False)
+                put(low_desc, low_staging.index(HALF), lower_bits(bits), top, n * BN, q, PIECES, False)
+            else:
+                put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, (ADD and not FINAL) or IN_MEMORY)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["first", "chunk", "start"])
+def weight_kernel(
+    e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
+    first, chunk, start, columns, size,
+    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
+    HAS_CLASS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """kernels.weight_kernel, with the same arguments: dW of vocabulary entries from a chunk. A sum in one matrix is
+    added to by the memory itself, so that no group waits for what it held."""
+    e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BK, BM // 2], e_desc.layout)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout)
+    staging = gl.allocate_shared_memory(out_desc.dtype, [2, BM // 2, BN // PARTS], out_desc.layout)
+    low_staging = staging
+    if PARTED and not FINAL:
+        low_staging = gl.allocate_shared_memory(low_desc.dtype, [2, BM // 2, BN // PARTS], low_desc.layout)
+    ready, free, turn = barriers(STAGES)
+    gl.warp_specialize(
+        [
+            (weight_tiles, (
+                out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
+                scale_ptr, class_weight_ptr, smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 0,
+                ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+            )),
+            (weight_tiles, (
+                out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
+                scale_ptr, class_weight_ptr, smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 1,
+                ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+            )),
+            (load_tiles, (
+                e_desc, x_desc, e_smem, x_smem, ready, free, None, count_ptr, first, chunk, columns, size,
+                True, True, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
+            )),
+        ],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip

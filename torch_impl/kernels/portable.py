@@ -1,0 +1,1013 @@
+"""The Triton kernels of the target-anchored chunk; torch_impl/kernels/fused.py launches them.
+
+Rows and positions. Ignored tokens are left out: :func:`compact_kernel` lists the valid tokens in ``order`` and their
+number in ``count``, both on the device. A *position* p counts valid tokens; ``order[p]`` is the token. A chunk is the
+positions first ≤ p < first + C; its *row* r is p − first. Kernels read ``count`` and work on the rows that exist, so a
+chunk of ignored tokens costs a launch and nothing more, and the host never waits.
+
+The matrices of a chunk, row-major with padded row strides:
+
+    x  [C, D]   hidden states of the rows; the rows between the last one and the next multiple of a tile are zero
+    e  [C, S]   exponentials (or the gradient itself, where lse is known) over S vocabulary entries
+
+Every sum has a fixed order: the results are the same bit by bit from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import triton
+import triton.language as tl
+
+from logitless import planning, spec
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# A row is done again when its sum says that one of its exponents may have passed the threshold.
+RESCUE_SUM = tl.constexpr(math.exp(spec.RESCUE_NATS))
+NO_ROW = tl.constexpr(spec.NO_ROW)
+LOWEST_ANCHOR = tl.constexpr(spec.LOWEST_ANCHOR)
+LOWEST_GAP = tl.constexpr(spec.LOWEST_GAP)
+ALPHA_FLOOR = tl.constexpr(spec.ALPHA_FLOOR)
+
+# Triton's interpreter multiplies the bits of bfloat16: there, products read float32.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+# What is no entry of a vocabulary, and comes after all of them.
+BIGGEST_INDEX = tl.constexpr(2147483647)
+
+# Parts at most that a tile of a last, short turn is split into along its depth.
+MOST_PARTS = tl.constexpr(8)
+
+# A row's target that another rank of a sharded call has; −1 is an id outside the vocabulary.
+ELSEWHERE = tl.constexpr(-2)
+
+# The largest target's value that is stored in e: every |T| of one device is below, and no product of it overflows.
+LARGEST_STORED = tl.constexpr(2.0**60)
+
+
+LOW_ROW_ALIGNMENT = tl.constexpr(planning.LOW_ROW_ALIGNMENT)
+
+# What the epilogue of the first product makes.
+SUMS = tl.constexpr(0)  # sums per row only
+ANCHORED = tl.constexpr(1)  # sums, and exponentials relative to the anchor, 0 at the target
+KNOWN = tl.constexpr(2)  # the gradient's matrix, from lse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+@triton.jit(do_not_specialize=["tokens", "ignore_index", "shard_start"])
+def prepare_kernel(
+    given_ptr, given_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
+    tokens, vocab, shard_start, entries, ignore_index, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens: what torch_impl.eager.Inputs knows of each, and two more forms of its target: see fused.Rows.
+
+    This device has the ids shard_start ≤ y < shard_start + entries of ``vocab``.
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    target = tl.load(given_ptr + token, mask=mask, other=0).to(tl.int64)
+    valid = target != ignore_index
+    inside = (target >= 0) & (target < vocab)
+    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(given_weight_ptr + token, mask=mask, other=0.0).to(tl.float32)
+    target = tl.where(valid & inside, target, 0)
+    tl.store(target_ptr + token, target, mask=mask)
+    tl.store(valid_ptr + token, valid.to(tl.int8), mask=mask)
+    tl.store(inside_ptr + token, (inside | ~valid).to(tl.int8), mask=mask)
+    tl.store(weight_ptr + token, tl.where(valid, weight, 0.0), mask=mask)
+    place = target - shard_start
+    here = (place >= 0) & (place < entries)
+    index = tl.where(inside | ~valid, tl.where(here, place, ELSEWHERE), -1)
+    tl.store(index_ptr + token, index.to(tl.int32), mask=mask)
+    tl.store(key_ptr + token, tl.where(valid & inside & here, place, entries).to(tl.int32), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def compact_kernel(
+    valid_ptr, weight_ptr, target_ptr, class_weight_ptr, order_ptr, count_ptr, relative_ptr, summary_ptr,
+    tokens, scale, MEAN: tl.constexpr, HAS_CLASS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: order = the valid tokens, then the ignored ones, each in their own order; count = how many valid.
+
+    summary = [what the sum of the losses is multiplied by: 1 / Σ t k_y for a mean, 0 where no token counts; m · scale];
+    relative = t / m, where m is the largest finite |t|, or 1.
+    """
+    count = 0
+    total = tl.zeros((BLOCK,), tl.float32)
+    counting = tl.zeros((BLOCK,), tl.int32)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        keep = (tl.load(valid_ptr + token, mask=token < tokens, other=0) != 0).to(tl.int32)
+        tl.store(order_ptr + count + tl.cumsum(keep, 0) - 1, token, mask=keep != 0)
+        count += tl.sum(keep, 0)
+        weight = tl.load(weight_ptr + token, mask=token < tokens, other=0.0)
+        size = tl.abs(weight)
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+        if MEAN:
+            if HAS_CLASS:
+                target = tl.load(target_ptr + token, mask=token < tokens, other=0)
+                # An ignored token stands for id 0, whose weight may be no number.
+                weight = weight * tl.load(class_weight_ptr + target, mask=keep != 0, other=0.0)
+            total += weight
+            counting = tl.maximum(counting, (weight != 0).to(tl.int32))
+    tl.store(count_ptr, count)
+    unit = tl.max(largest, 0)
+    unit = tl.where(unit > 0, unit, 1.0)
+    norm = 1.0
+    if MEAN:
+        norm = tl.where(tl.max(counting, 0) > 0, 1.0 / tl.sum(total, 0), 0.0)
+    tl.store(summary_ptr, norm)
+    tl.store(summary_ptr + 1, unit * scale)
+    for start in range(0, tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        drop = (tl.load(valid_ptr + token, mask=token < tokens, other=1) == 0).to(tl.int32)
+        tl.store(order_ptr + count + tl.cumsum(drop, 0) - 1, token, mask=drop != 0)
+        count += tl.sum(drop, 0)
+        weight = tl.load(weight_ptr + token, mask=token < tokens, other=0.0)
+        tl.store(relative_ptr + token, weight / unit, mask=token < tokens)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def loss_kernel(
+    target_logit_ptr, anchor_ptr, log_total_ptr, weighted_ptr, valid_ptr, weight_ptr, target_ptr, class_weight_ptr,
+    class_sum_ptr, norm_ptr, out_ptr, tokens, vocab, keep, z_loss, per_entry,
+    HAS_CLASS: tl.constexpr, SMOOTHING: tl.constexpr, HAS_Z: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ℓ of BLOCK tokens a program; with SUM one program, and norm · Σ ℓ.
+
+    ℓ_i = t_i [ (1−ε) k_y nll_i + (ε/V) (Σ_j k_j · lse_i − Σ_j k_j z_ij) + z_loss · lse_i² ]
+    """
+    total = tl.zeros((BLOCK,), tl.float32)
+    stop = tokens if SUM else (tl.program_id(0) + 1) * BLOCK
+    for start in range(tl.program_id(0) * BLOCK, stop, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        mask = token < tokens
+        anchor = tl.load(anchor_ptr + token, mask=mask, other=0.0)
+        log_total = tl.load(log_total_ptr + token, mask=mask, other=0.0)
+        lse = anchor + log_total
+        loss = keep * ((anchor - tl.load(target_logit_ptr + token, mask=mask, other=0.0)) + log_total)
+        if HAS_CLASS:
+            target = tl.load(target_ptr + token, mask=mask, other=0)
+            loss = loss * tl.load(class_weight_ptr + target, mask=mask, other=0.0)
+        if SMOOTHING:
+            weighted = tl.load(weighted_ptr + token, mask=mask, other=0.0)
+            class_sum = vocab * 1.0
+            if HAS_CLASS:
+                class_sum = tl.load(class_sum_ptr)
+            loss += per_entry * (class_sum * lse - weighted)
+        if HAS_Z:
+            loss += z_loss * lse * lse
+        loss = loss * tl.load(weight_ptr + token, mask=mask, other=0.0)
+        valid = tl.load(valid_ptr + token, mask=mask, other=0) != 0
+        loss = tl.where(valid & mask, loss, 0.0)
+        if SUM:
+            total += loss
+        else:
+            tl.store(out_ptr + token, loss, mask=mask)
+    if SUM:
+        tl.store(out_ptr, tl.sum(total, 0) * tl.load(norm_ptr))
+
+
+@triton.jit(do_not_specialize=["first", "chunk"])
+def rows_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, target_ptr, order_ptr, count_ptr, weighted_rows_ptr,
+    x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, flagged_ptr,
+    first, chunk, hidden_stride, weight_stride, x_stride, size, scale, cap,
+    DOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program, one row: gather x, and make the anchor a = z_y (NaN for an id outside the vocabulary, which is −1; 0
+    for ELSEWHERE).
+
+    weighted = x · Σ_j k_j w_j, label smoothing's part of the loss. A row past the last one becomes zero.
+    """
+    row = tl.program_id(0)
+    position = first + row
+    exists = (row < chunk) & (position < tl.load(count_ptr))
+    token = tl.load(order_ptr + position, mask=exists, other=0).to(tl.int64)
+    target = tl.load(target_ptr + token, mask=exists, other=-1).to(tl.int64)
+    wanted = tl.maximum(target, 0)
+    dot = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, size, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < tl.where(exists, size, 0)
+        x = tl.load(hidden_ptr + token * hidden_stride + column, mask=mask, other=0.0)
+        tl.store(x_ptr + row.to(tl.int64) * x_stride + column, x, mask=column < size)
+        if DOTS:
+            w = tl.load(weight_ptr + wanted * weight_stride + column, mask=mask, other=0.0)
+            dot += x.to(tl.float32) * w.to(tl.float32)
+        if WEIGHTED:
+            weighted += x.to(tl.float32) * tl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
+    tl.store(row_target_ptr + row, target.to(tl.int32))
+    if DOTS:
+        z = tl.sum(dot, 0)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + wanted).to(tl.float32)
+        z = capped(z, scale, cap, HAS_SCALE, HAS_CAP)
+        z = tl.where(target < 0, tl.where(target == ELSEWHERE, 0.0, float("nan")), z)
+        tl.store(anchor_ptr + row, tl.where(exists, z, NO_ROW))
+        tl.store(highest_ptr + row, float("-inf"))
+        if row == 0:
+            tl.store(flagged_ptr, 0)
+    if WEIGHTED:
+        tl.store(weighted_ptr + token, tl.sum(weighted, 0) * scale, mask=exists)
+
+
+@triton.jit(do_not_specialize=["first", "chunk"])
+def scale_rows_kernel(x_ptr, factor_ptr, count_ptr, first, chunk, x_stride, size, BLOCK: tl.constexpr):
+    """One program, one row: x = factor · x in place, rounded to x's dtype: the operand of dW = eᵀ (u ⊙ x)."""
+    row = tl.program_id(0)
+    if (row < chunk) & (first + row < tl.load(count_ptr)):
+        factor = tl.load(factor_ptr + row)
+        for start in range(0, size, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            place = x_ptr + row.to(tl.int64) * x_stride + column
+            x = tl.load(place, mask=column < size, other=0.0).to(tl.float32) * factor
+            tl.store(place, x.to(x_ptr.dtype.element_ty), mask=column < size)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first product
+
+
+@triton.jit
+def capped(z, scale, cap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr):
+    """f(r): logit_scale, then softcap."""
+    if HAS_SCALE:
+        z = z * scale
+    if HAS_CAP:
+        z = cap * tanh(z / cap)
+    return z
+
+
+@triton.jit
+def tanh(t):
+    """tanh in float32: an odd polynomial near 0, where 1 − e⁻²ᵗ would cancel."""
+    magnitude = tl.abs(t)
+    square = t * t
+    small = t * (
+        1.0 + square * (-0.333333333 + square * (0.133333333 + square * (-0.0539682540 + square * 0.0218694885)))
+    )
+    decay = tl.exp2(magnitude * LOG2E * -2.0)
+    large = (1.0 - decay) / (1.0 + decay)
+    large = tl.where(t < 0, -large, large)
+    return tl.where(magnitude < 0.15, small, large)
+
+
+@triton.jit
+def dot(a, b, total, PRECISION: tl.constexpr):
+    """total + a b, accumulated in float32."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def add_part(value, part, k, DEEP: tl.constexpr):
+    """Every DEEP steps a partial sum goes to the total: over 50,000 terms float32 would lose a digit. 0: one sum."""
+    if DEEP:
+        if k % DEEP == DEEP - 1:
+            value += part
+            part = tl.zeros_like(part)
+    return value, part
+
+
+@triton.jit
+def tile_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Tile number to (row tile, column tile): groups of GROUP row tiles walk the columns together, for the L2 cache."""
+    width = GROUP * column_tiles
+    group = tile // width
+    first = group * GROUP
+    rows = tl.minimum(row_tiles - first, GROUP)
+    return first + (tile % width) % rows, (tile % width) // rows
+
+
+@triton.jit
+def load_tile(source, pointer, row, column, rows, columns, stride, R: tl.constexpr, S: tl.constexpr, TMA: tl.constexpr):
+    """[R, S] of a row-major matrix from (row, column), zero outside: by descriptor, or by pointers where D is odd."""
+    if TMA:
+        return source.load([row, column])
+    else:
+        i = row + tl.arange(0, R)
+        j = column + tl.arange(0, S)
+        place = pointer + i.to(tl.int64)[:, None] * stride + j[None, :]
+        return tl.load(place, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(desc, tile, row, column, BN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr):
+    """A tile to memory through its descriptor, in two halves where SPLIT (half the staging in shared memory)."""
+    if SPLIT:
+        halves = tl.permute(tl.reshape(tile, (tile.shape[0], 2, BN // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        store_part(desc, left.to(desc.dtype), row, column, ADD)
+        store_part(desc, right.to(desc.dtype), row, column + BN // 2, ADD)
+    else:
+        store_part(desc, tile.to(desc.dtype), row, column, ADD)
+
+
+@triton.jit
+def store_part(desc, part, row, column, ADD: tl.constexpr):
+    """Store, or add to what is there: the memory adds, and no program waits for what it held."""
+    if ADD:
+        if INTERPRETED:
+            desc.store([row, column], desc.load([row, column]) + part)
+        else:
+            desc.atomic_add([row, column], part)
+    else:
+        desc.store([row, column], part)
+
+
+@triton.jit(do_not_specialize=["first", "chunk", "start"])
+def logits_kernel(
+    x_desc, w_desc, e_desc, w_ptr, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr, count_ptr,
+    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
+    log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+    first, chunk, size, w_stride, start, columns, scale, cap,
+    MODE: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    HAS_GAMMA: tl.constexpr, HAS_SIGMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z = f(x wᵀ + b) for vocabulary entries start ≤ j < start + columns, never stored; one program owns every
+    PROGRAMS-th tile [BM rows, BN entries], and of it the sums of its rows (column tile n writes line n of each [n, C]
+    buffer) and its block of e.
+    """
+    rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
+    row_tiles = tl.cdiv(rows, BM)
+    column_tiles = tl.cdiv(columns, BN)
+    steps = tl.cdiv(size, BK)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        z = tl.zeros((BM, BN), tl.float32)
+        for k in range(steps):
+            a = x_desc.load([m * BM, k * BK])
+            b = load_tile(w_desc, w_ptr, n * BN, k * BK, columns, size, w_stride, BN, BK, TMA)
+            z = dot(a, b.T, z, PRECISION)
+        row = m * BM + tl.arange(0, BM)
+        column = n * BN + tl.arange(0, BN)
+        here = column < columns
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + start + column, mask=here, other=0.0).to(tl.float32)[None, :]
+        z = capped(z, scale, cap, HAS_SCALE, HAS_CAP)
+        target = tl.load(row_target_ptr + row, mask=row < chunk, other=-1)
+        anchor = tl.load(anchor_ptr + row, mask=row < chunk, other=NO_ROW)
+        if MODE == KNOWN:
+            gap = (z - anchor[:, None]) - tl.load(log_total_ptr + row, mask=row < chunk, other=0.0)[:, None]
+            e = tl.exp2(gap * LOG2E)
+            if HAS_ALPHA:
+                coefficient = tl.load(alpha_ptr + row, mask=row < chunk, other=0.0)[:, None]
+                if HAS_GAMMA:
+                    gamma = tl.load(gamma_ptr + row, mask=row < chunk, other=0.0)[:, None]
+                    coefficient = coefficient + gamma * tl.maximum(gap, LOWEST_GAP)
+                e = e * coefficient
+            if HAS_SIGMA:
+                k_column = 1.0
+                if HAS_CLASS:
+                    k_column = tl.load(class_weight_ptr + start + column, mask=here, other=0.0)[None, :]
+                e = e - tl.load(sigma_ptr + row, mask=row < chunk, other=0.0)[:, None] * k_column
+            if HAS_CAP:
+                e = e * (1.0 - (z / cap) * (z / cap))
+            e = e * tl.load(factor_ptr + row, mask=row < chunk, other=0.0)[:, None]
+            is_target = (start + column)[None, :] == target[:, None]
+            e = tl.where(is_target, tl.load(target_value_ptr + row, mask=row < chunk, other=0.0)[:, None], e)
+            e = tl.where((row < rows)[:, None], e, 0.0)
+            store_tile(e_desc, e, m * BM, n * BN, BN, SPLIT, False)
+        else:
+            line = n * chunk + row
+            inside = row < chunk
+            gap = z - tl.maximum(anchor, LOWEST_ANCHOR)[:, None]
+            e = tl.exp2(gap * LOG2E)
+            # Few tiles hold a target or the end of the vocabulary: the others skip two comparisons an element.
+            local = target - (start + n * BN)
+            hits = tl.sum(((local >= 0) & (local < BN)).to(tl.int32), 0)
+            if (hits > 0) | (n * BN + BN > columns):
+                is_target = (start + column)[None, :] == target[:, None]
+                e = tl.where(is_target | ~here[None, :], 0.0, e)
+            tl.store(sum_ptr + line, tl.sum(e, 1), mask=inside)
+            if STATISTICS:
+                tl.store(gap_ptr + line, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=inside)
+                above = tl.where(here[None, :], z, float("-inf"))
+                top, where = tl.max(above, 1, return_indices=True, return_indices_tie_break_left=True)
+                tl.store(highest_ptr + line, top, mask=inside)
+                tl.store(argmax_ptr + line, start + n * BN + where, mask=inside)
+                tl.store(lowest_ptr + line, tl.min(tl.where(here[None, :], z, float("inf")), 1), mask=inside)
+            if SUM_LOGITS:
+                if HAS_CLASS:
+                    weights = tl.load(class_weight_ptr + start + column, mask=here, other=0.0)
+                    tl.store(
+                        logit_sum_ptr + line, tl.sum(tl.where(here[None, :], z, 0.0) * weights[None, :], 1), mask=inside
+                    )
+                else:
+                    tl.store(logit_sum_ptr + line, tl.sum(tl.where(here[None, :], z, 0.0), 1), mask=inside)
+            if MODE == ANCHORED:
+                if HAS_CAP:
+                    e = e * (1.0 - (z / cap) * (z / cap))
+                store_tile(e_desc, e, m * BM, n * BN, BN, SPLIT, False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From sums to row factors, and the rescue
+
+
+@triton.jit(do_not_specialize=["first", "chunk", "lines"])
+def finish_kernel(
+    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, order_ptr, count_ptr,
+    anchor_ptr, row_anchor_ptr, list_ptr, flagged_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr, row_target_ptr, record_ptr,
+    out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr,
+    out_lowest_ptr, factor_ptr, target_rest_ptr, token_factor_ptr, token_value_ptr, token_stored_ptr, e_ptr,
+    first, chunk, lines, e_stride, keep, z_loss, cap,
+    FLAGGED: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr, RECORD: tl.constexpr, SHARED: tl.constexpr,
+    STORE: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """BR rows: sum the column tiles' lines in order; write what the forward knows of each token; and with FACTORS
+
+        factor = u = g α / (e_y + s)      value = u T,   T = ((α − β) e_y − β s) / α
+
+    With STORE the target's element of e becomes ``stored``, T rounded to e's dtype: where gradients cancel, dW must
+    hold the targets before it is rounded. target_rest = value − u · stored is what that rounding left out. factor,
+    value and stored by token are for the targets' share of dW. Without STORE, or where T has no place in e (of a
+    sharded call), stored is 0.
+
+    A row whose sum passed the threshold goes to ``list`` instead, and comes back with FLAGGED set, anchored anew.
+    row_anchor is the anchor that the exponentials were taken at.
+
+    Of a sharded call, RECORD: what this rank knows of the rows goes to ``record`` [7, C], in the order of
+    parallel.Record, and nowhere else. Then SHARED: the lines are the ranks' records, relative to row_anchor; factor is
+    multiplied by ``share``, which takes this rank's exponentials there; value is 0 where another rank has the target.
+    """
+    rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
+    if FLAGGED:
+        rows = tl.load(flagged_ptr)
+    for begin in range(tl.program_id(0) * BR, rows, tl.num_programs(0) * BR):
+        slot = begin + tl.arange(0, BR)
+        exists = slot < rows
+        row = slot
+        if FLAGGED:
+            row = tl.load(list_ptr + slot, mask=exists, other=0)
+        s = tl.zeros((BR,), tl.float32)
+        gaps = tl.zeros((BR,), tl.float32)
+        logit_sum = tl.zeros((BR,), tl.float32)
+        highest = tl.full((BR,), float("-inf"), tl.float32)
+        lowest = tl.full((BR,), float("inf"), tl.float32)
+        best = tl.zeros((BR,), tl.int32)
+        for block in range(0, lines, BL):
+            line = block + tl.arange(0, BL)
+            mask = (line < lines)[:, None] & exists[None, :]
+            place = line[:, None] * chunk + row[None, :]
+            s += tl.sum(tl.load(sum_ptr + place, mask=mask, other=0.0), 0)
+            if STATISTICS:
+                gaps += tl.sum(tl.load(gap_ptr + place, mask=mask, other=0.0), 0)
+                lowest = tl.minimum(lowest, tl.min(tl.load(lowest_ptr + place, mask=mask, other=float("inf")), 0))
+                tops = tl.load(highest_ptr + place, mask=mask, other=float("-inf"))
+                top = tl.max(tops, 0)
+                indices = tl.load(argmax_ptr + place, mask=mask, other=BIGGEST_INDEX)
+                first_best = tl.min(tl.where(tops == top[None, :], indices, BIGGEST_INDEX), 0)
+                best = tl.where(top > highest, first_best, best)
+                highest = tl.maximum(highest, top)
+            if SUM_LOGITS:
+                logit_sum += tl.sum(tl.load(logit_sum_ptr + place, mask=mask, other=0.0), 0)
+        target_logit = tl.load(anchor_ptr + row, mask=exists, other=0.0)
+        if FLAGGED or SHARED:
+            anchor = tl.load(row_anchor_ptr + row, mask=exists, other=0.0)
+            done = exists
+        else:
+            anchor = tl.maximum(target_logit, LOWEST_ANCHOR)
+            again = exists & (s > RESCUE_SUM)
+            done = exists & ~again
+            slots = tl.atomic_add(flagged_ptr + tl.zeros((BR,), tl.int32), again.to(tl.int32), mask=again)
+            tl.store(list_ptr + slots, row, mask=again)
+        if RECORD:
+            tl.store(record_ptr + row, anchor, mask=done)
+            tl.store(record_ptr + chunk + row, s, mask=done)
+            if STATISTICS:
+                tl.store(record_ptr + 2 * chunk + row, gaps, mask=done)
+                if not FLAGGED:
+                    tl.store(record_ptr + 3 * chunk + row, highest, mask=exists)
+                    tl.store(record_ptr + 4 * chunk + row, lowest, mask=exists)
+                    tl.store(record_ptr + 5 * chunk + row, best.to(tl.float32, bitcast=True), mask=exists)
+            if SUM_LOGITS:
+                if not FLAGGED:
+                    tl.store(record_ptr + 6 * chunk + row, logit_sum, mask=exists)
+            done = slot < 0
+            exists = slot < 0
+        token = tl.load(order_ptr + first + row, mask=exists, other=0)
+        e_target = tl.exp2((target_logit - anchor) * LOG2E)
+        total = s + e_target
+        log_total = tl.where(anchor == target_logit, log1p(s), tl.log(total))
+        tl.store(out_target_ptr + token, target_logit, mask=done)
+        tl.store(out_anchor_ptr + token, anchor, mask=done)
+        tl.store(out_total_ptr + token, log_total, mask=done)
+        if STATISTICS:
+            target_gap = tl.maximum(target_logit - anchor, LOWEST_GAP)
+            tl.store(out_entropy_ptr + token, log_total - (gaps + e_target * target_gap) / total, mask=done)
+            if not FLAGGED:
+                tl.store(out_argmax_ptr + token, best, mask=exists)
+                tl.store(out_highest_ptr + token, highest, mask=exists)
+                tl.store(out_lowest_ptr + token, lowest, mask=exists)
+        if SUM_LOGITS:
+            if not FLAGGED:
+                tl.store(out_weighted_ptr + token, logit_sum, mask=exists)
+        if FACTORS:
+            k = 1.0
+            if HAS_CLASS:
+                k = tl.load(k_ptr + token, mask=done, other=1.0)
+            beta = keep * k
+            alpha = beta + 2.0 * z_loss * (anchor + log_total)
+            if SMOOTH:
+                alpha += tl.load(smooth_ptr)
+            floor = tl.abs(beta) * ALPHA_FLOOR
+            alpha = tl.where(tl.abs(alpha) < floor, tl.where(alpha < 0, -floor, floor), alpha)
+            share = ((alpha - beta) * e_target - beta * s) / tl.where(alpha == 0, 1.0, alpha)
+            if HAS_CAP:
+                share = share * (1.0 - (target_logit / cap) * (target_logit / cap))
+            u = tl.load(g_ptr + token, mask=done, other=0.0) * alpha / total
+            target = tl.load(row_target_ptr + row, mask=done, other=-1)
+            value = u * share
+            if SHARED:
+                own = tl.load(share_ptr + row, mask=done, other=0.0)
+                u = u * own
+                value = tl.where(target != ELSEWHERE, value, 0.0)
+                share = share / own
+            stored = tl.zeros((BR,), tl.float32)
+            if STORE:
+                fits = (target >= 0) & (tl.abs(share) < LARGEST_STORED)
+                element = tl.where(fits, share, 0.0).to(e_ptr.dtype.element_ty)
+                place = e_ptr + row.to(tl.int64) * e_stride + tl.maximum(target, 0)
+                tl.store(place, element, mask=done & (target >= 0))
+                stored = element.to(tl.float32)
+            tl.store(factor_ptr + row, u, mask=done)
+            tl.store(target_rest_ptr + row, value - u * stored, mask=done)
+            tl.store(token_factor_ptr + token, u, mask=done)
+            tl.store(token_value_ptr + token, value, mask=done)
+            tl.store(token_stored_ptr + token, stored, mask=done)
+
+
+@triton.jit
+def log1p(s):
+    """log(1 + s) with full relative accuracy for small s: Kahan's correction of the rounded 1 + s."""
+    one_more = 1.0 + s
+    difference = one_more - 1.0
+    safe = tl.where((difference == 0) | (difference == float("inf")), 1.0, difference)
+    return tl.where(difference == 0, s, tl.where(s == float("inf"), s, tl.log(one_more) * (s / safe)))
+
+
+@triton.jit(do_not_specialize=["chunk"])
+def rescue_kernel(
+    x_ptr, w_ptr, bias_ptr, row_target_ptr, list_ptr, flagged_ptr, row_anchor_ptr, e_ptr, sum_ptr, gap_ptr,
+    chunk, size, x_stride, w_stride, e_stride, columns, scale, cap,
+    MAXIMUM: tl.constexpr, STORE: tl.constexpr, STATISTICS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The listed rows once more, by pointers: first (MAXIMUM) their largest logit, then sums and e relative to it.
+
+    One program owns every PROGRAMS-th tile [BM listed rows, BN entries]; with nothing listed it ends at once.
+    """
+    listed = tl.load(flagged_ptr)
+    row_tiles = tl.cdiv(listed, BM)
+    column_tiles = tl.cdiv(columns, BN)
+    for tile in range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+        n = tile % column_tiles
+        slot = (tile // column_tiles) * BM + tl.arange(0, BM)
+        exists = slot < listed
+        row = tl.load(list_ptr + slot, mask=exists, other=0).to(tl.int64)
+        column = n * BN + tl.arange(0, BN)
+        here = column < columns
+        z = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, size, BK):
+            d = k + tl.arange(0, BK)
+            a_place = x_ptr + row[:, None] * x_stride + d[None, :]
+            a = tl.load(a_place, mask=exists[:, None] & (d < size)[None, :], other=0.0)
+            b_place = w_ptr + column.to(tl.int64)[None, :] * w_stride + d[:, None]
+            b = tl.load(b_place, mask=here[None, :] & (d < size)[:, None], other=0.0)
+            z = dot(a, b, z, PRECISION)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+        z = capped(z, scale, cap, HAS_SCALE, HAS_CAP)
+        if MAXIMUM:
+            top = tl.max(tl.where(here[None, :], z, float("-inf")), 1)
+            tl.atomic_max(row_anchor_ptr + row, top, mask=exists)
+        else:
+            target = tl.load(row_target_ptr + row, mask=exists, other=-1)
+            anchor = tl.load(row_anchor_ptr + row, mask=exists, other=0.0)
+            gap = z - anchor[:, None]
+            e = tl.where((column[None, :] == target[:, None]) | ~here[None, :], 0.0, tl.exp2(gap * LOG2E))
+            tl.store(sum_ptr + n * chunk + row, tl.sum(e, 1), mask=exists)
+            if STATISTICS:
+                tl.store(gap_ptr + n * chunk + row, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=exists)
+            if STORE:
+                if HAS_CAP:
+                    e = e * (1.0 - (z / cap) * (z / cap))
+                place = e_ptr + row[:, None] * e_stride + column[None, :]
+                tl.store(place, e.to(e_ptr.dtype.element_ty), mask=exists[:, None] & here[None, :])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two products of the gradients
+
+
+@triton.jit
+def turns_of(tiles, steps, PROGRAMS: tl.constexpr):
+    """(tiles of the full turns, tiles that are left, parts that each of these is split into)."""
+    whole = tiles // PROGRAMS * PROGRAMS
+    left = tiles - whole
+    parts = tl.minimum(tl.minimum(PROGRAMS // tl.maximum(left, 1), MOST_PARTS), tl.maximum(steps // 8, 1))
+    return whole, left, parts
+
+
+@triton.jit
+def programs_of(row_tiles, column_tiles, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):
+    """As few programs as take the tiles in as many turns, up to whole groups of tile_of: a turn's tiles then share as
+    many rows and columns as they can."""
+    tiles = row_tiles * column_tiles
+    turns = tl.maximum(tl.cdiv(tiles, PROGRAMS), 1)
+    enough = tl.cdiv(tl.maximum(tiles, 1), turns)
+    group = GROUP * column_tiles
+    group = tl.where(group > PROGRAMS, GROUP, group)
+    return tl.minimum(tl.cdiv(enough, group) * group, PROGRAMS)
+
+
+@triton.jit
+def put_hidden(
+    value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, scale_ptr,
+    smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+):  # fmt: skip
+    """e w of some rows and columns of a chunk's dX, to where it goes:
+
+    with ROWS: value = factor ⊙ (e w) + target_rest ⊙ w_y (what e's rounding left out of the target's element)
+    not FINAL: sum[p] = value (+ sum[p] with ADD)          [N, D] float32, by position
+    FINAL:     out[order[p]] = scale · (value + sum[p] with ADD + smooth_p Σ_j k_j w_j)
+    """
+    exists = row < rows
+    mask = exists[:, None] & (column < size)[None, :]
+    if ROWS:
+        value = value * tl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
+        target = tl.load(row_target_ptr + row, mask=exists, other=0).to(tl.int64)
+        w_place = all_w_ptr + tl.maximum(target, 0)[:, None] * w_stride + column[None, :]
+        share = tl.load(target_rest_ptr + row, mask=exists, other=0.0)
+        value += share[:, None] * tl.load(w_place, mask=mask, other=0.0).to(tl.float32)
+    position = first + row
+    place = position.to(tl.int64)[:, None] * size + column[None, :]
+    if ADD:
+        value += tl.load(sum_ptr + place, mask=mask, other=0.0)
+    if FINAL:
+        token = tl.load(order_ptr + position, mask=exists, other=0).to(tl.int64)
+        if SMOOTH:
+            weights = tl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
+            value += tl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
+        value = value * tl.load(scale_ptr)
+        tl.store(out_ptr + token[:, None] * size + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(sum_ptr + place, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["first", "chunk"])
+def hidden_kernel(
+    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, count_ptr,
+    scale_ptr, smooth_ptr, weighted_rows_ptr,
+    first, chunk, columns, size, w_stride, all_w_ptr,
+    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """dX of a chunk from S vocabulary entries; one program owns every PROGRAMS-th tile [BM rows, BN of D]."""
+    rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
+    row_tiles = tl.cdiv(rows, BM)
+    column_tiles = tl.cdiv(size, BN)
+    steps = tl.cdiv(columns, BK)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        value = tl.zeros((BM, BN), tl.float32)
+        part = tl.zeros((BM, BN), tl.float32)
+        for k in range(steps):
+            a = e_desc.load([m * BM, k * BK])
+            b = load_tile(w_desc, w_ptr, k * BK, n * BN, columns, size, w_stride, BK, BN, TMA)
+            part = dot(a, b, part, PRECISION)
+            value, part = add_part(value, part, k, DEEP)
+        value += part
+        put_hidden(
+            value, m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), rows, sum_ptr, out_ptr, factor_ptr,
+            target_rest_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
+            first, size, w_stride, ADD, FINAL, ROWS, SMOOTH,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "chunk"])
+def combine_hidden_kernel(
+    parts_ptr, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, count_ptr,
+    scale_ptr, smooth_ptr, weighted_rows_ptr, first, chunk, columns, size, w_stride, all_w_ptr,
+    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    SLICE: tl.constexpr,
+):  # fmt: skip
+    """SLICE rows of a tile that hopper.hidden_kernel split: its parts, added in order, to where they go."""
+    rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
+    row_tiles = tl.cdiv(rows, BM)
+    column_tiles = tl.cdiv(size, BN)
+    whole, left, parts = turns_of(row_tiles * column_tiles, tl.cdiv(columns, BK), PROGRAMS)
+    index = tl.program_id(0) // (BM // SLICE)
+    if index < left:
+        m, n = tile_of(whole + index, row_tiles, column_tiles, GROUP)
+        row = tl.program_id(0) % (BM // SLICE) * SLICE + tl.arange(0, SLICE)
+        column = tl.arange(0, BN)
+        value = tl.zeros((SLICE, BN), tl.float32)
+        for part in range(parts):
+            place = parts_ptr + (part * left + index) * (BM * BN)
+            value += tl.load(place + row[:, None] * BN + column[None, :])
+        put_hidden(
+            value, m * BM + row, n * BN + column, rows, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+            row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+            ADD, FINAL, ROWS, SMOOTH,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["done_from"])
+def finish_hidden_kernel(
+    sum_ptr, out_ptr, order_ptr, count_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, done_from, size,
+    SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program, one position: out[order[p]] = scale · (sum[p] + …) before ``done_from``, 0 for an ignored token."""
+    position = tl.program_id(0)
+    count = tl.load(count_ptr)
+    token = tl.load(order_ptr + position).to(tl.int64)
+    scale = tl.load(scale_ptr)
+    if (position < done_from) | (position >= count):
+        for start in range(0, size, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            mask = column < size
+            kept = column < tl.where(position < count, size, 0)
+            value = tl.load(sum_ptr + position.to(tl.int64) * size + column, mask=kept, other=0.0)
+            if SMOOTH:
+                weights = tl.load(weighted_rows_ptr + column, mask=kept, other=0.0)
+                value += tl.load(smooth_ptr + token) * weights
+            value = tl.where(position < count, value * scale, 0.0)
+            tl.store(out_ptr + token * size + column, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def low_stride(size):
+    """Of the matrix of a sum's lower bits (fused._low_layout)."""
+    return (size + LOW_ROW_ALIGNMENT - 1) // LOW_ROW_ALIGNMENT * LOW_ROW_ALIGNMENT
+
+
+@triton.jit
+def rounded(value):
+    """The bits of float32, rounded to the upper 24. (A NaN as it is: what is added would run into its sign.)"""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(value == value, bits + 0x80, bits)
+
+
+@triton.jit
+def upper_bits(bits):
+    return (bits >> 16).to(tl.int16)
+
+
+@triton.jit
+def lower_bits(bits):
+    """The 8 bits below the upper 16."""
+    return (bits >> 8).to(tl.int8)
+
+
+@triton.jit
+def joined(high, low):
+    """float32 from its upper 16 and the next 8 bits."""
+    return ((high.to(tl.int32) << 16) | ((low.to(tl.int32) & 0xFF) << 8)).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["first", "chunk", "start"])
+def weight_kernel(
+    e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
+    first, chunk, start, columns, size,
+    ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, PARTED: tl.constexpr, SMOOTH: tl.constexpr,
+    HAS_CLASS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """dW of vocabulary entries start ≤ j < start + columns from a chunk; tiles [BM entries, BN of D].
+
+    not FINAL: sum = eᵀ x (+ sum with ADD), float32
+    FINAL:     out = scale · (eᵀ x + sum with ADD − k_j Σ_i smooth_i x_i)
+    INTO too:  out = sum + scale · (eᵀ x − k_j Σ_i smooth_i x_i), in sum's own dtype; sum is out
+    PARTED:    the sum has 24 bits of float32, in two matrices: the upper 16 (sum) and the next 8 (low)
+
+    low_desc is what hopper.py writes the lower bits through.
+    """
+    rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
+    row_tiles = tl.cdiv(columns, BM)
+    column_tiles = tl.cdiv(size, BN)
+    steps = tl.cdiv(rows, BK)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
+        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        value = tl.zeros((BM, BN), tl.float32)
+        part = tl.zeros((BM, BN), tl.float32)
+        for k in range(steps):
+            a = e_desc.load([k * BK, m * BM]).T
+            part = dot(a, x_desc.load([k * BK, n * BN]), part, PRECISION)
+            value, part = add_part(value, part, k, DEEP)
+        value += part
+        entry = m * BM + tl.arange(0, BM)
+        column = n * BN + tl.arange(0, BN)
+        mask = (entry < columns)[:, None] & (column < size)[None, :]
+        place = (start + entry).to(tl.int64)[:, None] * size + column[None, :]
+        if PARTED:
+            low_place = (start + entry).to(tl.int64)[:, None] * low_stride(size) + column[None, :]
+        if ADD and PARTED:
+            high = tl.load(sum_ptr + place, mask=mask, other=0)
+            value += joined(high, tl.load(low_ptr + low_place, mask=mask, other=0))
+        elif ADD and (FINAL or not TMA) and not INTO:
+            value += tl.load(sum_ptr + place, mask=mask, other=0.0)
+        if FINAL:
+            if SMOOTH:
+                smooth_x = tl.load(smooth_x_ptr + column, mask=column < size, other=0.0)
+                if HAS_CLASS:
+                    weights = tl.load(class_weight_ptr + start + entry, mask=entry < columns, other=0.0)
+                    value -= weights[:, None] * smooth_x[None, :]
+                else:
+                    value -= smooth_x[None, :]
+            value = value * tl.load(scale_ptr)
+        if INTO:
+            value += tl.load(sum_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        if PARTED and not FINAL:
+            bits = rounded(value)
+            tl.store(sum_ptr + place, upper_bits(bits), mask=mask)
+            tl.store(low_ptr + low_place, lower_bits(bits), mask=mask)
+        elif TMA:
+            store_tile(out_desc, value, m * BM, n * BN, BN, SPLIT, ADD and not FINAL)
+        else:
+            tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first", "chunk"])
+def column_sums_kernel(
+    matrix_ptr, factor_ptr, order_ptr, count_ptr, out_ptr, first, chunk, stride, columns,
+    BY_TOKEN: tl.constexpr, HAS_FACTOR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BC columns: out[j] += Σ_r factor_r matrix[r, j] over the chunk's rows; factor by token where BY_TOKEN."""
+    rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
+    column = tl.program_id(0) * BC + tl.arange(0, BC)
+    total = tl.zeros((BR, BC), tl.float32)
+    for begin in tl.range(0, rows, BR, num_stages=STAGES):
+        row = begin + tl.arange(0, BR)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        part = tl.load(matrix_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+        part = part.to(tl.float32)
+        if HAS_FACTOR:
+            index = row
+            if BY_TOKEN:
+                index = tl.load(order_ptr + first + row, mask=row < rows, other=0)
+            part = part * tl.load(factor_ptr + index, mask=row < rows, other=0.0)[:, None]
+        total += part
+    mask = column < columns
+    tl.store(out_ptr + column, tl.load(out_ptr + column, mask=mask, other=0.0) + tl.sum(total, 0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def sort_kernel(key_ptr, sorted_ptr, token_ptr, tokens, BI: tl.constexpr, BJ: tl.constexpr):
+    """BI tokens a program: each goes to its place among the sorted keys, tokens of one key in their own order.
+
+    A token's place is how many come before it, counted by comparing it with every other: N² comparisons, which for few
+    tokens is less than the launches of a sort."""
+    i = tl.program_id(0) * BI + tl.arange(0, BI)
+    key = tl.load(key_ptr + i, mask=i < tokens, other=0)
+    place = tl.zeros((BI,), tl.int32)
+    for start in range(0, tokens, BJ):
+        j = start + tl.arange(0, BJ)
+        other = tl.load(key_ptr + j, mask=j < tokens, other=BIGGEST_INDEX)
+        equal_before = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
+        place += tl.sum(((other[None, :] < key[:, None]) | equal_before).to(tl.int32), 1)
+    tl.store(sorted_ptr + place, key, mask=i < tokens)
+    tl.store(token_ptr + place, i, mask=i < tokens)
+
+
+@triton.jit
+def run_sum(
+    key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, place, limit, target, column, hidden_stride,
+    size, WEIGHT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Over the places from ``place`` on that hold ``target``, before ``limit``: what e and the rounded operand u ⊙ x of
+    the product lack of Σ value_i x_i and of Σ value_i; and their end."""
+    total = tl.zeros((BC,), tl.float32)
+    shares = 0.0
+    begin = place
+    more = True
+    while more:
+        index = begin + tl.arange(0, BR)
+        mine = tl.load(key_ptr + index, mask=index < limit, other=-1) == target
+        token = tl.load(token_ptr + index, mask=mine, other=0).to(tl.int64)
+        factor = tl.load(factor_ptr + token, mask=mine, other=0.0)
+        value = tl.load(value_ptr + token, mask=mine, other=0.0)
+        stored = tl.load(stored_ptr + token, mask=mine, other=0.0)
+        if WEIGHT:
+            x_place = hidden_ptr + token[:, None] * hidden_stride + column[None, :]
+            x = tl.load(x_place, mask=mine[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
+            operand = (x * factor[:, None]).to(hidden_ptr.dtype.element_ty).to(tl.float32)
+            total += tl.sum(x * value[:, None] - operand * stored[:, None], 0)
+        shares += tl.sum(value - factor * stored, 0)
+        found = tl.sum(mine.to(tl.int32), 0)
+        more = found == BR
+        begin += found
+    return total, shares, begin
+
+
+@triton.jit
+def add_row(
+    total, shares, target, column, size, scale_ptr, weight_ptr, bias_ptr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """dW[target] += (scale ·) total in float32, rounded to dW's dtype; db[target] += shares."""
+    if WEIGHT:
+        if SCALED:
+            total = total * tl.load(scale_ptr)
+        place = weight_ptr + target.to(tl.int64) * size + column
+        old = tl.load(place, mask=column < size, other=0.0).to(tl.float32)
+        tl.store(place, (old + total).to(weight_ptr.dtype.element_ty), mask=column < size)
+    if BIAS:
+        if tl.program_id(1) == 0:
+            tl.store(bias_ptr + target, tl.load(bias_ptr + target) + shares)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def add_targets_kernel(
+    key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, scale_ptr, weight_ptr, bias_ptr, part_ptr,
+    part_share_ptr, tokens, vocab, hidden_stride, size,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """What the products lack of the targets' elements of dW and db, in float32:
+
+        dW_y += (scale ·) Σ_{i: y_i = y} value_i x_i − stored_i · rounded(u_i x_i)
+        db_y += Σ value_i − u_i stored_i
+
+    The products have stored_i from e. Both terms are as large as the others' sum, which cancels them where a head
+    predicts its targets well; the difference is as small as one rounding, so it may follow dW's own.
+
+    key: the tokens' targets, sorted; token: the tokens in that order, so that every sum has the order of the tokens.
+    One program, one place of the list and BC of D: where a run of one target begins, and at every RUN-th place, it sums
+    up to the next RUN-th place. A run that ends there is added at once; the pieces of a longer one are left in ``part``
+    (two rows for every RUN places: the piece from its first place on, and the piece that leaves it at the end).
+    """
+    place = tl.program_id(0)
+    target = tl.load(key_ptr + place)
+    before = tl.load(key_ptr + place - 1, mask=place > 0, other=-1)
+    begins = target != before
+    aligned = place % RUN == 0
+    if (target < vocab) & (begins | aligned):
+        column = tl.program_id(1) * BC + tl.arange(0, BC)
+        limit = tl.minimum((place // RUN + 1) * RUN, tokens)
+        total, shares, end = run_sum(
+            key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, place, limit, target, column,
+            hidden_stride, size, WEIGHT, BR, BC,
+        )  # fmt: skip
+        after = tl.load(key_ptr + end, mask=end < tokens, other=-1)
+        if begins & (after != target):
+            add_row(total, shares, target, column, size, scale_ptr, weight_ptr, bias_ptr, WEIGHT, BIAS, SCALED)
+        else:
+            piece = 2 * (place // RUN) + tl.where(aligned, 0, 1)
+            if WEIGHT:
+                tl.store(part_ptr + piece.to(tl.int64) * size + column, total, mask=column < size)
+            if tl.program_id(1) == 0:
+                tl.store(part_share_ptr + piece, shares)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def add_long_runs_kernel(
+    key_ptr, scale_ptr, weight_ptr, bias_ptr, part_ptr, part_share_ptr, tokens, vocab, size,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """One program, one block of RUN places and BC of D: a run that begins in it and leaves it, from its pieces."""
+    block = tl.program_id(0)
+    last = (block + 1) * RUN - 1
+    if last + 1 < tokens:
+        target = tl.load(key_ptr + last)
+        leaves = (target < vocab) & (tl.load(key_ptr + last + 1) == target)
+        first = tl.load(key_ptr + block * RUN)
+        before = tl.load(key_ptr + block * RUN - 1, mask=block > 0, other=-1)
+        if leaves & ((first != target) | (before != target)):
+            column = tl.program_id(1) * BC + tl.arange(0, BC)
+            piece = 2 * block + tl.where(first == target, 0, 1)
+            total = tl.zeros((BC,), tl.float32)
+            shares = 0.0
+            next_block = block + 1
+            more = True
+            while more:
+                if WEIGHT:
+                    total += tl.load(part_ptr + piece.to(tl.int64) * size + column, mask=column < size, other=0.0)
+                shares += tl.load(part_share_ptr + piece)
+                piece = 2 * next_block
+                start = next_block * RUN
+                more = tl.load(key_ptr + start, mask=start < tokens, other=-1) == target
+                next_block += 1
+            add_row(total, shares, target, column, size, scale_ptr, weight_ptr, bias_ptr, WEIGHT, BIAS, SCALED)
