@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from bench.gpu import Step
 
 PRODUCTS = "first product", "dW", "dX"
-# Where torch_impl/kernels/fused.py launches them, and what filter_eps needs before: a class, or the module itself.
+# Where torch_impl/kernels/fused.py launches them: a class, or the module itself.
 LAUNCHERS = {
     "first product": (None, "launch_logits"),
     "dW": ("_Products", "_weight"),
     "dX": ("_Products", "_hidden"),
-    "judge": ("_Filter", "judge"),
 }
 
 

@@ -200,25 +200,6 @@ def bridges_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def filter_table(results: dict[str, Any]) -> str:
-    """A Markdown table of a step without and with filter_eps, and a line of what was left out and what that changed."""
-    lines = [
-        "| tokens × hidden × vocab | gradients | step [ms] | dX [ms] | dW [ms] | tiles judged and listed [ms] |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in results["rows"]:
-        sizes = " × ".join(str(row[key]) for key in ("tokens", "hidden", "vocab"))
-        times = " | ".join(f"{row[f'{name}_ms']:.2f}" for name in ("time", "dX", "dW", "judge"))
-        lines.append(f"| {sizes} | {row['variant']} | {times} |")
-    left = f"{100 * results['share']:.0f} % of the tiles are left out at filter_eps = {results['filter_eps']:.2g}"
-    changes = " and ".join(
-        f"{100 * results[f'd{name}_over_bound']:.2g} % of its bound in d{'X' if name == 'hidden' else 'W'}"
-        for name in ("hidden", "weight")
-    )
-    lines += ["", f"{left}; an element changes by at most {changes}."]
-    return "\n".join(lines) + "\n"
-
-
 def logits_table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of the loss on given logits beside a bare copy of as many bytes."""
     lines = ["| step | time [ms] | × a bare copy | GB/s | scratch [MiB] |", "| --- | --- | --- | --- | --- |"]
@@ -377,8 +358,6 @@ def main() -> None:
         (FIGURES / "gpu_jax.md").write_text(gpu_table(on_gpu["jax_rows"]))
     if rows := on_several("bridges.json"):
         (FIGURES / "bridges.md").write_text(bridges_table(rows))
-    if (RESULTS / "filter.json").exists():
-        (FIGURES / "filter.md").write_text(filter_table(json.loads((RESULTS / "filter.json").read_text())))
     if energy := list(filter(None, (on_several("energy.json", key) for key in ("rows", "products")))):
         (FIGURES / "energy.md").write_text("\n".join(map(energy_table, energy)))
     if rows := on_several("logits.json"):

@@ -45,8 +45,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "everything": {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "return_stats": True},
     "smoothing in chunks": {"label_smoothing": 0.1, "plan": {"order": "tokens", "chunk": 128}},
     "per token": {"reduction": "none", "memory_budget": 2**40},
-    "filter": {"filter_eps": 1e-3, "recipe": "low_runs"},
-    "filter in chunks": {"filter_eps": 1e-3, "recipe": "low_runs", "plan": {"order": "tokens", "chunk": 128}},
     "rescue": {"recipe": "confident_wrong"},
     "no gradient": {"return_stats": True, "wrt": ()},
 }

@@ -38,7 +38,6 @@ READS = {
     "ROWS": ("factor_ptr", "target_value_ptr"),
     "SMOOTH": ("smooth_ptr", "weighted_rows_ptr", "smooth_x_ptr"),
     "SPLIT": ("parts_ptr",),
-    "FILTER": ("lists_ptr",),
     "PACE": ("progress_ptr",),
 }
 
@@ -68,7 +67,7 @@ def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]
 
 def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
     t = HOPPER_TILES[HIDDEN if final else HIDDEN_SUM]
-    options = {"ADD": False, "FINAL": final, "ROWS": False, "SMOOTH": False, "SPLIT": False, "FILTER": 0, **chosen}
+    options = {"ADD": False, "FINAL": final, "ROWS": False, "SMOOTH": False, "SPLIT": False, **chosen}
     return {
         "kernel": hopper.hidden_kernel,
         "tiles": t,
@@ -88,7 +87,6 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
     parted = chosen.get("PARTED", False)
     t = HOPPER_TILES[WEIGHT if final and not into else WEIGHT_SUM]
     options = {"ADD": False, "FINAL": final, "INTO": False, "PARTED": False, "SMOOTH": False, "HAS_CLASS": False}
-    options["FILTER"] = 0
     high, low = (block(bits, t.block_rows, t.block_columns) for bits in ("i16", "i8"))
     summed = high if parted else block("fp32", t.block_rows, t.block_columns)
     return {
@@ -131,10 +129,6 @@ CONFIGURATIONS = {
     "weight parted": lambda: weight("bf16", False, 8, PARTED=True),
     "weight parted, added": lambda: weight("bf16", False, 8, PARTED=True, ADD=True),
     "weight from parts": lambda: weight("bf16", True, 8, PARTED=True, ADD=True, SMOOTH=True),
-    "hidden, filtered": lambda: hidden("bf16", True, ROWS=True, FILTER=4),
-    "hidden sum, filtered, add": lambda: hidden("bf16", False, ADD=True, FILTER=4),
-    "weight, filtered": lambda: weight("bf16", True, 1, FILTER=2),
-    "weight sum, filtered, add": lambda: weight("bf16", False, 2, ADD=True, FILTER=2),
 }
 
 
@@ -143,12 +137,12 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     constants = {k: v for k, v in t.options.items() if k in names} | what["constants"] | {"GROUP": 8, "PROGRAMS": 132}
     constants["REGISTERS"] = GROUP_REGISTERS
     if "PACE" in names:
-        constants["PACE"] = 0 if constants["FILTER"] else t.pace
+        constants["PACE"] = t.pace
     unread = [pointer for option, pointers in READS.items() if not constants.get(option, True) for pointer in pointers]
     fixed = {"anchor_ptr", "row_target_ptr"}
     constants |= {name: None for name in (*unread, *what["none"]) if name in names and name not in fixed}
     own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr")}
-    whole = ("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "lists_ptr", "progress_ptr")
+    whole = ("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "progress_ptr")
     narrow = constants.get("FINAL") and t is not HOPPER_TILES[WEIGHT_SUM]
     out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
     if constants.get("INTO"):

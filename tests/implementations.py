@@ -21,7 +21,6 @@ from logitless.problems import BY_NAME, Case, Problem
 from logitless.tolerances import COMMONEST, allowance, error
 
 ARGUMENTS = ("hidden", "weight", "bias")
-WHOLE = reference.FilterCut()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,17 +127,6 @@ class TorchEager(Implementation):
             loss.backward(torch.as_tensor(np.array(upstream), dtype=loss.dtype, device=loss.device).expand_as(loss))
         grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
         return Outcome(self.numpy(loss), grads, None if stats is None else type(stats)(*map(self.numpy, stats)))
-
-    def filtered_share(
-        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None, **options: Any
-    ) -> float:
-        from logitless import torch_impl
-
-        dtype = self.takes(dtype)
-        for name in ("token_weight", "class_weight"):
-            options[name] = self.array(options.get(name))
-        x, w, b = (self.array(values, dtype) for values in (hidden, weight, bias))
-        return float(torch_impl.filtered_share(x, w, self.array(target), b, backend=self.backend, **options))
 
     def run_log_probs(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
@@ -264,18 +252,6 @@ class JaxXla(Implementation):
             (made,) = backward(jnp.broadcast_to(jnp.asarray(upstream, value.dtype), value.shape))
             grads = {name: self.numpy(made[name]) if name in wrt else None for name in ARGUMENTS}
             return Outcome(self.numpy(value), grads, type(stats[0])(*map(self.numpy, stats[0])) if with_stats else None)
-
-    def filtered_share(
-        self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None, **options: Any
-    ) -> float:
-        from logitless import jax_impl
-
-        dtype = self.takes(dtype)
-        with self.precision(dtype):
-            for name in ("token_weight", "class_weight"):
-                options[name] = self.array(options.get(name))
-            x, w, b = (self.array(values, dtype) for values in (hidden, weight, bias))
-            return float(jax_impl.filtered_share(x, w, self.array(target), b, backend=self.backend, **options))
 
     def run_log_probs(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
@@ -466,17 +442,17 @@ def run_case(impl: Any, case: Case, **more: Any) -> Outcome:
 
 
 @functools.lru_cache(maxsize=256)
-def truth(problem: Problem, cut: reference.FilterCut = WHOLE) -> reference.LossResult:
-    """The float64 reference on the problem's arrays; ``cut``: how a filter counts its tiles."""
+def truth(problem: Problem) -> reference.LossResult:
+    """The float64 reference on the problem's arrays."""
     case = problem.case()
     return reference.linear_cross_entropy(
-        case.hidden, case.weight, case.target, case.bias, upstream=case.upstream, filter_cut=cut, **options_of(case)
+        case.hidden, case.weight, case.target, case.bias, upstream=case.upstream, **options_of(case)
     )
 
 
 def ideal_errors(problem: Problem, product: Callable[[Any, Any], Any] = np.matmul) -> dict[str, float]:
-    """Error of the ideal full-logits path of the problem's dtype, per output; that path filters nothing."""
-    return _ideal_errors(problem.with_options(filter_eps=None), product)
+    """Error of the ideal full-logits path of the problem's dtype, per output."""
+    return _ideal_errors(problem, product)
 
 
 @functools.lru_cache(maxsize=256)
@@ -493,30 +469,17 @@ def with_commonest(case: Case, outputs: dict[str, Any]) -> dict[str, Any]:
     return outputs | {COMMONEST: outputs["dweight"][case.commonest_targets()]}
 
 
-def truth_outputs(problem: Problem, cut: reference.FilterCut = WHOLE) -> dict[str, Any]:
-    true = truth(problem, cut)
+def truth_outputs(problem: Problem) -> dict[str, Any]:
+    true = truth(problem)
     return {
         "loss": true.loss, "dhidden": true.hidden_grad, "dweight": true.weight_grad, "dbias": true.bias_grad,
     }  # fmt: skip
 
 
-def filter_bounds(case: Case, eps: float) -> tuple[Any, Any]:
-    """The most that ``filter_eps`` may change in each element of dX and dW, and a few roundings of float64."""
-    t = 1.0 if case.token_weight is None else case.token_weight.reshape(-1).astype(np.float64)
-    valid = case.target.reshape(-1) != case.problem.options.ignore_index
-    g = np.where(valid, np.abs(case.upstream_rows() * t * case.problem.options.logit_scale), 0.0)
-    x, w = (np.abs(a).astype(np.float64) for a in (case.hidden.reshape(-1, case.problem.hidden), case.weight))
-    eps = eps * (1.0 + 1e-12)
-    slack = 1e-13 * g.sum()
-    return (eps * g[:, None] * w.sum(0) + slack).reshape(case.hidden.shape), eps * (g @ x) + slack
-
-
-def assert_within(
-    problem: Problem, outcome: Outcome, cut: reference.FilterCut = WHOLE, product: Callable[[Any, Any], Any] = np.matmul
-) -> None:
+def assert_within(problem: Problem, outcome: Outcome, product: Callable[[Any, Any], Any] = np.matmul) -> None:
     """The rule of logitless.tolerances for every output that the outcome has."""
     case, ideal = problem.case(), ideal_errors(problem, product)
-    true = with_commonest(case, truth_outputs(problem, cut))
+    true = with_commonest(case, truth_outputs(problem))
     made = {"loss": outcome.loss} | {f"d{name}": grad for name, grad in outcome.grads.items() if grad is not None}
     for name, value in with_commonest(case, made).items():
         wrong, allowed = error(value, true[name]), allowance(ideal[name], problem.dtype)

@@ -39,7 +39,6 @@ FACTORS = {"token_weight": PER_TOKEN, "class_weight": Array((V,), "weights")}
 ARRAYS: dict[str, dict[str, Array]] = {
     "linear_cross_entropy": HEAD | FACTORS | {"accumulate_into": Array((V, D), "into")},
     "linear_log_probs": HEAD,
-    "filtered_share": HEAD | FACTORS,
     "cross_entropy": FACTORS | {"logits": Array((N, V), optional=False), "target": HEAD["target"]},
     "clipped_policy_loss": ROWS
     | {
@@ -65,7 +64,7 @@ ARRAYS: dict[str, dict[str, Array]] = {
         "index": Array((N,), "index", optional=False, fixed=False),
     },
 }
-MORE: dict[str, dict[str, Any]] = {"filtered_share": {"filter_eps": 1e-3}, "clipped_policy_loss": {"kl_coef": 0.1}}
+MORE: dict[str, dict[str, Any]] = {"clipped_policy_loss": {"kl_coef": 0.1}}
 
 
 class Made:

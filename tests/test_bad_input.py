@@ -45,7 +45,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "reduction": WORDS, "aggregation": WORDS, "ignore_index": NO_INTEGERS,
     "label_smoothing": SHARES, "z_loss": FROM_ZERO, "logit_scale": POSITIVE, "temperature": POSITIVE,
     "softcap": OPTIONAL_POSITIVE, "teacher_logit_scale": POSITIVE, "teacher_softcap": OPTIONAL_POSITIVE,
-    "filter_eps": OPTIONAL_POSITIVE, "beta": (*NO_NUMBERS, -0.1), "clip_low": FROM_ZERO, "clip_high": FROM_ZERO,
+    "beta": (*NO_NUMBERS, -0.1), "clip_low": FROM_ZERO, "clip_high": FROM_ZERO,
     "entropy_coef": NO_NUMBERS, "kl_coef": FROM_ZERO,
     "normalizer": (NAN, INF, "1", True, [1.0], 1j, 0.0),
     "plan": (3, "tokens", {"order": "tokens"}, [1]), "memory_budget": (0, -1, 1.5, NAN, "1", True, [1]),
@@ -91,8 +91,6 @@ def wrong_values(made: Made, name: str, parameter: str) -> list[Any]:
     if parameter in ARRAYS[name]:
         return list(wrong(made, ARRAYS[name][parameter]))
     values = list(VALUES[parameter])
-    if (name, parameter) == ("filtered_share", "filter_eps"):
-        values.append(None)
     if parameter == "normalizer":
         values.append(made.array(np.ones(2, np.float32)))
     return values

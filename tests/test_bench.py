@@ -299,21 +299,6 @@ def test_a_heads_table() -> None:
     ]
 
 
-@interpreted
-def test_a_filtered_step_beside_the_exact_one() -> None:
-    """On interpreted kernels: the second of three runs of the vocabulary is low; the products are found and timed."""
-    from bench import filter as bench_filter
-
-    made = bench_filter.measure(130, 8, 700, rounds=1, repeats=1, device="cpu", dtype="float32")
-    assert made["share"] == pytest.approx(1 / 3)
-    assert {row["variant"] for row in made["rows"]} == {"exact", "filtered"}
-    assert all(row["products_ms"] > 0 for row in made["rows"])
-    assert [row["judge_ms"] > 0 for row in made["rows"]] == [False, True]
-    for name in ("dhidden", "dweight"):
-        assert 0 < made[f"{name}_over_bound"] <= 1
-    assert "33 % of the tiles" in report.filter_table(made)
-
-
 def test_the_shapes_by_name() -> None:
     assert set(gpu_check.SHAPES) == set(SHAPES)
 

@@ -29,7 +29,6 @@ PLAIN = (
 )
 PLAIN += ("weight sum", "weight sum, add")
 PLAIN += ("weight into, add", "weight parted", "weight parted, added")
-PLAIN += ("hidden, filtered", "hidden sum, filtered, add", "weight, filtered", "weight sum, filtered, add")
 OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all", "weight into narrow")
 OTHERS += ("weight from parts",)
 

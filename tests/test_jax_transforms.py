@@ -13,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 from implementations import JaxXla, assert_within, problem_named, run_case  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
-from logitless.jax_impl import distillation_loss, filtered_share, linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.jax_impl import distillation_loss, linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
 
 N, D, V = 24, 8, 50
@@ -78,30 +78,6 @@ def test_vmap_of_grad(reduction: Any) -> None:
         true = truth(xs[i], w, ys[i], reduction=reduction)
         assert error(dxs[i], true.hidden_grad) <= 1e-6
         assert error(dws[i], true.weight_grad) <= 1e-6
-
-
-@pytest.mark.case(32)
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_filter_under_jit_vmap_and_grad(reduction: Any) -> None:
-    """Two problems, of which the second one's last entries are low; the share has no gradient."""
-    rng = np.random.default_rng(0)
-    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 30, D), (400, D)))
-    x[:, :, -1], w[:, -1] = np.array([[0.0], [-8.0]]), np.arange(400) >= 256
-    y = rng.integers(0, 256, 30)
-    options: dict[str, Any] = {"filter_eps": 1e-2, "reduction": reduction}
-
-    def total(x: Any, w: Any) -> Any:
-        share = filtered_share(x, w, y, **options)
-        return linear_cross_entropy(x, w, y, **options).sum() + share, share
-
-    mapped = jax.jit(jax.vmap(jax.grad(total, (0, 1), has_aux=True), (0, None)))
-    (dx, dw), shares = mapped(jnp.asarray(x), jnp.asarray(w))
-    assert shares.dtype == jnp.float32
-    for i, wanted in enumerate((0.0, 0.5)):
-        true = reference.linear_cross_entropy(x[i], w, y, **options)
-        assert shares[i] == true.filtered_share == wanted
-        assert error(dx[i], true.hidden_grad) <= TINY["float32"]
-        assert error(dw[i], true.weight_grad) <= TINY["float32"]
 
 
 @pytest.mark.case(32)
@@ -282,19 +258,6 @@ def test_traced_ids_make_nan() -> None:
         return
     with pytest.raises(ValueError, match=rf"target: got id {V} at index \(1\)"):
         linear_cross_entropy(x, w, y)
-
-
-@pytest.mark.case(9)
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_filter_keeps_nan(reduction: Any) -> None:
-    """Of an id outside, in every entry of dW, however high the threshold: NaN is not below it."""
-    x, w, y = arrays()
-
-    def total(x: Any, w: Any, y: Any) -> Any:
-        return linear_cross_entropy(x, w, y, filter_eps=1e6, reduction=reduction).sum()
-
-    dw = jax.jit(jax.grad(total, 1))(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), y.at[3].set(V))
-    assert np.isnan(np.asarray(dw, np.float32)).all()
 
 
 def test_float64_numpy_is_refused_while_x64_is_off() -> None:

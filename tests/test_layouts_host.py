@@ -14,7 +14,6 @@ from implementations import in_every_torch_place  # noqa: E402
 from logitless.torch_impl import (  # noqa: E402
     cross_entropy,
     distillation_loss,
-    filtered_share,
     linear_cross_entropy,
     linear_log_probs,
     padded_index_gather,
@@ -124,15 +123,6 @@ def test_expanded(device: str, backend: str) -> None:
             break
         first = made
     torch.testing.assert_close(first, made)
-
-
-@pytest.mark.case(33)
-@in_every_torch_place
-def test_filtered_share(device: str, backend: str) -> None:
-    a = given(device)
-    expected = filtered_share(**a, filter_eps=0.05, backend=backend)
-    a["target"], a["token_weight"] = step(a["target"]), moved(a["token_weight"])
-    torch.testing.assert_close(filtered_share(**a, filter_eps=0.05, backend=backend), expected)
 
 
 @pytest.mark.case(24, 33)

@@ -186,7 +186,6 @@ def given_of(name: str, dtype: str, most: int = 16) -> tuple[Any, Any, dict[str,
     z = case.hidden.astype(np.float64) @ case.weight.T.astype(np.float64)
     logits = round_to(z if case.bias is None else z + case.bias, dtype)
     options = options_of(case) | {"upstream": case.upstream}
-    del options["filter_eps"]  # there are no products to leave tiles out of
     if case.target.size <= most:
         return logits, case.target, options
     some = np.arange(0, case.target.size, -(-case.target.size // most))

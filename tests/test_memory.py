@@ -26,7 +26,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smooth": {"label_smoothing": 0.1, "logit_scale": 1.5, "return_stats": True},
     "cap": {"softcap": 30.0, "return_stats": True},
     "none": {"reduction": "none"},
-    "filter": {"softcap": 30.0, "filter_eps": 1e-3},
     "weighted": {"label_smoothing": 0.1, "softcap": 30.0, "class_weight": True, "return_stats": True},
     "entropy": {"softcap": 30.0, "with_entropy": True},  # linear_log_probs
 }
@@ -198,7 +197,7 @@ def test_promise_is_what_is_needed(impl: Any, kind: str, dtype: str) -> None:
 NEEDED: dict[str, tuple[tuple[int, int, int], dict[str, Any], str, str]] = {
     "two_slices": ((1000, 100, 5000), {"order": "vocab", "chunk": 3000}, "float32", "entropy"),
     "one_block": ((2048, 256, 2048), {"order": "tokens", "chunk": 2048, "one_pass": False}, "float32", "entropy"),
-    "wide": ((128, 1024, 3000), {"order": "tokens", "chunk": 43}, "bfloat16", "filter"),
+    "wide": ((128, 1024, 3000), {"order": "tokens", "chunk": 43}, "bfloat16", "cap"),
 }
 
 

@@ -29,14 +29,8 @@ from implementations import (  # noqa: E402
 )
 
 from logitless import plan, reference  # noqa: E402
-from logitless.jax_impl import filtered_share, linear_cross_entropy, linear_log_probs, vjp  # noqa: E402
-from logitless.jax_impl.kernels import fused  # noqa: E402
+from logitless.jax_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.jax_impl.kernels import pallas as kernels  # noqa: E402
-from logitless.jax_impl.vjp import Arrays  # noqa: E402
-from logitless.jax_impl.xla import Needs  # noqa: E402
-from logitless.problems import Problem  # noqa: E402
-from logitless.reference import FilterCut  # noqa: E402
-from logitless.spec import LossOptions  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
 
 PALLAS = JaxPallas()
@@ -82,9 +76,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "odd": {"sizes": (188, 31, 123)},
     "one": {"sizes": (1, 7, 1)},
     "head": {"sizes": (4096, 4096, 128256)},
-    "filter": {"filter_eps": 1e-3, "bias": True},
-    "filter_vocab_all": {"filter_eps": 1e-3, "plan": {"order": "vocab", "chunk": 256}, **ALL},
-    "filter_odd": {"filter_eps": 1e-3, "sizes": (188, 31, 123)},
 }
 
 
@@ -123,7 +114,7 @@ def test_lowers_for_cuda(name: str, compiled: None) -> None:
 
 
 @pytest.mark.case(32)
-@pytest.mark.parametrize("name", ["chunks_smooth", "vocab_all", "none_held", "filter"])
+@pytest.mark.parametrize("name", ["chunks_smooth", "vocab_all", "none_held"])
 def test_lowers_with_x64_and_strict_promotion(name: str, compiled: None) -> None:
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         text = lowered_configuration(name, "int64")
@@ -146,19 +137,6 @@ def test_compiled_for_a_cpu_says_what_can(compiled: None) -> None:
     if jax.__version_info__ >= (0, 11):  # before, jax.vmap refuses the kernels wherever they would run
         with pytest.raises(NotImplementedError, match=words):
             jax.vmap(jax.grad(loss))(x[None])
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_filtered_share_lowers_for_cuda_without_a_gradient(reduction: Any, compiled: None) -> None:
-    shape = jax.ShapeDtypeStruct
-    x, w, y = shape((200, 192), jnp.bfloat16), shape((1000, 192), jnp.bfloat16), shape((200,), jnp.int32)
-
-    def share(x: Any, w: Any, y: Any) -> Any:
-        return filtered_share(x, w, y, filter_eps=1e-3, reduction=reduction, backend="pallas")
-
-    text = lowered(share, x, w, y)
-    assert ("logits_known" in text) == (reduction == "none")
-    assert not any(f"{name}_mosaic_gpu" in text for name in ("hidden", "weight", "column_sums"))
 
 
 def test_log_probs_lower_for_cuda(compiled: None) -> None:
@@ -319,99 +297,6 @@ def test_log_probs_and_entropy(interpreter: None) -> None:
     true = reference.linear_log_probs(x, w, y, **upstream)
     assert error(made.log_prob, true.log_prob) <= TINY["bfloat16"]
     assert error(made.entropy, true.entropy) <= TINY["bfloat16"]
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_what_a_matrix_of_the_kernels_leaves_out(known: bool) -> None:
-    """300 tokens, every third ignored: 200 rows, and behind them a chunk's rows that nothing wrote. All elements are
-    low but for one at its threshold, one of a row without weight, and a NaN; one low tile has a target."""
-    target = np.where(np.arange(300) % 3 == 2, -100, 5)
-    target[1] = 600  # its tile is kept where lse is known
-    shape = jnp.zeros((300, 64), jnp.bfloat16), jnp.zeros((1000, 64), jnp.bfloat16)
-    inputs = vjp.prepare(Arrays(*shape, None, jnp.asarray(target), None, None, None), -100)
-    chosen = plan(tokens=300, hidden=64, vocab=1000, dtype="bfloat16", fused=True, order="tokens", chunk=300)
-    call = fused._Call(inputs, LossOptions("sum", filter_eps=2.0**-8), chosen)
-    rows = call.rows_at(jnp.int32(0))
-    g = np.where(np.asarray(inputs.valid), 4.0, 0.0)
-    g[3] = 0.0  # position 2
-    e = np.full((304, 1024), 2.0**-10, np.float32)
-    e[150, 300], e[2, 700], e[199, 999], e[200:] = 2.0**-8, 1.0, np.nan, np.nan
-    factors = None if known else fused._Factors(jnp.full(384, -2.0), *jnp.zeros((2, 384)))
-    e = e if known else e / 2.0  # what is judged is |e · factor|
-    products = fused._Products(call, Needs(True, True, False), jnp.asarray(g, jnp.float32), jnp.float32(4.0))
-    state, kept = products.filtered(fused._State(), rows, jnp.asarray(e, jnp.bfloat16), 0, 1000, factors)
-    wanted = np.zeros((3, 4), bool)
-    wanted[1, 1] = wanted[1, 3] = True
-    if known:
-        wanted[0, 2] = wanted[:2, 0] = True
-    assert np.array_equal(np.asarray(kept), wanted)
-    assert np.asarray(state.tiles).tolist() == [8 - wanted.sum(), 8]
-
-
-def index(value: int) -> Any:
-    return jnp.full(1, value, jnp.int32)
-
-
-def assert_lists_leave_out(kept: Any, rows: int, size: int, step: int) -> None:
-    """The products of the tiles that are ``kept``, [row tiles, tiles of 256 entries], against those of a matrix with
-    zeros in the others: the same bits, with a depth that ends within a tile."""
-    tokens, vocab = 128 * kept.shape[0] - 120, 256 * kept.shape[1] - 128
-    keys = jax.random.split(jax.random.key(0), 3)
-    e = jax.random.normal(keys[0], (tokens, vocab), jnp.bfloat16).at[rows:].set(0.0)
-    x, w = (jax.random.normal(key, (n, size), jnp.bfloat16) for key, n in zip(keys[1:], (tokens, vocab), strict=True))
-    masked = jnp.where(jnp.repeat(jnp.repeat(kept, 128, 0), 256, 1)[:tokens, :vocab], e, jnp.zeros((), e.dtype))
-    tiles = jnp.arange(-1, kept.shape[0], dtype=jnp.int32).at[0].set(kept.shape[0])
-
-    def hidden(e: Any, more: Any) -> Any:
-        out = {"out": jax.ShapeDtypeStruct((tokens, size), jnp.float32)}
-        arguments = {"tiles": tiles, "first": index(0), "start": index(0), "e": e, "w": w}
-        return kernels.hidden(arguments | more, out, adds=False)["out"]
-
-    def weight(e: Any, more: Any) -> Any:
-        sums = {"out": jax.new_ref(jnp.ones((vocab, size), jnp.bfloat16))}
-        sums["low"] = jax.new_ref(jnp.ones((vocab, size), jnp.int8))
-        arguments = {"rows": index(rows), "start": index(0), "e": e, "x": x}
-        kernels.weight(arguments | sums | more, {}, columns=vocab, adds=True)
-        return [kernels.written(part) for part in sums.values()]
-
-    along_vocab, along_rows = (kept, 256 // step, vocab // step), (kept.T, 128 // step, -(-index(rows) // step))
-    lists = fused._lists(*along_vocab), fused._lists(*along_rows)
-    mores = {"lists": lists[0]}, {"lists": lists[1], "order": fused._longest_first(lists[1])}
-    for product, more in zip((hidden, weight), mores, strict=True):
-        whole, filtered = jax.jit(product)(masked, {}), jax.jit(product)(e, more)
-        same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), whole, filtered)
-        assert all(jax.tree.leaves(same)), product.__name__
-
-
-@needs_interpreter
-def test_products_take_the_steps_of_their_lists(interpreter: None) -> None:
-    """Tiles with all, some and no steps, one after the other in two programs."""
-    kept = jnp.asarray([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
-    assert_lists_leave_out(kept, rows=257, size=320, step=kernels.STEP)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 1.0])
-def test_products_take_the_steps_of_their_lists_on_a_gpu(share: float, hopper: None) -> None:
-    """Many tiles a program: of fewer steps than slots, of more, and of none, in any order."""
-    kept = jax.random.uniform(jax.random.key(1), (40, 130)) < share
-    assert_lists_leave_out(kept, rows=4900, size=1088, step=kernels.STEP)
-
-
-@needs_interpreter
-@pytest.mark.parametrize("order", ["tokens", "vocab"])
-def test_low_tiles_are_left_out(order: Any, interpreter: None) -> None:
-    """By the forward's exponentials, and where lse is known; the middle one of three tiles is low."""
-    sizes: dict[str, Any] = {"tokens": 20, "hidden": 16, "vocab": 600}
-    problem = Problem(
-        "low_runs_tiny", (20,), 16, 600, "bfloat16", LossOptions(filter_eps=2.0**-8), bias=True, ignored=0.2,
-        recipe="low_runs", seed=3,  # the low tile's only target is ignored
-    )  # fmt: skip
-    chosen = plan(**sizes, dtype="bfloat16", fused=True, padded=True, order=order, chunk=512)
-    cut = FilterCut(block=512, drops_ignored=True, keeps_targets=order == "vocab")
-    exact = truth(problem.with_options(filter_eps=None))
-    assert error(exact.hidden_grad, truth(problem, cut).hidden_grad) > 0.05
-    assert_within(problem, run_case(PALLAS, problem.case(), plan=chosen), cut)
 
 
 @needs_interpreter

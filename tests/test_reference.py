@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import filter_bounds, options_of, truth, truth_outputs
+from implementations import options_of, truth_outputs
 
 from logitless import reference
 from logitless.ideal import ideal_gradients
 from logitless.problems import PROBLEMS, Case, Problem
-from logitless.reference import FilterCut
 from logitless.spec import LossOptions
 from logitless.tolerances import OUTPUTS, TINY, error
 
@@ -149,93 +148,3 @@ def test_chunk_size_changes_nothing_but_rounding(chunk: int) -> None:
     )
     for name, value in zip(OUTPUTS, (made.loss, made.hidden_grad, made.weight_grad, made.bias_grad), strict=True):
         assert error(value, true[name]) <= TINY["float64"], name
-
-
-FILTERED = Problem(
-    "filtered", (3, 100), 24, 1200, dtype="float64", options=LossOptions(filter_eps=2.0**-8), bias=True,
-    recipe="low_runs",
-)  # fmt: skip
-
-
-def filtered_by_hand(problem: Problem, low: list[tuple[slice, slice]]) -> dict[str, Any]:
-    """Gradients by explicit logits' gradients whose places ``low``, but for the targets' elements, are left out."""
-    case, index = problem.case(), np.arange(problem.tokens)
-    x, y = case.hidden.reshape(-1, problem.hidden), case.target.reshape(-1)
-    z = x @ case.weight.T + (0.0 if case.bias is None else case.bias)
-    dz = np.exp(z - np.log(np.exp(z).sum(1, keepdims=True)))
-    dz[index, y] -= 1.0
-    dz *= (case.upstream_rows() * (y != problem.options.ignore_index))[:, None]
-    kept = dz.copy()
-    for place in low:
-        kept[place] = 0.0
-    kept[index, y] = dz[index, y]
-    return {
-        "dhidden": (kept @ case.weight).reshape(case.hidden.shape), "dweight": kept.T @ x, "dbias": dz.sum(0)
-    }  # fmt: skip
-
-
-LOW = slice(256, 512), slice(768, 1024)
-ROWS = slice(0, 128), slice(128, 256), slice(256, 300)
-
-
-@pytest.mark.parametrize(
-    ("name", "cut", "low"),
-    [
-        ("whole", FilterCut(), [(rows, run) for rows in ROWS for run in LOW]),
-        ("targets", FilterCut(keeps_targets=True), [(r, c) for r in ROWS for c in LOW if (r, c) != (ROWS[2], LOW[0])]),
-        ("chunks", FilterCut(160, keeps_targets=True), [(slice(0, 288), LOW[0]), (slice(0, 300), LOW[1])]),
-        ("blocks", FilterCut(block=640), [(slice(0, 300), LOW[0])]),
-        ("blocks_too", FilterCut(block=768), [(slice(0, 300), run) for run in LOW]),
-    ],
-)
-def test_filter_leaves_out_the_low_tiles(name: str, cut: FilterCut, low: list[tuple[slice, slice]]) -> None:
-    problem = dataclasses.replace(FILTERED, name=f"filtered_{name}")
-    made, wanted = truth_outputs(problem, cut), filtered_by_hand(problem, low)
-    exact = truth_outputs(problem.with_options(filter_eps=None))
-    for output in ("dhidden", "dweight", "dbias"):
-        assert error(made[output], wanted[output]) <= TINY["float64"], output
-    for output in ("dhidden", "dweight"):  # what is left out is no rounding
-        assert error(made[output], exact[output]) > 1e-2, output
-    assert np.array_equal(made["loss"], exact["loss"])
-
-
-def test_filter_shares() -> None:
-    """Of 3 × 5 tiles the 2 low columns; less where tiles hold targets; of the rows that exist."""
-    assert truth(FILTERED).filtered_share == 6 / 15
-    assert truth(FILTERED, FilterCut(keeps_targets=True)).filtered_share == 5 / 15
-    assert truth(FILTERED, FilterCut(chunk=200, keeps_targets=True)).filtered_share == 5 / 15
-    assert truth(FILTERED, FilterCut(chunk=160, keeps_targets=True)).filtered_share == 7 / 20
-    assert truth(FILTERED, FilterCut(block=640)).filtered_share == 3 / 18
-    assert truth(FILTERED.with_options(filter_eps=None)).filtered_share == 0.0
-    assert truth(FILTERED.with_options(filter_eps=2.0)).filtered_share == 1.0
-    none = FILTERED.with_options(reduction="none")
-    assert truth(none).filtered_share == truth(none, FilterCut(keeps_targets=True)).filtered_share == 5 / 15
-
-
-def test_filter_counts_rows_with_or_without_ignored_tokens() -> None:
-    """300 tokens are 3 tiles of rows; the first 120 are ignored, and the 180 others 2 tiles."""
-    case = FILTERED.case()
-    case.target.reshape(-1)[:120] = FILTERED.options.ignore_index
-    given = case.hidden, case.weight, case.target, case.bias
-    counted = reference.linear_cross_entropy(*given, **options_of(case))
-    dropped = reference.linear_cross_entropy(*given, filter_cut=FilterCut(drops_ignored=True), **options_of(case))
-    assert counted.filtered_share == dropped.filtered_share == 0.4
-    kept = FilterCut(keeps_targets=True), FilterCut(keeps_targets=True, drops_ignored=True)
-    shares = [reference.linear_cross_entropy(*given, filter_cut=cut, **options_of(case)).filtered_share for cut in kept]
-    assert shares == [5 / 15, 3 / 10]
-
-
-filters = st.sampled_from([1e-6, 0.01, 0.05, 0.3, 3.0])
-
-
-@settings(max_examples=60, deadline=None)
-@given(small_problems, filters, st.booleans(), st.booleans())
-def test_filter_keeps_its_bound(problem: Problem, eps: float, keeps_targets: bool, drops_ignored: bool) -> None:
-    """|δdX_id| ≤ ε |g_i| Σ_j |w_jd| and |δdW_jd| ≤ ε Σ_i |g_i| |x_id|; db and the loss are exact."""
-    case, cut = problem.case(), FilterCut(keeps_targets=keeps_targets, drops_ignored=drops_ignored)
-    exact, made = truth(problem), truth(problem.with_options(filter_eps=eps), cut)
-    hidden, weight = filter_bounds(case, eps)
-    assert np.all(np.abs(made.hidden_grad - exact.hidden_grad) <= hidden)
-    assert np.all(np.abs(made.weight_grad - exact.weight_grad) <= weight)
-    assert np.array_equal(made.bias_grad, exact.bias_grad)
-    assert np.array_equal(made.loss, exact.loss)

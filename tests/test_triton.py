@@ -92,7 +92,7 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "launch", checked)
     for name, order, options in (
         ("odd_all", "default", {"return_stats": True}),
-        ("odd_most", "tokens", {"filter_eps": 1e-3}),
+        ("odd_most", "tokens", {}),
         ("odd_none", "held", {}),
         ("odd_none_all", "vocab", {}),
     ):
@@ -154,7 +154,7 @@ def test_ignored_tokens_may_lie_anywhere(chunk: int | None) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("case", ["plain", "all", "filter", "into", "frozen"])
+@pytest.mark.parametrize("case", ["plain", "all", "into", "frozen"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_slices_matrix_lies_where_dw_is_not_yet_written(
     monkeypatch: pytest.MonkeyPatch, dtype: str, case: str
@@ -177,9 +177,8 @@ def test_a_slices_matrix_lies_where_dw_is_not_yet_written(
     hidden, weight, bias = (torch.from_numpy(values).requires_grad_() for values in (x, w, b))
     weight.requires_grad_(case != "frozen")
     into = {"accumulate_into": torch.zeros(900, 16)} if case == "into" else {}
-    extra = {"filter_eps": 1e-30} if case == "filter" else {}  # nothing is left out
     linear_cross_entropy(
-        hidden, weight, torch.from_numpy(y), bias, plan=chosen, backend="triton", **options, **into, **extra
+        hidden, weight, torch.from_numpy(y), bias, plan=chosen, backend="triton", **options, **into
     ).backward()
     true = reference.linear_cross_entropy(x, w, y, b, **options)
     grads = {"hidden": hidden.grad, "bias": bias.grad}

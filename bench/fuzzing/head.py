@@ -110,7 +110,6 @@ def products(
         "weight": np.where(head.valid[:, None], dz, 0.0).T @ head.x,
         "bias": dz.sum(0),
     }
-    slack = _filter_slack(problem, arrays, head)
     outputs = {}
     for name in problem.needs:
         known = norm_of(ideal[f"d{name}"] - true[name]) if ideal else 0.0
@@ -121,10 +120,9 @@ def products(
             # No common factor keeps the logits' gradients of confident tokens above float16's smallest number.
             largest = float(np.max(np.abs(np.nan_to_num(arrays["upstream"], posinf=0.0)), initial=0.0))
             made.allowed += RATIO * SMALLEST[problem.dtype] * largest * Sums.of(name, 0 * dz, 0 * dz + 1.0, x, w).most
-        made.allowed += slack.get(name, 0.0)
         made.poison = name == "hidden"
         outputs[f"d{name}"] = made
-    if problem.data == TRAINED and "weight" in problem.needs and ideal and not slack:
+    if problem.data == TRAINED and "weight" in problem.needs and ideal:
         ids = common_ids(head.y[head.valid], problem.vocab)
         sums = Sums.of("weight", square[:, ids], large[:, ids], x, w)
         known = norm_of(ideal["dweight"][ids] - true["weight"][ids])
@@ -175,21 +173,6 @@ def bounded(problem: Problem, true: Any, ideal: float, sums: Sums, magnitude: An
     wide = tiny * (logits * max(sums.most, norm) + sums.all)
     allowed = RATIO * max(ideal, float(roundings)) + TINY[dtype] * norm + wide
     return Expected(true, allowed, dtype, undecided=bool(np.any(outside)))
-
-
-def _filter_slack(problem: Problem, arrays: Arrays, head: Head) -> dict[str, float]:
-    """Norms of what filter_eps may change in each element."""
-    eps = problem.options.get("filter_eps")
-    if eps is None:
-        return {}
-    of = factors_of(problem, arrays)
-    g = np.broadcast_to(arrays["upstream"], problem.shape).reshape(-1) * of.t * of.norm
-    g = np.abs(g * problem.options.get("logit_scale", 1.0) / problem.options.get("temperature", 1.0))
-    g, x = np.where(np.isfinite(g), g, 0.0), np.abs(np.nan_to_num(head.x))
-    return {
-        "hidden": eps * norm_of(g[:, None] * np.abs(head.w).sum(0)),
-        "weight": eps * norm_of(g @ x) * len(head.w) ** 0.5,
-    }
 
 
 def inside(problem: Problem, target: Any) -> tuple[Any, Any]:

@@ -221,8 +221,6 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
                 arrays["normalizer"] = "array"
         if dice.chance(0.4):
             options["return_stats"] = True
-        if function == "linear_cross_entropy" and dice.chance(0.08):
-            options["filter_eps"] = dice.one((2.0**-12, 2.0**-8))
     elif function == "linear_log_probs":
         options["with_entropy"] = dice.chance(0.6)
     else:
