@@ -36,7 +36,10 @@ DTYPES = ("bfloat16", "float16", "float32")  # of PyTorch's programs; JAX's are 
 PROCESSES = 32  # side by side
 TOKENS, HIDDEN, VOCAB = 333, 136, 1111
 # The sources with kernels of several groups of warps, by the names that a tool gives them.
-SPECIALISED = {"hopper.py": ROOT / "torch_impl" / "hopper.py", "warp_groups.py": ROOT / "bench" / "warp_groups.py"}
+SPECIALISED = {
+    "hopper.py": ROOT / "torch_impl" / "kernels" / "hopper.py",
+    "warp_groups.py": ROOT / "bench" / "warp_groups.py",
+}
 # Options; of them "plan" makes one of logitless.plan's and "recipe" belongs to the data.
 CALLS: dict[str, dict[str, Any]] = {
     "one chunk": {},

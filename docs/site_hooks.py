@@ -88,10 +88,10 @@ def make_importable(folder: Path = IMPORTABLE) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for package, source in project["tool"]["setuptools"]["package-dir"].items():
-        place = folder.joinpath(*package.split("."))
-        place.mkdir(parents=True, exist_ok=True)
-        for module in (ROOT / source).glob("*.py"):
-            (place / module.name).symlink_to(module)
+        for module in (ROOT / source).rglob("*.py"):
+            place = folder.joinpath(*package.split("."), module.relative_to(ROOT / source))
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(module)
 
 
 def on_startup(**_: Any) -> None:
