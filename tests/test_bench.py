@@ -100,6 +100,7 @@ def test_products_alone_have_the_operands_of_the_step() -> None:
 
     # Eighths and whole numbers: their products and sums are exact. Rounded logits of this size would differ with the
     # order of their sums, and put gradients further apart than is allowed below.
+    torch.manual_seed(0)  # a row whose gradient is nearly 0 has no direction to compare
     x = ((8 * torch.randn(70, 32)).round() / 8).requires_grad_()
     w = (8 * torch.randn(130, 32)).round().requires_grad_()
     y, sizes = torch.randint(0, 130, (70,)), {"tokens": 70, "hidden": 32, "vocab": 130, "dtype": "float32"}

@@ -533,8 +533,8 @@ def logits_kernel(
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
-                x_desc, w_desc, x_smem, w_smem, ready, free, None, None, count_ptr, first, chunk, size, columns, False,
-                False, False, False, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
+                x_desc, w_desc, x_smem, w_smem, ready, free, None, count_ptr, first, chunk, size, columns, False,
+                False, False, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
             )),
         ],
         [4, 1], [REGISTERS, 24],
