@@ -175,7 +175,7 @@ def test_the_same_bits_from_run_to_run() -> None:
 @pytest.mark.case(28)
 def test_other_arguments_get_their_own_kernels() -> None:
     """Aligned tensors and tensors that are not, in turn: each is what it is where nothing is known of earlier calls."""
-    from logitless.torch_impl.kernels import launches
+    from logitless.torch_impl.kernels import launch as launches
 
     x, w, b, y = tensors()
     weights = torch.rand(701, device="cuda")
@@ -195,7 +195,7 @@ def test_other_arguments_get_their_own_kernels() -> None:
 
     alone = []
     for case in cases:
-        launches._compiled.clear()
+        launches.compiled.clear()
         alone.append(made(case))
     for _ in range(2):
         for case, expected in zip(cases, alone, strict=True):

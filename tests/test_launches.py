@@ -27,7 +27,8 @@ from triton.runtime.build import compile_module_from_src  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from logitless.torch_impl.kernels import launches  # noqa: E402
+from logitless.torch_impl.kernels import launch as launches  # noqa: E402
+from logitless.torch_impl.kernels import rehearsal  # noqa: E402
 
 
 def probe(first, second, desc, number, scale, FLAG: triton.language.constexpr, SIZE: triton.language.constexpr):
@@ -141,7 +142,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(device=0, stream=5)
     active = SimpleNamespace(get_current_device=lambda: now.device, get_current_stream=lambda device: now.stream)
     monkeypatch.setattr(launches, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launches, "_compiled", {})
+    monkeypatch.setattr(launches, "compiled", {})
     return now
 
 
@@ -167,7 +168,7 @@ def test_a_new_kind_waits_while_kernels_are_loaded(current: SimpleNamespace) -> 
     launch = launches.launch(kernel, 3)
     launch(x, x, None, 7, 1.0, SIZE=16, FLAG=True)
     new = threading.Thread(target=launch, args=(x, x, None, 8, 1.0), kwargs={"SIZE": 16, "FLAG": True})
-    with launches._loading:
+    with launches.loading:
         new.start()
         new.join(0.3)
         assert len(kernel.made) == 1
@@ -195,7 +196,7 @@ def test_kinds_do_not_pile_up(current: SimpleNamespace, monkeypatch: pytest.Monk
     kernel, x = Kernel(), torch.empty(64)
     for number in range(10):
         launches.launch(kernel, 1)(x, x, None, number, 1.0, SIZE=16, FLAG=True)
-        assert len(launches._compiled) <= 3
+        assert len(launches.compiled) <= 3
     launches.launch(kernel, 1)(x, x, None, 9, 1.0, SIZE=16, FLAG=True)
     assert len(kernel.made) == 10
 
@@ -237,7 +238,7 @@ class FakeDriver:
 
 @pytest.fixture(params=[False, True], ids=["launchers need no compiler", "launchers built ahead"])
 def built_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(launches, "make_launcher", print if request.param else None)
+    monkeypatch.setattr(rehearsal, "make_launcher", print if request.param else None)
     return bool(request.param)
 
 
@@ -245,7 +246,7 @@ def built_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, built_ahead: bool) -> SimpleNamespace:
     """What is seen of Triton's front end, (name, when entered, when left), the names of what was loaded, and the
     sources whose launchers were built ahead."""
-    if launches.AsyncCompileMode is None:
+    if rehearsal.AsyncCompileMode is None:
         pytest.skip("this Triton compiles one kernel at a time")
     seen = SimpleNamespace(front_ends=[], loaded=[], launchers=[])
     make_ir = ASTSource.make_ir
@@ -273,7 +274,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, built_ahead: bool)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(launches, "_rehearsed", set())
+    monkeypatch.setattr(rehearsal, "_rehearsed", set())
     monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver(build))
     return seen
 
@@ -288,13 +289,27 @@ def test_kernels_are_in_the_front_end_one_at_a_time(compiling: SimpleNamespace, 
             launches.launch(kernel, 1)(out, SIZE=16)
 
     for _ in range(2):
-        launches.rehearse("kind", torch.device("cuda"), step)
-    assert [name for name, _, _ in compiling.front_ends] == [*launches.LONGEST[:2], "small_kernel"]
+        rehearsal.rehearse("kind", torch.device("cuda"), step)
+    assert [name for name, _, _ in compiling.front_ends] == [*rehearsal.LONGEST[:2], "small_kernel"]
     for (_, _, left), (_, entered, _) in itertools.pairwise(compiling.front_ends):
         assert left <= entered
     assert set(compiling.loaded) == {"logits_kernel", "hidden_kernel", "small_kernel"}
     assert len(compiling.launchers) == 3 * built_ahead
-    assert not launches.rehearsing()
+    assert not rehearsal.rehearsing()
+
+
+def test_what_indexes_in_a_rehearsal_is_an_index() -> None:
+    """No kernel writes new tensors there; PyTorch's own operations index with them all the same."""
+    makers = (
+        lambda: torch.empty(4096, dtype=torch.int32),
+        lambda: torch.empty_like(torch.ones(4096, dtype=torch.int64)),
+        lambda: torch.ones(1, dtype=torch.int32).new_empty(4096),
+    )
+    for make in makers:
+        for _ in range(20):
+            torch.full_like(make(), 7)  # what the next tensor finds in its memory
+            with rehearsal._IndexesAreZero():
+                assert not make().any()
 
 
 def test_one_kernel_in_the_back_end_does_not_hold_up_another_in_the_front_end(
@@ -319,7 +334,7 @@ def test_one_kernel_in_the_back_end_does_not_hold_up_another_in_the_front_end(
     monkeypatch.setattr(CUDABackend, "make_llir", wait)
     out = torch.zeros(4)
     kernels = [JITFunction(function) for function in (small_kernel, logits_kernel)]
-    launches.rehearse("kind", torch.device("cuda"), lambda: [launches.launch(k, 1)(out, SIZE=16) for k in kernels])
+    rehearsal.rehearse("kind", torch.device("cuda"), lambda: [launches.launch(k, 1)(out, SIZE=16) for k in kernels])
     assert set(compiling.loaded) == {"logits_kernel", "small_kernel"}
 
 
@@ -335,8 +350,8 @@ def test_a_rehearsal_that_fails_says_so_and_ends(compiling: SimpleNamespace, fai
             raise ValueError("not such a call")
 
     with pytest.raises(Exception, match="cannot be compiled" if fails == "compilation" else "not such a call"):
-        launches.rehearse("kind", torch.device("cuda"), step)
-    assert not launches.rehearsing()
+        rehearsal.rehearse("kind", torch.device("cuda"), step)
+    assert not rehearsal.rehearsing()
     assert {"logits_kernel", "small_kernel"} <= {name for name, _, _ in compiling.front_ends}
 
 
@@ -357,7 +372,7 @@ def test_a_launcher_does_not_wait_for_the_front_end(
     monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver(build))
     monkeypatch.setattr(ASTSource, "make_ir", wait)
     out, kernel = torch.zeros(4), JITFunction(small_kernel)
-    launches.rehearse("kind", torch.device("cuda"), lambda: launches.launch(kernel, 1)(out, SIZE=16))
+    rehearsal.rehearse("kind", torch.device("cuda"), lambda: launches.launch(kernel, 1)(out, SIZE=16))
     assert compiling.loaded == ["small_kernel"]
 
 
@@ -391,7 +406,7 @@ def test_a_launcher_with_descriptors_waits_until_it_is_known_how_they_are_passed
         launches.launch(described_kernel, 1)(GluonDescriptor.from_tensor(matrix, [16, 32], layout), out)
         launches.launch(by_triton, 1)(TensorDescriptor.from_tensor(matrix, [16, 32]), out)
 
-    launches.rehearse("kind", torch.device("cuda"), step)
+    rehearsal.rehearse("kind", torch.device("cuda"), step)
     assert passed == [("described_kernel", [[16, 32]])]
 
 
@@ -414,7 +429,7 @@ def test_a_rehearsal_is_not_disturbed(
 
     def rehearse(function: Any) -> None:
         kernel = JITFunction(function)
-        launches.rehearse(function, torch.device("cuda"), lambda: launches.launch(kernel, 1)(out, SIZE=16))
+        rehearsal.rehearse(function, torch.device("cuda"), lambda: launches.launch(kernel, 1)(out, SIZE=16))
 
     monkeypatch.setattr(ASTSource, "make_ir", look)
     out, usual = torch.zeros(4), (gc.isenabled(), sys.getswitchinterval())
@@ -477,7 +492,7 @@ def test_kernels_loaded_side_by_side_have_their_own_launchers(
         assert compile_module_from_src(MODULE % function.__name__, "probe_launcher").launch() == function.__name__
     out = torch.zeros(4)
     kernels = [JITFunction(function) for function in functions]
-    launches.rehearse("kind", torch.device("cuda"), lambda: [launches.launch(k, 1)(out, SIZE=16) for k in kernels])
+    rehearsal.rehearse("kind", torch.device("cuda"), lambda: [launches.launch(k, 1)(out, SIZE=16) for k in kernels])
     names = [function.__name__ for function in functions]
     assert sorted(compiling.loaded) == sorted(zip(names, names, strict=True))
 
@@ -498,7 +513,7 @@ def test_a_call_beside_a_rehearsal_waits_for_its_end(
     out, kernel = torch.zeros(4), JITFunction(small_kernel)
 
     def call() -> None:
-        launches.rehearse("kind", torch.device("cuda"), lambda: launches.launch(kernel, 1)(out, SIZE=16))
+        rehearsal.rehearse("kind", torch.device("cuda"), lambda: launches.launch(kernel, 1)(out, SIZE=16))
 
     threads = [threading.Thread(target=call) for _ in range(2)]
     threads[0].start()

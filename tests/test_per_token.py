@@ -243,13 +243,13 @@ LARGE = 2**40
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which way the Triton backend's gradients were made, call by call."""
-    from logitless.torch_impl.kernels import fused
+    from logitless.torch_impl.kernels import fused, rehearsal
 
     ways: list[str] = []
 
     def recorded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            if not fused.rehearsing():  # kernels are compiled before a first call runs
+            if not rehearsal.rehearsing():  # kernels are compiled before a first call runs
                 ways.append(name)
             return real(*arguments)
 

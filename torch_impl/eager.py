@@ -706,6 +706,12 @@ class _Accumulators:
         return hidden
 
 
+def run_step(name: str, arrays: Arrays, call: Any, needs: Needs, step: Callable[[Any], Any]) -> Any:
+    """``step(call)``: plain operations need nothing before it."""
+    del name, arrays, needs
+    return step(call)
+
+
 def one_pass(dtype: torch.dtype, options: LossOptions) -> bool:
     """Whether a chunk's matrix can be scaled into ``dtype``'s range before lse is known: float16's is too small for
     what a z-loss, 2 λ lse, may make of it."""

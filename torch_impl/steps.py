@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +22,11 @@ from logitless.torch_impl import eager
 from logitless.torch_impl.deferred import DeferredWeightGrad
 from logitless.torch_impl.distributed.parallel import Shard
 from logitless.torch_impl.eager import Arrays
-from logitless.torch_impl.kernels import fused, launches
+from logitless.torch_impl.kernels import fused
+
+Result = TypeVar("Result")
 
 NOTHING = eager.Needs(None, None, None)
-
-# Options of which kernels know whether they are given.
-_SWITCHES = tuple(field.name for field in dataclasses.fields(LossOptions))[2:]
 
 # Backends are modules with the same functions.
 MODULES: dict[str, Any] = {"eager": eager, "triton": fused}
@@ -118,26 +117,10 @@ def _no_autocast(arrays: Arrays) -> torch.autocast:
     return torch.autocast(arrays.hidden.device.type, enabled=False)
 
 
-def _rehearse(step: str, arrays: Arrays, call: Call, needs: eager.Needs, run: Callable[[Call], Any]) -> None:
-    """Have the kernels of a step compiled that is the first of its kind: a kind is what kernels are compiled for."""
-    if call.backend != "triton":
-        return
-    plan, options = call.plan, call.options
-    sizes = (arrays.target.numel(), *arrays.weight.shape, *arrays.weight.stride(), plan.vocab_chunk)
-    given = tuple(None if array is None else array.dtype for array in arrays)
-    flags = (plan.order, plan.one_pass, plan.chunks > 1, plan.splits_hidden, call.statistics, call.compute_dtype)
-    chosen = (options.reduction, options.separable, *(bool(getattr(options, name)) for name in _SWITCHES))
-    own = (needs, needs.into is None, call.shard is None, call.shard is not None and call.shard.sequence_parallel)
-    kind = (step, arrays.hidden.device, given, tuple((n % 16 == 0, n == 1) for n in sizes), flags, chosen, own)
-    if call.shard is not None:
-        call = dataclasses.replace(call, shard=dataclasses.replace(call.shard, quiet=True))
-
-    def rehearsal() -> None:
-        waiting = getattr(run(call), "waiting", None)
-        if waiting is not None:
-            waiting.finish(torch.ones((), device=arrays.hidden.device))
-
-    launches.rehearse(kind, arrays.hidden.device, rehearsal)
+def _run_step(name: str, arrays: Arrays, call: Call, needs: eager.Needs, step: Callable[[Call], Result]) -> Result:
+    """The result of a whole step, run by the call's backend."""
+    result: Result = MODULES[call.backend].run_step(name, arrays, call, needs, step)
+    return result
 
 
 def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
@@ -169,8 +152,7 @@ def _prepare(arrays: Arrays, call: Call) -> Any:
 
 def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: eager.Needs) -> Loss:
     """The loss, the eight statistics (or Nones), and what the backward needs for the gradients ``needs``."""
-    _rehearse("loss", arrays, call, needs, lambda call: _loss(arrays, normalizer, call, needs))
-    return _loss(arrays, normalizer, call, needs)
+    return _run_step("loss", arrays, call, needs, lambda call: _loss(arrays, normalizer, call, needs))
 
 
 def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: eager.Needs) -> Loss:
@@ -203,8 +185,9 @@ def loss_gradients(
     if waiting is not None:
         with _no_autocast(arrays):
             return _cast(waiting.finish(upstream.to(saved[0].dtype)), arrays)
-    _rehearse("loss_gradients", arrays, call, needs, lambda call: _known_loss(arrays, call, needs, saved, upstream))
-    return _known_loss(arrays, call, needs, saved, upstream)
+    return _run_step(
+        "loss_gradients", arrays, call, needs, lambda call: _known_loss(arrays, call, needs, saved, upstream)
+    )
 
 
 def _known_loss(
@@ -242,8 +225,7 @@ def held_gradients(
 
 def logsumexp(arrays: Arrays, call: Call) -> Tensor:
     """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest."""
-    _rehearse("logsumexp", arrays, call, NOTHING, lambda call: _logsumexp(arrays, call))
-    return _logsumexp(arrays, call)
+    return _run_step("logsumexp", arrays, call, NOTHING, lambda call: _logsumexp(arrays, call))
 
 
 def _logsumexp(arrays: Arrays, call: Call) -> Tensor:
@@ -256,8 +238,7 @@ def _logsumexp(arrays: Arrays, call: Call) -> Tensor:
 
 def log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
     """log p(target) and entropy (or None) per token, and what the backward needs if any gradient is wanted."""
-    _rehearse("log_probs", arrays, call, needs, lambda call: _log_probs(arrays, call, needs))
-    return _log_probs(arrays, call, needs)
+    return _run_step("log_probs", arrays, call, needs, lambda call: _log_probs(arrays, call, needs))
 
 
 def _log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
@@ -284,8 +265,7 @@ def log_probs_gradients(
         with _no_autocast(arrays):
             return _cast(waiting.finish(-g_log_prob.to(saved[0].dtype)), arrays)
     given = needs, saved, g_log_prob, g_entropy
-    _rehearse("log_probs_gradients", arrays, call, needs, lambda call: _known_log_probs(arrays, call, *given))
-    return _known_log_probs(arrays, call, *given)
+    return _run_step("log_probs_gradients", arrays, call, needs, lambda call: _known_log_probs(arrays, call, *given))
 
 
 def _known_log_probs(

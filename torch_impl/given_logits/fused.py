@@ -12,7 +12,7 @@ from logitless.torch_impl.eager import TokenSums
 from logitless.torch_impl.given_logits.eager import LogitRows, logit_rows
 from logitless.torch_impl.kernels import fused
 from logitless.torch_impl.kernels.fused import Rows, losses, normalizer, prepare, total_loss
-from logitless.torch_impl.kernels.launches import launch
+from logitless.torch_impl.kernels.launch import launch
 
 with contextlib.suppress(ImportError):  # without triton fused.unavailable() says so before anything here is called
     from logitless.torch_impl.given_logits import kernels as logits_kernels

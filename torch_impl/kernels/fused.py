@@ -37,7 +37,8 @@ from logitless.torch_impl import eager
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
 from logitless.torch_impl.eager import Arrays, Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
-from logitless.torch_impl.kernels.launches import launch, rehearsing
+from logitless.torch_impl.kernels.launch import launch
+from logitless.torch_impl.kernels.rehearsal import run_step as run_step
 
 try:
     import triton
@@ -207,10 +208,9 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     hidden, weight, bias, target, token_weight, class_weight = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
     flat = target.reshape(-1)
-    make = torch.zeros if rehearsing() else torch.empty  # what indexes must be an index, also in a rehearsal
-    wide, whole, flag = (make(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
+    wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
     inside, key = torch.empty_like(flag), torch.empty_like(whole)
-    order, count = (make(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
+    order, count = (torch.empty(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
     weights, relative, summary = (torch.empty(n, device=device) for n in (tokens, tokens, 2))
     class_weight = None if class_weight is None else class_weight.float().contiguous()
     shard, shared = shard or parallel.whole(vocab), None

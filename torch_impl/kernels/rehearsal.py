@@ -1,11 +1,16 @@
-"""Launches of Triton's kernels, by what was compiled for a launch of the same kind; and the rehearsal of a call, which
-has all its kernels compiled side by side. No mirror: XLA compiles and launches a whole program.
+"""The rehearsal of a first call: all its kernels are compiled side by side before the call runs.
+
+Without it a first call would wait for its kernels one after the other. The call runs once with launches that only
+compile, and then as usual. This file is the only one that knows of it: the Triton backend runs its steps through
+:func:`run_step`, and launch.py lets a thread do something else instead of a launch. No mirror: XLA compiles a whole
+program.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import gc
 import sys
@@ -13,17 +18,20 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-try:
-    import triton
-    from triton import knobs
+from logitless.spec import LossOptions
+from logitless.torch_impl.eager import Arrays, Needs
+from logitless.torch_impl.kernels.launch import instead, loading
+
+if TYPE_CHECKING:
+    from logitless.torch_impl.steps import Call
+
+with contextlib.suppress(ImportError):  # a CPU-only install; fused.unavailable() says so before a kernel is launched
     from triton.runtime import build, driver
-except ImportError:  # a CPU-only install; fused.unavailable() says so before anything here is called
-    triton = None
 
 try:
     from triton import AsyncCompileMode
@@ -36,53 +44,83 @@ try:
 except ImportError:  # a Triton (3.7 and later) that needs no C compiler to launch a kernel
     make_launcher = None
 
+NEW_TENSORS = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+)
 COMPILERS, BUILDERS, LOADERS = 16, 6, 32  # threads
 # Seconds, where Python's own is 5 ms: a compiler that comes back from LLVM waits so long for the one in the front end.
 SHORT_TURN = 0.001
 # The kernels that take longest to compile, the longest first.
 LONGEST = "hidden_kernel", "logits_kernel", "weight_kernel", "finish_kernel"
-# Of this many kinds of launches is known what was compiled; a kind has its token count, so that a program that never
-# has as many tokens twice sees new ones all the time.
-MOST_KINDS = 8192
+# Options whose kernels depend on whether they are set, not on their value.
+SWITCHES = tuple(field.name for field in dataclasses.fields(LossOptions))[2:]
+
+Result = TypeVar("Result")
 
 
-class _Rehearsal(threading.local):
-    """What takes the kernels that this thread's launches only compile, while a call is rehearsed; else None."""
+class _Asked(threading.local):
+    """What this thread has asked Triton for."""
 
-    load: Callable[[Any], None] | None = None
     source: Any = None
-    """Of the kernel that is asked for."""
+    """The source of the kernel that was asked for last; None outside of a rehearsal."""
 
 
-_rehearsal = _Rehearsal()
+_asked = _Asked()
 _rehearsed: set[Any] = set()
-# Held while kernels are compiled and loaded: to another thread Triton gives one that is not wholly loaded.
-_loading = threading.Lock()
-# By kind: the kernel (so that no other one gets its id), what was compiled of it, and the options that this takes as
-# arguments, in its order.
-_compiled: dict[tuple[Any, ...], tuple[Any, Any, list[str]]] = {}
 
 
 def rehearsing() -> bool:
     """Whether this thread's launches only compile."""
-    return _rehearsal.load is not None
+    return instead.run is not None
 
 
-def launch(kernel: Any, *grid: int) -> Any:
-    """What launches ``kernel`` on the grid; while a call is rehearsed, what has it compiled."""
-    if rehearsing():
-        return functools.partial(_compile, kernel, grid)
-    if isinstance(kernel, triton.JITFunction):
-        return functools.partial(_launch, kernel, grid)
-    return kernel[grid]  # interpreted
+def run_step(name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result]) -> Result:
+    """``step(call)``, rehearsed before if no call of its kind was: a kind is what kernels are compiled for."""
+    quiet = call
+    if call.shard is not None:
+        quiet = dataclasses.replace(call, shard=dataclasses.replace(call.shard, quiet=True))
+
+    def rehearsal() -> None:
+        with _IndexesAreZero():  # type: ignore[no-untyped-call]
+            waiting = getattr(step(quiet), "waiting", None)
+            if waiting is not None:
+                waiting.finish(torch.ones((), device=arrays.hidden.device))
+
+    rehearse(_kind_of(name, arrays, call, needs), arrays.hidden.device, rehearsal)
+    return step(call)
 
 
-def _compile(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    assert _rehearsal.load is not None
+def _kind_of(name: str, arrays: Arrays, call: Call, needs: Needs) -> tuple[Any, ...]:
+    plan, options = call.plan, call.options
+    sizes = (arrays.target.numel(), *arrays.weight.shape, *arrays.weight.stride(), plan.vocab_chunk)
+    dtypes = tuple(None if array is None else array.dtype for array in arrays)
+    flags = (plan.order, plan.one_pass, plan.chunks > 1, plan.splits_hidden, call.statistics, call.compute_dtype)
+    chosen = (options.reduction, options.separable, *(bool(getattr(options, switch)) for switch in SWITCHES))
+    ranks = (call.shard is None, call.shard is not None and call.shard.sequence_parallel)
+    of_sizes = tuple((n % 16 == 0, n == 1) for n in sizes)  # what Triton compiles a kernel for
+    return name, arrays.hidden.device, dtypes, of_sizes, flags, chosen, needs, needs.into is None, ranks
+
+
+class _IndexesAreZero(TorchDispatchMode):
+    """New integer tensors hold zeros: no kernel writes them in a rehearsal, and PyTorch's own operations index with
+    them."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if operation in NEW_TENSORS and not result.dtype.is_floating_point:
+            result.zero_()
+        return result
+
+
+def _compile(load: Callable[[Any], None], kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """In place of a launch: have the kernel compiled, and hand it to ``load``."""
     _ = kernel.device_caches[driver.active.get_current_device()]  # makes what Triton keeps with a kernel
     if not issubclass(kernel.ASTSource, _Source):
         kernel.ASTSource = type("Source", (_Source, kernel.ASTSource), {})
-    _rehearsal.load(kernel.warmup(*arguments, grid=grid, **options))
+    load(kernel.warmup(*arguments, grid=grid, **options))
 
 
 class _Source:
@@ -95,7 +133,7 @@ class _Source:
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if rehearsing():
-            _rehearsal.source = self
+            _asked.source = self
 
     def make_ir(self, *arguments: Any, **options: Any) -> Any:
         module = super().make_ir(*arguments, **options)  # type: ignore[misc]
@@ -125,7 +163,7 @@ class _InTurn(Executor):
 
     def submit(self, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._asked.append((_rehearsal.source, functools.partial(work, *arguments, **options), future))
+        self._asked.append((_asked.source, functools.partial(work, *arguments, **options), future))
         return future
 
     def start(self) -> None:
@@ -184,64 +222,6 @@ def _build_launcher(source: Any, passed: list[Any]) -> None:
     driver.active.launcher_cls(source, _Uncompiled(passed))
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """``kernel[grid](*arguments, **options)``, which looks at every argument to find what it has compiled, and takes
-    longer over that than over the launch. So Triton is only asked about kinds of launches that are new."""
-    device = driver.active.get_current_device()
-    key = kind_of(kernel, device, arguments, options)
-    found = _compiled.get(key)
-    if found is None:
-        with _loading:
-            compiled = kernel[grid](*arguments, **options)
-        if hasattr(compiled, "result"):  # the caller has Triton compile in the background
-            compiled = compiled.result()
-        if len(_compiled) >= MOST_KINDS:
-            _compiled.clear()
-        _compiled[key] = kernel, compiled, kernel.arg_names[len(arguments) :]
-        return
-    _, compiled, names = found
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = driver.active.get_current_stream(device)
-    values = (*arguments, *[options[name] for name in names])
-    if _watched():
-        compiled[x, y, z](*values, stream=stream)
-    else:
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
-
-
-def _watched() -> bool:
-    """Whether somebody, a profiler, is told of launches: one hook or none in Triton 3.4, a chain of them since."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
-
-
-def kind_of(kernel: Any, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """What a compiled kernel depends on, and perhaps more: launches of one kind are launches of one compiled kernel.
-
-    Of a tensor that is its dtype and its alignment; of a descriptor its dtype and block (which give its layout here);
-    of a float, that it is one; of everything else, options included, the value. Options are no tensors.
-    """
-    kind: list[Any] = [id(kernel), device]
-    add = kind.append
-    for value in arguments:
-        of = type(value)
-        if value is None:
-            add(None)
-        elif isinstance(value, Tensor):
-            add(value.dtype)
-            add(value.data_ptr() % 16)
-        elif of is float:
-            add(of)
-        elif of is not int and hasattr(value, "block_shape"):
-            add(value.base.dtype)
-            kind += value.block_shape
-        else:
-            add(of)
-            add(value)
-    kind += options.items()
-    return tuple(kind)
-
-
 @contextlib.contextmanager
 def _modules_apart() -> Iterator[None]:
     """What Triton loads of its launchers is each one's own.
@@ -287,7 +267,7 @@ def rehearse(kind: Any, device: torch.device, step: Callable[[], Any]) -> None:
     and not one after another, so that a first call waits for the slowest and not for all."""
     if AsyncCompileMode is None or device.type != "cuda" or kind in _rehearsed:
         return
-    with _loading:
+    with loading:
         if kind not in _rehearsed:
             try:
                 _rehearse(device, step)
@@ -317,13 +297,13 @@ def _rehearse(device: torch.device, step: Callable[[], Any]) -> None:
             # What Triton makes once in a process, and before anything else: the hash of itself, its driver.
             for made in [loaders.submit(triton_key), loaders.submit(lambda: driver.active)]:
                 made.result()
-            _rehearsal.load = lambda kernel: loads.append(loaders.submit(load, kernel))
+            instead.run = functools.partial(_compile, lambda kernel: loads.append(loaders.submit(load, kernel)))
             # In a context of its own, as Triton 3.6 stays in its mode if a compilation fails.
             contextvars.copy_context().run(_have_compiled, step, in_turn)
             for loaded in loads:
                 loaded.result()
     finally:
-        _rehearsal.load = _rehearsal.source = None
+        instead.run = _asked.source = None
 
 
 def _have_compiled(step: Callable[[], Any], compilers: _InTurn) -> None:

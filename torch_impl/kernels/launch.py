@@ -1,0 +1,106 @@
+"""Launches of Triton's kernels, by what was compiled for a launch of the same kind.
+
+No mirror: XLA compiles and launches a whole program.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+try:
+    import triton
+    from triton import knobs
+    from triton.runtime import driver
+except ImportError:  # a CPU-only install; fused.unavailable() says so before anything here is called
+    triton = None
+
+# What was compiled is known of this many kinds of launches. A token count is part of a kind, so a program that never
+# has as many tokens twice sees new kinds all the time.
+MOST_KINDS = 8192
+
+
+class _Instead(threading.local):
+    """What this thread's launches do instead of running a kernel, or None."""
+
+    run: Callable[..., None] | None = None
+    """Called with the kernel, its grid, its arguments and its options."""
+
+
+instead = _Instead()
+# Held while kernels are compiled and loaded: Triton hands another thread a kernel that is not wholly loaded.
+loading = threading.Lock()
+# By kind: the kernel (so that no other one gets its id), what was compiled of it, and the options that the compiled
+# kernel takes as arguments, in its order.
+compiled: dict[tuple[Any, ...], tuple[Any, Any, list[str]]] = {}
+
+
+def launch(kernel: Any, *grid: int) -> Any:
+    """What launches ``kernel`` on the grid, or does what this thread does instead."""
+    if instead.run is not None:
+        return functools.partial(instead.run, kernel, grid)
+    if isinstance(kernel, triton.JITFunction):
+        return functools.partial(_launch, kernel, grid)
+    return kernel[grid]  # interpreted
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """``kernel[grid](*arguments, **options)``, which looks at every argument to find what it has compiled, and takes
+    longer over that than over the launch. So Triton is only asked about kinds of launches that are new."""
+    device = driver.active.get_current_device()
+    key = kind_of(kernel, device, arguments, options)
+    found = compiled.get(key)
+    if found is None:
+        with loading:
+            new = kernel[grid](*arguments, **options)
+        if hasattr(new, "result"):  # the caller has Triton compile in the background
+            new = new.result()
+        if len(compiled) >= MOST_KINDS:
+            compiled.clear()
+        compiled[key] = kernel, new, kernel.arg_names[len(arguments) :]
+        return
+    _, known, names = found
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = driver.active.get_current_stream(device)
+    values = (*arguments, *[options[name] for name in names])
+    if _watched():
+        known[x, y, z](*values, stream=stream)
+    else:
+        known.run(x, y, z, stream, known.function, known.packed_metadata, None, None, None, *values)
+
+
+def _watched() -> bool:
+    """Whether somebody, a profiler, is told of launches: one hook or none in Triton 3.4, a chain of them since."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def kind_of(kernel: Any, device: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """What a compiled kernel depends on, and perhaps more: launches of one kind are launches of one compiled kernel.
+
+    Of a tensor that is its dtype and its alignment; of a descriptor its dtype and block (which give its layout here);
+    of a float, that it is one; of everything else, options included, the value. Options are no tensors.
+    """
+    kind: list[Any] = [id(kernel), device]
+    add = kind.append
+    for value in arguments:
+        of = type(value)
+        if value is None:
+            add(None)
+        elif isinstance(value, Tensor):
+            add(value.dtype)
+            add(value.data_ptr() % 16)
+        elif of is float:
+            add(of)
+        elif of is not int and hasattr(value, "block_shape"):
+            add(value.base.dtype)
+            kind += value.block_shape
+        else:
+            add(of)
+            add(value)
+    kind += options.items()
+    return tuple(kind)
