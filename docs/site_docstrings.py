@@ -1,7 +1,7 @@
 """The docstrings of this project as Markdown, for the API pages: an extension of griffe, which reads them.
 
-Their sections are lists of free text ("weight, bias: [V, D], [V]; target [2 B, T], already shifted"), which griffe's
-own parsers would refuse or cut.
+The docstrings' sections hold free text ("weight, bias: [V, D], [V]; target [2 B, T], already shifted"). griffe's own
+parsers would refuse or cut it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ ENTRY = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)")
 
 
 def as_markdown(docstring: str) -> str:
-    """Sections become lists, their names code; formulas, indented by four under an empty line, are code already."""
-    made: list[str] = []
+    """The docstring as Markdown. Sections become lists, and the names of arguments code.
+
+    Formulas are indented by four under an empty line, so they are code in Markdown already.
+    """
+    converted: list[str] = []
     lines = ROLE.sub("", docstring).splitlines()
     while lines:
         line = lines.pop(0)
         found = SECTION.fullmatch(line)
         if not found:
-            made.append(line)
+            converted.append(line)
             continue
         body: list[str] = []
         while lines and (lines[0].startswith("    ") or (not lines[0] and lines[1:] and lines[1].startswith("    "))):
             body.append(lines.pop(0).removeprefix("    "))
-        made += ["", f"**{found[1].replace('Args', 'Arguments')}:** {found[2] or ''}".rstrip()]
+        converted += ["", f"**{found[1].replace('Args', 'Arguments')}:** {found[2] or ''}".rstrip()]
         if found[2]:
-            made += [text.strip() for text in body]
+            converted += [text.strip() for text in body]
         else:
-            made += ["", *(_entries(body) if found[1] in ("Args", "Arguments", "Raises") else body)]
-    return "\n".join(made)
+            converted += ["", *(_entries(body) if found[1] in ("Args", "Arguments", "Raises") else body)]
+    return "\n".join(converted)
 
 
 def _entries(body: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """What mkdocs.yml cannot say: pages from files outside docs/, text that stands in one place, the API's import paths.
 
-A page may hold a line that is only a link: to a section of the README (``[PyTorch](../README.md#pytorch)``) or to a
-table that a program wrote (``[the table](figures/gpu.md)``). On the site the text itself stands there.
+A line of a page may be nothing but a link to a section of the README (``[PyTorch](../README.md#pytorch)``) or to a
+table that a program wrote (``[the table](figures/gpu.md)``). The site shows the text itself in place of such a line.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Where the packages lie under the names that they are imported by, for the reader of the docstrings.
+# The packages under the names that they are imported by. mkdocstrings reads the docstrings there.
 IMPORTABLE = ROOT / "build" / "api"
 
-# Pages of the site that are files, or sections of files, elsewhere.
+# Pages of the site that are files of the root.
 FROM_ELSEWHERE = {
-    "limits.md": "README.md#limits",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
@@ -27,9 +26,9 @@ LINK = re.compile(r"\[([^\]]*)\]\(([^()\s]+)\)")
 
 
 def section(text: str, anchor: str) -> str:
-    """What stands under the heading with this anchor, without the heading, up to the next one of its level or above.
+    """The text under the heading with this anchor, up to the next heading of its level or above; without the heading.
 
-    "" is the part before the first heading of the second level. Raises ValueError when there is no such heading.
+    The anchor "" means the part before the first heading of the second level. ValueError: no heading has the anchor.
     """
     if not anchor:
         return text.partition("\n## ")[0].partition("\n")[2].strip()
@@ -50,7 +49,7 @@ def section(text: str, anchor: str) -> str:
 
 
 def relinked(text: str) -> str:
-    """The text of a file of the root with its links as a page of docs/ needs them; one to a source file is its name."""
+    """The text of a file of the root, with links that hold in docs/. A link to a source file becomes its name."""
     pages = {source: page for page, source in FROM_ELSEWHERE.items()}
 
     def link(found: re.Match[str]) -> str:
@@ -73,7 +72,7 @@ def text_of(source: str) -> str:
 
 
 def filled(markdown: str) -> str:
-    """A page with the text in the place of the links that stand alone."""
+    """The page, with the text itself in place of every link that stands alone in its line."""
 
     def text(found: re.Match[str]) -> str:
         target = found[1]
@@ -84,7 +83,7 @@ def filled(markdown: str) -> str:
 
 
 def make_importable(folder: Path = IMPORTABLE) -> None:
-    """Links under ``folder`` to every module, by the mapping of pyproject.toml."""
+    """Makes links to every module under ``folder``, by the mapping in pyproject.toml."""
     shutil.rmtree(folder, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for package, source in project["tool"]["setuptools"]["package-dir"].items():
@@ -102,8 +101,7 @@ def on_files(files: Any, *, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for page, source in FROM_ELSEWHERE.items():
-        text = text_of(source)
-        files.append(File.generated(config, page, content=text if text.startswith("# ") else f"# Limits\n\n{text}\n"))
+        files.append(File.generated(config, page, content=text_of(source)))
     return files
 
 

@@ -109,8 +109,8 @@ class TestHooks:
         filled = HOOKS.filled("before\n\n[Limits](../README.md#limits)\n\n[table](figures/tolerances.md)\n")
         assert filled.startswith("before\n\n- ")
         assert filled.endswith((FIGURES / "tolerances.md").read_text() + "\n")
-        inside = "a [link](../README.md#limits) in a line, and [one](rl.md)"
-        assert HOOKS.filled(inside) == "a [link](limits.md) in a line, and [one](rl.md)"
+        inside = "a [link](../CONTRIBUTING.md) in a line, and [one](rl.md)"
+        assert HOOKS.filled(inside) == "a [link](contributing.md) in a line, and [one](rl.md)"
 
     def test_a_section_ends_at_the_next_heading_of_its_level(self) -> None:
         inner = "a\n\n### Inner\n\n```sh\n# no heading\n## nor this\n```"
