@@ -20,8 +20,8 @@ from torch.library import opcheck  # noqa: E402
 
 from logitless import plan  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl.call import LatePlan  # noqa: E402
 from logitless.torch_impl.compiled import tracing  # noqa: E402
-from logitless.torch_impl.steps import LatePlan  # noqa: E402
 
 
 def in_turns(names: str, values: Iterable[tuple[Any, ...]]) -> Any:

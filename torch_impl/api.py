@@ -17,10 +17,9 @@ from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
 from logitless.torch_impl import layouts
 from logitless.torch_impl.autograd import LinearCrossEntropyFunction, LinearLogProbsFunction
+from logitless.torch_impl.call import Arrays, Call, LatePlan
 from logitless.torch_impl.compiled import tracing, transforms
-from logitless.torch_impl.eager import Arrays
 from logitless.torch_impl.kernels import fused
-from logitless.torch_impl.steps import Call, LatePlan
 
 BACKENDS = ("triton", "eager")
 

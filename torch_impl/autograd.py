@@ -6,22 +6,22 @@ Eager mode runs steps.py directly; torch.compile sees the same steps as the opaq
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.torch_impl import layouts, steps
+from logitless.torch_impl.call import NO_GRADIENTS, Arrays, Call, Gradients, Needs
 from logitless.torch_impl.compiled import ops
-from logitless.torch_impl.eager import Arrays, Gradients, Needs
 from logitless.torch_impl.once import differentiable_once, reverse_only
-from logitless.torch_impl.steps import Call
 
 
 def _needs(ctx: Any, call: Call, *arguments: Tensor | None) -> Needs:
     """Gradients are made in the dtype of the argument, which under autocast is not the products'."""
     if not call.differentiate:
-        return Needs(None, None, None)
+        return NO_GRADIENTS
     wanted = zip(ctx.needs_input_grad[:3], arguments, strict=True)
     dtypes = [tensor.dtype if needed and tensor is not None else None for needed, tensor in wanted]
     needs = Needs(dtypes[0], dtypes[1], dtypes[2])
@@ -41,6 +41,16 @@ def _take(ctx: Any) -> Any:
         return Gradients(*(None if gradient is None else gradient.clone() for gradient in kept))
     ctx.waiting = None
     return waiting
+
+
+def _weight_gradients(
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], upstream: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """dW and db of a loss whose backward has left them for later."""
+    if not needs.any:
+        return None, None
+    gradients = steps.loss_gradients(arrays, call, needs, saved, None, upstream)
+    return gradients.weight, gradients.bias
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -81,7 +91,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         run: Any = ops if call.traced else steps
         needs = _needs(ctx, call, *arrays[:3])
         if call.deferred is not None:
-            call.deferred.arrived(upstream, arrays, call, dataclasses.replace(needs, hidden=None), saved)
+            rest = dataclasses.replace(needs, hidden=None)
+            call.deferred.arrived(upstream, arrays, functools.partial(_weight_gradients, arrays, call, rest, saved))
             needs = needs.hidden_alone
             if not needs.any:
                 return (None,) * 8

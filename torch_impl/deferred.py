@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from logitless.torch_impl.distributed import placements
-
-if TYPE_CHECKING:
-    from logitless.torch_impl.eager import Arrays, Needs
-    from logitless.torch_impl.steps import Call
 
 
 class DeferredWeightGrad:
@@ -33,15 +29,25 @@ class DeferredWeightGrad:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """``weight``, ``bias``: the parameters as they were given, whose ``.grad`` the gradients are added to."""
         self._parameters = weight, bias
-        self._bound: tuple[Arrays, Call, Needs, tuple[Any, ...]] | None = None
+        self._gradients: Callable[[Tensor], tuple[Tensor | None, Tensor | None]] | None = None
+        self._arrays: tuple[Tensor | None, ...] = ()
+        self._versions: list[int] = []
         self._upstream: Tensor | None = None
-        self._versions: tuple[int, ...] = ()
         self._computed = False
 
-    def arrived(self, upstream: Tensor, arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...]) -> None:
-        """What a backward leaves; the upstream gradients of several backward calls add up."""
+    def arrived(
+        self,
+        upstream: Tensor,
+        arrays: Iterable[Tensor | None],
+        gradients: Callable[[Tensor], tuple[Tensor | None, Tensor | None]],
+    ) -> None:
+        """What a backward leaves. The upstream gradients of several backward calls add up.
+
+        ``gradients`` gives dW and db for an upstream gradient. It reads ``arrays``.
+        """
         self._upstream = upstream if self._upstream is None else self._upstream + upstream
-        self._bound, self._versions = (arrays, call, needs, saved), _versions(arrays)
+        self._arrays = tuple(arrays)
+        self._gradients, self._versions = gradients, _versions(self._arrays)
 
     def compute(self) -> None:
         """Add dW (and db) of every backward since the last call. Frees what was kept.
@@ -49,30 +55,26 @@ class DeferredWeightGrad:
         Raises RuntimeError before the first backward, and a second time after one (a further backward through a
         retained graph allows a further call).
         """
-        if self._upstream is None or self._bound is None:
+        gradients, upstream = self._gradients, self._upstream
+        if upstream is None or gradients is None:
             when = "a second time" if self._computed else "before the loss's backward()"
             raise RuntimeError(
                 f"DeferredWeightGrad.compute: called {when}, allowed is once after a backward() of its loss"
             )
-        from logitless.torch_impl import steps
-
-        (arrays, call, needs, saved), upstream = self._bound, self._upstream
-        if _versions(arrays) != self._versions:
+        if _versions(self._arrays) != self._versions:
             raise RuntimeError(
                 "DeferredWeightGrad.compute: hidden, weight, bias or target was changed in place after the backward, "
                 "allowed is a change after compute()"
             )
-        self._bound, self._upstream, self._computed = None, None, True
-        if needs.any:
-            with torch.no_grad():
-                made = steps.loss_gradients(arrays, call, needs, saved, None, upstream)
-                for parameter, gradient in zip(self._parameters, (made.weight, made.bias), strict=True):
-                    if parameter is not None and gradient is not None:
-                        _add_gradient(parameter, gradient)
+        self._gradients, self._upstream, self._arrays, self._computed = None, None, (), True
+        with torch.no_grad():
+            for parameter, gradient in zip(self._parameters, gradients(upstream), strict=True):
+                if parameter is not None and gradient is not None:
+                    _add_gradient(parameter, gradient)
 
 
-def _versions(arrays: Arrays) -> tuple[int, ...]:
-    return tuple(array._version for array in arrays if array is not None)
+def _versions(arrays: Iterable[Tensor | None]) -> list[int]:
+    return [array._version for array in arrays if array is not None]
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:

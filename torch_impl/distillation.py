@@ -29,6 +29,7 @@ from torch import Tensor
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
+from logitless.torch_impl.call import Arrays, Inputs
 from logitless.torch_impl.once import differentiable_once, reverse_only
 
 
@@ -48,7 +49,7 @@ class Call:
 class Side:
     """One side's arrays: what gives its log-probabilities of a tile."""
 
-    inputs: eager.Inputs
+    inputs: Inputs
     options: LossOptions
     lse: Tensor  # [2, N]: two parts, whose sum it is
 
@@ -153,9 +154,9 @@ class DivergenceFunction(torch.autograd.Function):
 
 def _sides(arrays: tuple[Any, ...], call: Call) -> tuple[Side, Side]:
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, lse, teacher_lse = arrays
-    given = eager.Arrays(hidden, weight, bias, target)
+    given = Arrays(hidden, weight, bias, target)
     student = Side(eager.prepare(given, call.options, call.compute_dtype), call.options, lse)
-    given = eager.Arrays(teacher_hidden, teacher_weight, teacher_bias, target)
+    given = Arrays(teacher_hidden, teacher_weight, teacher_bias, target)
     inputs = eager.prepare(given, call.teacher_options, call.teacher_compute_dtype)
     return student, Side(inputs, call.teacher_options, teacher_lse)
 

@@ -13,143 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, NO_ROW, RESCUE_NATS, LossOptions, TokenStats
+from logitless.torch_impl.call import Arrays, Call, Gradients, Inputs, Needs, TokenSums, accumulation_dtype
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of sums, losses and statistics: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class Arrays(NamedTuple):
-    """A call's arrays as they were given, the normalizer apart."""
-
-    hidden: Tensor  # [..., D]
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
-    target: Tensor  # [...]
-    token_weight: Tensor | None = None  # [...]
-    class_weight: Tensor | None = None  # [V]
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """A call's arrays, flattened and checked."""
-
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D], hidden's dtype; sharded: this rank's entries, as bias and class_weight
-    bias: Tensor | None  # [V]
-    ids: Tensor  # [N] int64, 0 where ignored or outside the vocabulary
-    target: Tensor  # [N] int64, its place in weight; sharded: −1 where another rank has it
-    valid: Tensor  # [N] bool, False where ignored
-    inside: Tensor  # [N] bool, False for an id outside the vocabulary: that token's loss becomes NaN
-    token_weight: Tensor  # [N] accumulation dtype, 0 where ignored
-    class_weight: Tensor | None  # [V] accumulation dtype
-    shard: Shard
-    shared_classes: Tensor | None  # sharded, with class weights: k_y of every token and Σ_j k_j, [N + 1]
-
-    @property
-    def accumulation_dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.hidden.dtype)
-
-    @property
-    def operand_dtype(self) -> torch.dtype:
-        """What products read: a CPU has no product from low precision into float32, so it reads float32."""
-        return self.hidden.dtype if self.hidden.is_cuda else self.accumulation_dtype
-
-    @property
-    def vocab(self) -> int:
-        """V, of all ranks together."""
-        return self.shard.vocab
-
-    def token_class_weight(self, rows: slice = slice(None)) -> Tensor | None:
-        """k_y of the tokens ``rows``."""
-        if self.class_weight is None:
-            return None
-        if self.shared_classes is None:
-            return self.class_weight[self.target[rows]]
-        return self.shared_classes[:-1][rows]
-
-    def target_class_weight(self) -> Tensor | float:
-        k = self.token_class_weight()
-        return 1.0 if k is None else k
-
-    def class_weight_sum(self) -> Tensor | float:
-        if self.class_weight is None:
-            return float(self.vocab)
-        return self.class_weight.sum() if self.shared_classes is None else self.shared_classes[-1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Needs:
-    """The dtype of each gradient that is wanted, else None; a product that serves none of them is not run."""
-
-    hidden: torch.dtype | None
-    weight: torch.dtype | None
-    bias: torch.dtype | None
-    into: Tensor | None = dataclasses.field(default=None, compare=False)
-    """What dW is added to, [V, D] of the dtype ``weight``; None: dW is a tensor of its own."""
-
-    @property
-    def any(self) -> bool:
-        return any((self.hidden, self.weight, self.bias))
-
-    @property
-    def hidden_alone(self) -> Needs:
-        return Needs(self.hidden, None, None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Gradients:
-    """What was wanted, else None. dweight and dbias may be in the accumulation dtype: the last cast is the caller's."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    def finish(self, upstream: Tensor) -> Gradients:
-        """Times the upstream scalar, in place: the buffers are ours."""
-        for gradient in (self.hidden, self.weight, self.bias):
-            if gradient is not None:
-                gradient.mul_(upstream)
-        return self
-
-    def tensors(self, layout: dict[str, Any]) -> list[Tensor]:
-        """The tensors of :func:`held_layout`, in its order."""
-        return [getattr(self, name).contiguous() for name in layout]
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenSums:
-    """Per token, [N] each: what the forward knows. The last four are None unless statistics were asked for.
-
-    lse = anchor + log_total is kept in two parts: where logits are large, their sum would lose what the gradient needs.
-    """
-
-    target_logit: Tensor
-    anchor: Tensor  # the target's logit; a rescued row's maximum
-    log_total: Tensor  # log Σ_j exp(z_ij − anchor_i)
-    weighted_logits: Tensor | None  # Σ_j k_j z_ij, for label smoothing
-    entropy: Tensor | None
-    argmax: Tensor | None
-    max_logit: Tensor | None
-    min_logit: Tensor | None
-
-    @property
-    def lse(self) -> Tensor:
-        return self.anchor + self.log_total
-
-    @property
-    def nll(self) -> Tensor:
-        return (self.anchor - self.target_logit) + self.log_total
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -706,7 +581,7 @@ class _Accumulators:
         return hidden
 
 
-def run_step(name: str, arrays: Arrays, call: Any, needs: Needs, step: Callable[[Any], Any]) -> Any:
+def run_step(name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result]) -> Result:
     """``step(call)``: plain operations need nothing before it."""
     del name, arrays, needs
     return step(call)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.planning import round_up
-from logitless.torch_impl import api, eager
+from logitless.torch_impl import api
+from logitless.torch_impl.call import accumulation_dtype
 from logitless.torch_impl.compiled import tracing
 
 
@@ -93,7 +94,7 @@ class ScatterFunction(torch.autograd.Function):
         ctx.save_for_backward(index)
         ctx.multiple = multiple
         # One row more takes what came from an index outside.
-        total = given.new_zeros((rows + 1, *given.shape[1:]), dtype=eager.accumulation_dtype(given.dtype))
+        total = given.new_zeros((rows + 1, *given.shape[1:]), dtype=accumulation_dtype(given.dtype))
         places, values = _places(index, rows), given[: index.shape[0]].to(total.dtype)
         # By PyTorch's documentation the one is deterministic on CUDA and the other is not, and on a CPU the reverse.
         if total.is_cuda:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.torch_impl.eager import Arrays
+from logitless.torch_impl.call import Arrays
 
 
 def vector(tensor: Tensor | None) -> Tensor | None:

@@ -26,9 +26,9 @@ from logitless.planning import ChunkPlan, check_plan_argument
 from logitless.spec import LossOptions, Reduction
 from logitless.torch_impl import api, layouts, steps
 from logitless.torch_impl.api import linear_log_probs
+from logitless.torch_impl.call import Arrays
 from logitless.torch_impl.compiled import transforms
 from logitless.torch_impl.distillation import Call, DivergenceFunction
-from logitless.torch_impl.eager import Arrays
 
 
 def dpo_loss(

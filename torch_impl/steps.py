@@ -10,82 +10,49 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from logitless.spec import LossOptions, TokenStats
+from logitless.planning import ChunkPlan
+from logitless.spec import TokenStats
 from logitless.torch_impl import eager
-from logitless.torch_impl.deferred import DeferredWeightGrad
-from logitless.torch_impl.distributed.parallel import Shard
-from logitless.torch_impl.eager import Arrays
+from logitless.torch_impl.call import (
+    NO_GRADIENTS,
+    Arrays,
+    Call,
+    Gradients,
+    Inputs,
+    Needs,
+    TokenSums,
+    accumulation_dtype,
+)
 from logitless.torch_impl.kernels import fused
 
 Result = TypeVar("Result")
-
-NOTHING = eager.Needs(None, None, None)
 
 # Backends are modules with the same functions.
 MODULES: dict[str, Any] = {"eager": eager, "triton": fused}
 
 
-@dataclasses.dataclass(frozen=True)
-class LatePlan:
-    """The plan of a call whose number of tokens is a symbol, where it is chosen when the call runs: nothing that waits
-    between forward and backward depends on it."""
-
-    one_pass: bool
-    memory_budget: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Everything about a call that is not an array."""
-
-    options: LossOptions
-    plan: Any
-    """A ChunkPlan. Inside torch.compile its tokens and token_chunk may be symbols, or it may be a LatePlan."""
-    compute_dtype: torch.dtype
-    """Of the products' operands: the arrays' own, or autocast's."""
-    statistics: bool
-    differentiate: bool
-    """Whether autograd is recording."""
-    backend: str
-    """A key of MODULES."""
-    traced: bool = False
-    """Whether torch.compile or torch.func is looking: then the steps are the opaque ones of ops.py."""
-    shard: Shard | None = None
-    """This rank's slice of the vocabulary, where the call is sharded."""
-    into: Tensor | None = None
-    """What dW is added to in the backward, or None."""
-    deferred: DeferredWeightGrad | None = None
-    """What makes dW and db after the backward, or None."""
-
-    @property
-    def fields(self) -> int:
-        """How many statistics a loss gives."""
-        return len(TokenStats._fields) if self.statistics else 0
-
-    @property
-    def one_pass(self) -> bool:
-        """Whether a loss's gradients are made with its forward, if there are any."""
-        possible = self.plan.one_pass and self.options.separable and self.options.reduction != "none"
-        if self.into is not None and self.deferred is None:
-            possible = possible and adds_in_one_pass(self.backend, self.plan)
-        return possible and bool(MODULES[self.backend].one_pass(self.compute_dtype, self.options))
-
-    @property
-    def holds(self) -> bool:
-        """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
-        if self.traced or self.shard is not None or not MODULES[self.backend].holds(self.compute_dtype):
-            return False
-        return bool(self.plan.holds_all and self.options.separable and self.options.reduction == "none")
+def one_pass(call: Call) -> bool:
+    """Whether a loss's gradients are made with its forward, if there are any."""
+    possible = call.plan.one_pass and call.options.separable and call.options.reduction != "none"
+    if call.into is not None and call.deferred is None:
+        possible = possible and adds_in_one_pass(call.backend, call.chunk_plan)
+    return possible and bool(MODULES[call.backend].one_pass(call.compute_dtype, call.options))
 
 
-def adds_in_one_pass(backend: str, plan: Any) -> bool:
+def holds(call: Call) -> bool:
+    """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
+    if call.traced or call.shard is not None or not MODULES[call.backend].holds(call.compute_dtype):
+        return False
+    return call.chunk_plan.holds_all and call.options.separable and call.options.reduction == "none"
+
+
+def adds_in_one_pass(backend: str, plan: ChunkPlan) -> bool:
     """Whether a one-pass plan can add dW to a buffer: where no part of it is made before the upstream scalar arrives,
     which is where products wait for the backward and there is one chunk."""
     return backend == "triton" and len(plan.token_slices) <= 1
@@ -117,13 +84,13 @@ def _no_autocast(arrays: Arrays) -> torch.autocast:
     return torch.autocast(arrays.hidden.device.type, enabled=False)
 
 
-def _run_step(name: str, arrays: Arrays, call: Call, needs: eager.Needs, step: Callable[[Call], Result]) -> Result:
+def _run_step(name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result]) -> Result:
     """The result of a whole step, run by the call's backend."""
     result: Result = MODULES[call.backend].run_step(name, arrays, call, needs, step)
     return result
 
 
-def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
+def _cast(gradients: Gradients, arrays: Arrays) -> Gradients:
     """The last cast: each argument's dtype and shape."""
 
     def like(gradient: Tensor | None, argument: Tensor | None) -> Tensor | None:
@@ -131,7 +98,7 @@ def _cast(gradients: eager.Gradients, arrays: Arrays) -> eager.Gradients:
             return None
         return gradient.to(argument.dtype).reshape(argument.shape)
 
-    return eager.Gradients(
+    return Gradients(
         like(gradients.hidden, arrays.hidden), like(gradients.weight, arrays.weight), like(gradients.bias, arrays.bias)
     )
 
@@ -150,22 +117,22 @@ def _prepare(arrays: Arrays, call: Call) -> Any:
     return MODULES[call.backend].prepare(arrays, call.options, call.compute_dtype, call.shard)
 
 
-def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: eager.Needs) -> Loss:
+def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
     """The loss, the eight statistics (or Nones), and what the backward needs for the gradients ``needs``."""
     return _run_step("loss", arrays, call, needs, lambda call: _loss(arrays, normalizer, call, needs))
 
 
-def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: eager.Needs) -> Loss:
+def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
     options, backend, waiting = call.options, MODULES[call.backend], None
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         norm = backend.normalizer(inputs, options, normalizer)
-        if needs.any and call.one_pass:
-            sums, waiting = backend.loss_gradients(inputs, options, call.plan, norm, needs, call.statistics)
-        elif needs.any and call.holds:
-            sums, waiting = backend.token_gradients(inputs, options, call.plan, needs, call.statistics)
+        if needs.any and one_pass(call):
+            sums, waiting = backend.loss_gradients(inputs, options, call.chunk_plan, norm, needs, call.statistics)
+        elif needs.any and holds(call):
+            sums, waiting = backend.token_gradients(inputs, options, call.chunk_plan, needs, call.statistics)
         else:
-            sums = backend.token_sums(inputs, options, call.plan, call.statistics)
+            sums = backend.token_sums(inputs, options, call.chunk_plan, call.statistics)
         if options.reduction == "none":
             total = shaped(backend.losses(inputs, options, sums), arrays.target.shape)
         else:
@@ -178,8 +145,8 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
 
 
 def loss_gradients(
-    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], waiting: Any, upstream: Tensor
-) -> eager.Gradients:
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: Any, upstream: Tensor
+) -> Gradients:
     """The gradients: finished from what waits, else recomputed (the per-token upstream has just arrived, or what waited
     is used up)."""
     if waiting is not None:
@@ -190,65 +157,61 @@ def loss_gradients(
     )
 
 
-def _known_loss(
-    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], upstream: Tensor
-) -> eager.Gradients:
+def _known_loss(arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], upstream: Tensor) -> Gradients:
     options = call.options
     norm, target_logit, anchor, log_total = saved
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
         g = eager.row_upstream(inputs, options, per_token)
-        sums = eager.TokenSums(target_logit, anchor, log_total, None, None, None, None, None)
+        sums = TokenSums(target_logit, anchor, log_total)
         known = eager.known_loss_rows(inputs, options, sums, g)
-        return _cast(MODULES[call.backend].known_gradients(inputs, options, call.plan, known, g, needs), arrays)
+        return _cast(MODULES[call.backend].known_gradients(inputs, options, call.chunk_plan, known, g, needs), arrays)
 
 
-def held_gradients(
-    arrays: Arrays, call: Call, needs: eager.Needs, held: list[Tensor], upstream: Tensor
-) -> eager.Gradients:
+def held_gradients(arrays: Arrays, call: Call, needs: Needs, held: list[Tensor], upstream: Tensor) -> Gradients:
     """The gradients from what waited as a list of tensors (``waiting.tensors()``), none of which is written to."""
     backend = MODULES[call.backend]
 
-    def inputs(weight: Tensor | None) -> eager.Inputs:
+    def inputs(weight: Tensor | None) -> Inputs:
         """Made where they are read; ``weight``: autocast's copy, if it waited too."""
         given = arrays if weight is None else arrays._replace(weight=weight)
-        made: eager.Inputs = backend.prepare(given, call.options, call.compute_dtype)
+        made: Inputs = backend.prepare(given, call.options, call.compute_dtype)
         return made
 
     with _no_autocast(arrays):
         dtype = call.compute_dtype
-        upstream = upstream.to(eager.accumulation_dtype(dtype))
-        made = backend.held_gradients(inputs, arrays, call.options, dtype, call.plan, needs, held, upstream)
+        upstream = upstream.to(accumulation_dtype(dtype))
+        made = backend.held_gradients(inputs, arrays, call.options, dtype, call.chunk_plan, needs, held, upstream)
         return _cast(made, arrays)
 
 
 def logsumexp(arrays: Arrays, call: Call) -> Tensor:
     """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest."""
-    return _run_step("logsumexp", arrays, call, NOTHING, lambda call: _logsumexp(arrays, call))
+    return _run_step("logsumexp", arrays, call, NO_GRADIENTS, lambda call: _logsumexp(arrays, call))
 
 
 def _logsumexp(arrays: Arrays, call: Call) -> Tensor:
     backend = MODULES[call.backend]
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
-        sums = backend.token_sums(inputs, call.options, call.plan, False)
+        sums = backend.token_sums(inputs, call.options, call.chunk_plan, False)
         return torch.stack([sums.anchor, sums.log_total]).masked_fill(~inputs.valid, 0.0)
 
 
-def log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
+def log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
     """log p(target) and entropy (or None) per token, and what the backward needs if any gradient is wanted."""
     return _run_step("log_probs", arrays, call, needs, lambda call: _log_probs(arrays, call, needs))
 
 
-def _log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
+def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
     backend = MODULES[call.backend]
     with _no_autocast(arrays):
         inputs, waiting = _prepare(arrays, call), None
-        if needs.any and call.holds and not call.statistics:
-            sums, waiting = backend.token_gradients(inputs, call.options, call.plan, needs, False)
+        if needs.any and holds(call) and not call.statistics:
+            sums, waiting = backend.token_gradients(inputs, call.options, call.chunk_plan, needs, False)
         else:
-            sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
+            sums = backend.token_sums(inputs, call.options, call.chunk_plan, call.statistics)
         ignored, shape = ~inputs.valid, arrays.target.shape
         log_prob = shaped((-sums.nll).masked_fill(ignored, 0.0), shape)
         entropy = None if sums.entropy is None else shaped(sums.entropy.masked_fill(ignored, 0.0), shape)
@@ -257,9 +220,9 @@ def _log_probs(arrays: Arrays, call: Call, needs: eager.Needs) -> LogProbs:
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], waiting: Any, g_log_prob: Tensor,
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: Any, g_log_prob: Tensor,
     g_entropy: Tensor | None,
-) -> eager.Gradients:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """The gradients, when both upstream gradients have arrived: finished from what waits, else recomputed."""
     if waiting is not None:
         with _no_autocast(arrays):
@@ -269,15 +232,15 @@ def log_probs_gradients(
 
 
 def _known_log_probs(
-    arrays: Arrays, call: Call, needs: eager.Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
-) -> eager.Gradients:
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
+) -> Gradients:
     target_logit, anchor, log_total, entropy = saved
     backend = MODULES[call.backend]
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
-        sums = eager.TokenSums(target_logit, anchor, log_total, None, entropy, None, None, None)
+        sums = TokenSums(target_logit, anchor, log_total, entropy=entropy)
         g1 = eager.row_upstream(inputs, call.options, g_log_prob.reshape(-1))
         g2 = None if g_entropy is None else eager.row_upstream(inputs, call.options, g_entropy.reshape(-1))
         known = eager.known_log_prob_rows(inputs, call.options, sums, g1, g2)
-        made = backend.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
+        made = backend.known_gradients(inputs, call.options, call.chunk_plan, known, known.factor, needs)
         return _cast(made, arrays)

@@ -25,8 +25,7 @@ from logitless.planning import ChunkPlan
 from logitless.planning import plan as make_plan
 from logitless.spec import LossOptions, TokenStats
 from logitless.torch_impl import layouts, steps
-from logitless.torch_impl.eager import Arrays, Gradients, Needs, accumulation_dtype
-from logitless.torch_impl.steps import Call, LatePlan
+from logitless.torch_impl.call import Arrays, Call, Gradients, LatePlan, Needs, accumulation_dtype
 
 _ARRAYS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? class_weight"
 _CALL = "str call, SymInt token_chunk"
@@ -49,15 +48,19 @@ class Recipe:
 
     @staticmethod
     def of(call: Call, needs: Needs) -> Recipe:
-        plan, late = call.plan, isinstance(call.plan, LatePlan)
+        plan: Any = (
+            (None, *dataclasses.astuple(call.plan))
+            if isinstance(call.plan, LatePlan)
+            else (call.plan.order, call.plan.one_pass, call.plan.vocab_chunk)
+        )
         return Recipe(
             options=dataclasses.astuple(call.options),
             compute_dtype=str(call.compute_dtype).removeprefix("torch."),
             statistics=call.statistics,
             backend=call.backend,
             wanted=(needs.hidden is not None, needs.weight is not None, needs.bias is not None),
-            held=needs.any and call.one_pass,
-            plan=(None, *dataclasses.astuple(plan)) if late else (plan.order, plan.one_pass, plan.vocab_chunk),
+            held=needs.any and steps.one_pass(call),
+            plan=plan,
         )
 
     def text(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from logitless.planning import TOKEN_TILE, ChunkPlan
-from logitless.torch_impl.steps import LatePlan
+from logitless.torch_impl.call import LatePlan
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

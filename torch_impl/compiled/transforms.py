@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 
+from logitless.torch_impl.call import Arrays, Call, Needs
 from logitless.torch_impl.compiled import ops
-from logitless.torch_impl.eager import Arrays, Needs
 from logitless.torch_impl.once import differentiable_once
-from logitless.torch_impl.steps import Call
 
 
 def active() -> bool:

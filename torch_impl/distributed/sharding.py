@@ -18,11 +18,10 @@ from logitless.planning import plan as make_plan
 from logitless.spec import LossOptions, TokenStats
 from logitless.torch_impl import api, layouts, steps
 from logitless.torch_impl.autograd import LinearCrossEntropyFunction, LinearLogProbsFunction
+from logitless.torch_impl.call import Arrays, Call, accumulation_dtype
 from logitless.torch_impl.deferred import DeferredWeightGrad
 from logitless.torch_impl.distributed import agreement, parallel, placements
 from logitless.torch_impl.distributed.parallel import Shard
-from logitless.torch_impl.eager import Arrays, accumulation_dtype
-from logitless.torch_impl.steps import Call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from logitless import spec
 from logitless.spec import LossOptions, Reduction, TokenStats
 from logitless.torch_impl import api, eager, layouts
+from logitless.torch_impl.call import Arrays, Inputs, TokenSums, accumulation_dtype
 from logitless.torch_impl.compiled import tracing, transforms
 from logitless.torch_impl.given_logits import eager as logits_eager
 from logitless.torch_impl.given_logits import fused as logits_fused
@@ -28,7 +29,7 @@ from logitless.torch_impl.once import differentiable_once, reverse_only
 MODULES: dict[str, Any] = {"eager": logits_eager, "triton": logits_fused}
 
 
-class Arrays(NamedTuple):
+class LogitsArrays(NamedTuple):
     """A call's arrays as they were given, the normalizer apart."""
 
     logits: Tensor  # [..., V]
@@ -38,7 +39,7 @@ class Arrays(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class LogitsCall:
     """Everything about a call that is not an array."""
 
     options: LossOptions
@@ -103,7 +104,7 @@ def cross_entropy(
     """
     spec.check_backend(backend, api.BACKENDS)
     loss, *stats = _cross_entropy(
-        Arrays(logits, target, token_weight, class_weight),
+        LogitsArrays(logits, target, token_weight, class_weight),
         normalizer,
         (reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature),
         return_stats,
@@ -115,7 +116,7 @@ def cross_entropy(
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _cross_entropy(
-    given: Arrays,
+    given: LogitsArrays,
     normalizer: Tensor | float | None,
     option_values: tuple[Any, ...],
     return_stats: bool,
@@ -127,7 +128,7 @@ def _cross_entropy(
     spec.check_flags(inplace_backward=in_place, return_stats=return_stats)
     *values, temperature = map(tracing.number, option_values)
     options = LossOptions(*values).tempered(temperature)
-    arrays = Arrays(*given)
+    arrays = LogitsArrays(*given)
     _check_tensors(arrays)
     traced = tracing.is_traced(arrays.logits)
     arrays = arrays if traced else _plain(arrays)
@@ -138,13 +139,13 @@ def _cross_entropy(
     if writes:
         _check_may_be_overwritten(logits)
     name = api._backend(backend, logits, logits.dtype)
-    call = Call(options, return_stats, name, writes, traced)
+    call = LogitsCall(options, return_stats, name, writes, traced)
     apply: Any = CrossEntropyFunction.apply
     made = apply(*arrays, normalizer, call)
     return tuple(value for value in made if value is not None)
 
 
-def _check_tensors(arrays: Arrays) -> None:
+def _check_tensors(arrays: LogitsArrays) -> None:
     for name, tensor in arrays._asdict().items():
         if tensor is None and name in ("token_weight", "class_weight"):
             continue
@@ -165,11 +166,11 @@ def _check_tensors(arrays: Arrays) -> None:
     spec.check_logits(logits, target, *weights)
 
 
-def _plain(arrays: Arrays) -> Arrays:
+def _plain(arrays: LogitsArrays) -> LogitsArrays:
     """As :func:`layouts.plain`; logits of any layout are copied where they are read."""
     logits, target, token_weight, class_weight = arrays
     settled: Any = layouts.vector(target)
-    return Arrays(layouts.signed(logits), settled, layouts.vector(token_weight), layouts.vector(class_weight))
+    return LogitsArrays(layouts.signed(logits), settled, layouts.vector(token_weight), layouts.vector(class_weight))
 
 
 def _check_may_be_overwritten(logits: Tensor) -> None:
@@ -207,9 +208,9 @@ class CrossEntropyFunction(torch.autograd.Function):
         token_weight: Tensor | None,
         class_weight: Tensor | None,
         normalizer: Tensor | float | None,
-        call: Call,
+        call: LogitsCall,
     ) -> tuple[Any, ...]:
-        arrays = Arrays(logits, target, token_weight, class_weight)
+        arrays = LogitsArrays(logits, target, token_weight, class_weight)
         loss, stats, saved = (_traced_loss if call.traced else _loss)(arrays, normalizer, call)
         ctx.call, ctx.spent = call, False
         ctx.save_for_backward(*arrays, *saved)
@@ -224,7 +225,7 @@ class CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         call = ctx.call
         ctx.spent = call.in_place
-        arrays, saved = Arrays(*kept[:4]), kept[4:]
+        arrays, saved = LogitsArrays(*kept[:4]), kept[4:]
         if call.traced:
             return _traced_gradient(arrays, saved, upstream, call), *(None,) * 5
         out = arrays.logits.detach() if call.in_place else torch.empty_like(
@@ -240,17 +241,19 @@ class CrossEntropyFunction(torch.autograd.Function):
 # The two steps
 
 
-def _prepare(arrays: Arrays, call: Call) -> eager.Inputs:
+def _prepare(arrays: LogitsArrays, call: LogitsCall) -> Inputs:
     """The logits stand where hidden states do; of a weight only its length V is read."""
     logits = arrays.logits.reshape(-1, arrays.logits.shape[-1])
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    given = eager.Arrays(logits, logits.t(), None, *arrays[1:])
-    made: eager.Inputs = MODULES[call.backend].prepare(given, call.options, logits.dtype)
+    given = Arrays(logits, logits.t(), None, *arrays[1:])
+    made: Inputs = MODULES[call.backend].prepare(given, call.options, logits.dtype)
     return made
 
 
-def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tuple[Tensor, tuple[Any, ...], list[Any]]:
+def _loss(
+    arrays: LogitsArrays, normalizer: Tensor | float | None, call: LogitsCall
+) -> tuple[Tensor, tuple[Any, ...], list[Any]]:
     """The loss, the eight statistics (or Nones), and what the backward needs."""
     options, backend, shape = call.options, MODULES[call.backend], arrays.target.shape
     with torch.autocast(arrays.logits.device.type, enabled=False):
@@ -266,7 +269,7 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tupl
     return loss, shaped, [norm, sums.target_logit, sums.anchor, sums.log_total]
 
 
-def _gradient(arrays: Arrays, saved: Any, upstream: Tensor, call: Call, out: Tensor) -> None:
+def _gradient(arrays: LogitsArrays, saved: Any, upstream: Tensor, call: LogitsCall, out: Tensor) -> None:
     """The gradient of the loss to ``out``, logits' shape and dtype, contiguous."""
     options, backend = call.options, MODULES[call.backend]
     norm, target_logit, anchor, log_total = saved
@@ -274,7 +277,7 @@ def _gradient(arrays: Arrays, saved: Any, upstream: Tensor, call: Call, out: Ten
         inputs = _prepare(arrays, call)
         per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
         g = eager.row_upstream(inputs, options, per_token)
-        sums = eager.TokenSums(target_logit, anchor, log_total, None, None, None, None, None)
+        sums = TokenSums(target_logit, anchor, log_total)
         known = backend.logit_rows(inputs, options, sums, g)
         backend.gradient(inputs, options, known, out.view(-1, out.shape[-1]))
 
@@ -285,13 +288,13 @@ def _gradient(arrays: Arrays, saved: Any, upstream: Tensor, call: Call, out: Ten
 _ARRAYS = "Tensor logits, Tensor target, Tensor? token_weight, Tensor? class_weight"
 
 
-def _text(call: Call) -> str:
+def _text(call: LogitsCall) -> str:
     return json.dumps([dataclasses.astuple(call.options), call.statistics, call.backend])
 
 
-def _call(text: str) -> Call:
+def _call(text: str) -> LogitsCall:
     options, statistics, backend = json.loads(text)
-    return Call(LossOptions(*options), statistics, backend, in_place=False, traced=False)
+    return LogitsCall(LossOptions(*options), statistics, backend, in_place=False, traced=False)
 
 
 @torch.library.custom_op(
@@ -300,14 +303,14 @@ def _call(text: str) -> Call:
 def _loss_operation(*arguments: Any) -> list[Tensor]:
     """[loss, the eight statistics if asked for, four for the backward]."""
     *given, normalizer, text = arguments
-    loss, stats, saved = _loss(_plain(Arrays(*given)), normalizer, _call(text))
+    loss, stats, saved = _loss(_plain(LogitsArrays(*given)), normalizer, _call(text))
     return [value for value in (loss, *stats, *saved) if value is not None]
 
 
 @_loss_operation.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    arrays, call = Arrays(*arguments[:4]), _call(arguments[-1])
-    dtype, shape = eager.accumulation_dtype(arrays.logits.dtype), arrays.target.shape
+    arrays, call = LogitsArrays(*arguments[:4]), _call(arguments[-1])
+    dtype, shape = accumulation_dtype(arrays.logits.dtype), arrays.target.shape
 
     def new(shape: Any, dtype: torch.dtype = dtype) -> Tensor:
         return arrays.logits.new_empty(shape, dtype=dtype)
@@ -326,7 +329,7 @@ def _(*arguments: Any) -> list[Tensor]:
 )
 def _gradient_operation(*arguments: Any) -> Tensor:
     *given, saved, upstream, text = arguments
-    arrays = _plain(Arrays(*given))
+    arrays = _plain(LogitsArrays(*given))
     out = torch.empty_like(arrays.logits, memory_format=torch.contiguous_format)
     _gradient(arrays, saved, upstream, _call(text), out)
     return out
@@ -338,16 +341,16 @@ def _(*arguments: Any) -> Tensor:
 
 
 def _traced_loss(
-    arrays: Arrays, normalizer: Tensor | float | None, call: Call
+    arrays: LogitsArrays, normalizer: Tensor | float | None, call: LogitsCall
 ) -> tuple[Tensor, tuple[Any, ...], list[Any]]:
     logits = arrays.logits
     if normalizer is not None and not isinstance(normalizer, Tensor):  # a number here may be a symbol
-        dtype = eager.accumulation_dtype(logits.dtype)
+        dtype = accumulation_dtype(logits.dtype)
         normalizer = torch.full((), normalizer, dtype=dtype, device=logits.device)
     loss, *rest = torch.ops.logitless.logits_loss(*arrays, normalizer, _text(call))
     return loss, tuple(rest[:-4]) if call.statistics else (None,) * len(TokenStats._fields), rest[-4:]
 
 
-def _traced_gradient(arrays: Arrays, saved: Any, upstream: Tensor, call: Call) -> Tensor:
+def _traced_gradient(arrays: LogitsArrays, saved: Any, upstream: Tensor, call: LogitsCall) -> Tensor:
     made: Tensor = torch.ops.logitless.logits_gradient(*arrays, list(saved), upstream, _text(call))
     return made

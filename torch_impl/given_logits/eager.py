@@ -16,7 +16,8 @@ from torch import Tensor
 
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
-from logitless.torch_impl.eager import Inputs, TokenSums, losses, normalizer, prepare, total_loss
+from logitless.torch_impl.call import Inputs, TokenSums
+from logitless.torch_impl.eager import losses, normalizer, prepare, total_loss
 
 __all__ = ["LogitRows", "gradient", "logit_rows", "losses", "normalizer", "prepare", "token_sums", "total_loss"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from logitless.spec import LossOptions
-from logitless.torch_impl.eager import TokenSums
+from logitless.torch_impl.call import TokenSums
 from logitless.torch_impl.given_logits.eager import LogitRows, logit_rows
 from logitless.torch_impl.kernels import fused
 from logitless.torch_impl.kernels.fused import Rows, losses, normalizer, prepare, total_loss

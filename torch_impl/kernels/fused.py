@@ -34,9 +34,10 @@ from logitless.planning import (
 )
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
+from logitless.torch_impl.call import Arrays, Gradients, Inputs, Needs, TokenSums
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
-from logitless.torch_impl.eager import Arrays, Gradients, Inputs, KnownRows, Needs, Smoothing, TokenSums, largest_factor
+from logitless.torch_impl.eager import KnownRows, Smoothing, largest_factor
 from logitless.torch_impl.kernels.launch import launch
 from logitless.torch_impl.kernels.rehearsal import run_step as run_step
 

@@ -18,17 +18,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless.spec import LossOptions
-from logitless.torch_impl.eager import Arrays, Needs
+from logitless.torch_impl.call import Arrays, Call, Needs
 from logitless.torch_impl.kernels.launch import instead, loading
-
-if TYPE_CHECKING:
-    from logitless.torch_impl.steps import Call
 
 with contextlib.suppress(ImportError):  # a CPU-only install; fused.unavailable() says so before a kernel is launched
     from triton.runtime import build, driver
@@ -94,7 +91,7 @@ def run_step(name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable
 
 
 def _kind_of(name: str, arrays: Arrays, call: Call, needs: Needs) -> tuple[Any, ...]:
-    plan, options = call.plan, call.options
+    plan, options = call.chunk_plan, call.options
     sizes = (arrays.target.numel(), *arrays.weight.shape, *arrays.weight.stride(), plan.vocab_chunk)
     dtypes = tuple(None if array is None else array.dtype for array in arrays)
     flags = (plan.order, plan.one_pass, plan.chunks > 1, plan.splits_hidden, call.statistics, call.compute_dtype)
