@@ -2,6 +2,7 @@
 # make test   lint, types and all tests
 # make lint   lint and types only
 # make docs   the documentation as a site, in site/; a warning is an error
+# make dist   the source distribution and the wheel, in dist/; the wheel passes the tests of the source distribution
 # make clean  remove the environment and everything built
 #
 # PYTHON      the interpreter that makes the environment (default: the first of python3.11, python3 that runs)
@@ -70,7 +71,7 @@ SOURCE_LIST := $(VENV)/sources.txt
 INSTALL := $(BIN)/python -m pip install --quiet
 INSTALL_PROJECT := $(INSTALL) --config-settings editable_mode=strict --editable
 
-.PHONY: demo test lint docs clean FORCE
+.PHONY: demo test lint docs dist clean FORCE
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -88,6 +89,17 @@ lint: $(VENV)/.installed-test
 # The theme prints a notice about its own future, which is switched off. (--quiet would let warnings pass.)
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The tests run in the unpacked source distribution, and PYTHONPATH puts the wheel before the editable install.
+DIST := $(CURDIR)/build/dist
+dist: $(VENV)/.installed-test
+	rm -rf dist $(DIST)
+	$(BIN)/python -m build --no-isolation
+	mkdir -p $(DIST)/source
+	tar -xf dist/*.tar.gz -C $(DIST)/source --strip-components=1
+	$(BIN)/python -m pip install --quiet --no-deps --target $(DIST)/wheel dist/*.whl
+	cd $(DIST)/source && PYTHONPATH=$(DIST)/wheel $(ONE_THREAD) $(abspath $(BIN))/python -m pytest \
+		-n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .venv-jax build dist site demo-output .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -276,10 +276,10 @@ def fake_demo(monkeypatch: pytest.MonkeyPatch, outcome: Exception | None) -> lis
         if outcome is not None:
             raise outcome
 
-    stand_in = types.ModuleType("logitless.interop.demo")
+    stand_in = types.ModuleType("logitless.interop.demo.run")
     vars(stand_in).update(run_demo=run_demo, DisagreementError=RuntimeError)
     monkeypatch.setitem(sys.modules, "logitless.interop", types.ModuleType("logitless.interop"))
-    monkeypatch.setitem(sys.modules, "logitless.interop.demo", stand_in)
+    monkeypatch.setitem(sys.modules, "logitless.interop.demo.run", stand_in)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
     return calls
 

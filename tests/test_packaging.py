@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from email.parser import Parser
@@ -16,6 +17,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]  # package name → folder
+
+# What a source distribution holds beside the packages.
+OTHER_FOLDERS = ("tests", "bench", "docs", "examples")
+ROOT_FILES = ("pyproject.toml", "MANIFEST.in", "Makefile", "mkdocs.yml", "README.md", "LICENSE", "CHANGELOG.md",
+              "CONTRIBUTING.md")  # fmt: skip
 
 FRAMEWORKS = {"torch": ("torch", "triton", "functorch"), "jax": ("jax", "jaxlib")}
 pytestmark = pytest.mark.xdist_group("packaging")
@@ -50,18 +56,27 @@ def run_python(code: str, *arguments: str, path: Path | None = None) -> subproce
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources, so that the build leaves nothing in the working tree."""
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source distribution, and the wheel that was built from it.
+
+    They are built in a copy of the sources, so that the build leaves nothing in the working tree.
+    """
     pytest.importorskip("build", reason="building a wheel needs the package 'build' of the dev extra")
     copy = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    for folder in FOLDERS.values():
+    for name in (*ROOT_FILES, ".ci/run"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    for folder in (*FOLDERS.values(), *OTHER_FOLDERS):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(copy / "dist"), str(copy)]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist"), str(copy)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
-    (found,) = (copy / "dist").glob("*.whl")
+    return copy / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    (found,) = distributions.glob("*.whl")
     return found
 
 
@@ -85,6 +100,19 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
         names = set(archive.namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert {f"{package.replace('.', '/')}/__init__.py" for package in FOLDERS} <= names
+
+
+def test_the_source_distribution_holds_the_tests_and_all_that_they_read(distributions: Path) -> None:
+    (found,) = distributions.glob("*.tar.gz")
+    with tarfile.open(found) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {
+        str(path.relative_to(ROOT))
+        for folder in (*FOLDERS.values(), *OTHER_FOLDERS)
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {*expected, *ROOT_FILES, ".ci/run"} <= names
 
 
 def test_the_wheel_says_what_the_project_says(wheel: Path) -> None:
