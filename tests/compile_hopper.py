@@ -15,15 +15,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from logitless.torch_impl.kernels import hopper
-from logitless.torch_impl.kernels.fused import (
-    GROUP_REGISTERS,
-    HIDDEN,
-    HIDDEN_SUM,
-    HOPPER_TILES,
-    LOGITS,
-    WEIGHT,
-    WEIGHT_SUM,
-)
+from logitless.torch_impl.kernels.architecture import ARCHITECTURES, HIDDEN, HIDDEN_SUM, LOGITS, WEIGHT, WEIGHT_SUM
+
+(HOPPER,) = (found for found in ARCHITECTURES if found.name == "hopper")
 
 FLAGS = ("BIAS", "SCALE", "CAP", "CLASS", "ALPHA", "GAMMA", "SIGMA")
 # The pointer that an option reads, for those that read one; it is None without the option.
@@ -48,7 +42,7 @@ def block(dtype: str, rows: int, columns: int) -> str:
 
 
 def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]:
-    t = HOPPER_TILES[LOGITS]
+    t = HOPPER.tiles[LOGITS]
     options = {"STATISTICS": False, "SUM_LOGITS": False, **{f"HAS_{flag}": False for flag in FLAGS}, **chosen}
     known = ("log_total_ptr", "factor_ptr", "target_value_ptr")
     return {
@@ -66,7 +60,7 @@ def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]
 
 
 def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
-    t = HOPPER_TILES[HIDDEN if final else HIDDEN_SUM]
+    t = HOPPER.tiles[HIDDEN if final else HIDDEN_SUM]
     options = {"ADD": False, "FINAL": final, "ROWS": False, "SMOOTH": False, "SPLIT": False, **chosen}
     return {
         "kernel": hopper.hidden_kernel,
@@ -85,7 +79,7 @@ def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
 def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, Any]:
     into = chosen.get("INTO", False) and not chosen.pop("NARROW", False)  # a float32 buffer
     parted = chosen.get("PARTED", False)
-    t = HOPPER_TILES[WEIGHT if final and not into else WEIGHT_SUM]
+    t = HOPPER.tiles[WEIGHT if final and not into else WEIGHT_SUM]
     options = {"ADD": False, "FINAL": final, "INTO": False, "PARTED": False, "SMOOTH": False, "HAS_CLASS": False}
     high, low = (block(bits, t.block_rows, t.block_columns) for bits in ("i16", "i8"))
     summed = high if parted else block("fp32", t.block_rows, t.block_columns)
@@ -134,8 +128,11 @@ CONFIGURATIONS = {
 
 def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     kernel, t, names = what["kernel"], what["tiles"], what["kernel"].arg_names
-    constants = {k: v for k, v in t.options.items() if k in names} | what["constants"] | {"GROUP": 8, "PROGRAMS": 132}
-    constants["REGISTERS"] = GROUP_REGISTERS
+    constants = (
+        {k: v for k, v in hopper.PRODUCTS.constants(t).items() if k in names}
+        | what["constants"]
+        | {"GROUP": 8, "PROGRAMS": 132}
+    )
     if "PACE" in names:
         constants["PACE"] = t.pace
     unread = [pointer for option, pointers in READS.items() if not constants.get(option, True) for pointer in pointers]
@@ -143,7 +140,7 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     constants |= {name: None for name in (*unread, *what["none"]) if name in names and name not in fixed}
     own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr")}
     whole = ("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "progress_ptr")
-    narrow = constants.get("FINAL") and t is not HOPPER_TILES[WEIGHT_SUM]
+    narrow = constants.get("FINAL") and t is not HOPPER.tiles[WEIGHT_SUM]
     out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
     if constants.get("INTO"):
         out["sum_ptr"] = out["out_ptr"]

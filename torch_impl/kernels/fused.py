@@ -38,24 +38,28 @@ from logitless.torch_impl.call import Arrays, Gradients, Inputs, Needs, TokenSum
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
 from logitless.torch_impl.eager import KnownRows, Smoothing, largest_factor
+from logitless.torch_impl.kernels.architecture import (
+    GROUP_BYTES,
+    HIDDEN,
+    HIDDEN_SUM,
+    LOGITS,
+    WEIGHT,
+    WEIGHT_SUM,
+    Tiles,
+    WeightKind,
+    architecture_of,
+    multiprocessors,
+    precision,
+)
 from logitless.torch_impl.kernels.launch import launch
 from logitless.torch_impl.kernels.rehearsal import run_step as run_step
 
 try:
     import triton
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
     from logitless.torch_impl.kernels import portable as kernels
 except ImportError:  # a CPU-only install; unavailable() says so before anything here is called
     triton = None
-
-try:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SwizzledDescriptor
-
-    from logitless.torch_impl.kernels import hopper
-except (ImportError, AttributeError):  # a Triton without Gluon, or with another one: kernels.py has every product
-    hopper = None  # type: ignore[assignment]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -79,103 +83,11 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if major == 9 else spec.needs_hopper(f"{major}.{minor}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Launch parameters: pure functions of dtype and shape, so that no call tunes anything
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Tile sizes and compiler options of a product kernel of kernels.py or, where ``skew`` is given, of hopper.py."""
-
-    bm: int
-    bn: int
-    bk: int
-    group: int = 8
-    stages: int = 3
-    warps: int = 8
-    split: bool = False
-    flatten: bool = False
-    deep: int = 0
-    """Steps along a product's depth that are summed before they are added to the total; 0: all of them."""
-    skew: int | None = None
-    """How many steps the second group of warps starts behind the first."""
-    pace: int = 0
-    """Steps of hopper.hidden_kernel after which its programs wait for each other; 0: they do not."""
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a tile that one descriptor's block covers: a group's half in hopper.py."""
-        return self.bm if self.skew is None else self.bm // 2
-
-    @property
-    def block_columns(self) -> int:
-        """Columns of a tile that leave at a time."""
-        return self.bn // 2 if self.split else self.bn
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What every product kernel of its file is launched with."""
-        sizes = {"BM": self.bm, "BN": self.bn, "BK": self.bk}
-        if self.skew is None:
-            return sizes | {"num_warps": self.warps, "num_stages": self.stages}
-        return sizes | {"STAGES": self.stages, "SKEW": self.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}
-
-
-LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM = "logits", "hidden", "hidden_sum", "weight", "weight_sum"
-
 # Places of the sorted targets that one program may sum.
 TARGET_RUN = 32
 # Tokens up to which targets are sorted by counting, in one launch: 28 µs for so many, where torch.sort takes 50; for
 # twice as many 99 and 53.
 MOST_RANKED = 8192
-
-# Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
-GROUP_BYTES = 8 * 2**20
-# 132 programs read least at a time as a square, 16 row tiles beside 8 column tiles; in a wide dX they walk like that.
-SQUARE_GROUP = 16
-
-LOW_TILES = {
-    LOGITS: Tiles(128, 256, 64, split=True, flatten=True),
-    HIDDEN: Tiles(128, 256, 64, group=4),
-    HIDDEN_SUM: Tiles(128, 256, 64, group=4),
-    WEIGHT: Tiles(128, 256, 64, split=True, stages=4),
-    WEIGHT_SUM: Tiles(128, 256, 64, split=True),  # a float32 tile on its way out leaves room for three stages
-}
-KERNELS = (LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM)
-# Three stages leave shared memory for a tile of results on its way out. With them keeping step made a step of several
-# chunks 1 to 1.5 % slower.
-HOPPER_TILES = {
-    LOGITS: Tiles(128, 256, 64, skew=1, group=SQUARE_GROUP),
-    HIDDEN: Tiles(128, 256, 64, skew=1, group=4, stages=4, pace=4),
-    HIDDEN_SUM: Tiles(128, 256, 64, skew=1, group=4, split=True),
-    WEIGHT: Tiles(128, 256, 64, skew=1),
-    WEIGHT_SUM: Tiles(128, 256, 64, skew=1, split=True),
-}
-# Registers of a thread of the second multiplying group; the first has what is left, 248.
-GROUP_REGISTERS = 232
-TF32_TILES = dict.fromkeys(KERNELS, Tiles(128, 128, 32))
-IEEE_TILES = dict.fromkeys(KERNELS, Tiles(64, 64, 16, stages=2, warps=4, deep=32))
-
-
-def precision(dtype: torch.dtype) -> str:
-    """float32 products follow PyTorch's own setting; others do not read it."""
-    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
-
-
-def tiles(dtype: torch.dtype, kernel: str, specialized: bool = False) -> Tiles:
-    if dtype != torch.float32:
-        return (HOPPER_TILES if specialized else LOW_TILES)[kernel]
-    return (TF32_TILES if precision(dtype) == "tf32" else IEEE_TILES)[kernel]
-
-
-@functools.lru_cache
-def _multiprocessors(index: int | None) -> int:
-    return 2 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
-
-
-@functools.lru_cache
-def _is_hopper(index: int | None) -> bool:
-    return index is not None and torch.cuda.get_device_capability(index)[0] == 9
 
 
 def _on_device(device: torch.device) -> Any:
@@ -282,7 +194,7 @@ def _launch_losses(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Te
 # A call's rows and matrices
 
 
-class _Call:
+class KernelCall:
     """Everything that the launches of one call share: its rows, its matrices, its constants."""
 
     def __init__(
@@ -297,12 +209,12 @@ class _Call:
         self.class_weight = None if inputs.class_weight is None else inputs.class_weight.contiguous()
         self.tokens, self.size = self.hidden.shape
         self.vocab, self.shard = self.weight.shape[0], inputs.shard
-        self.programs = _multiprocessors(self.device.index)
+        self.programs = multiprocessors(self.device.index)
         item = self.dtype.itemsize
         self.tma = (self.weight.stride(0) * item) % 16 == 0 and (self.size * item) % 16 == 0
         self.tma = self.tma and self.weight.data_ptr() % 16 == 0
-        self.specialized = self.tma and item == 2 and hopper is not None and _is_hopper(self.device.index)
-        self.products: Any = hopper if self.specialized else kernels
+        self.architecture = architecture_of(self.dtype, self.device.index, self.tma)
+        self.products = self.architecture.products()
         self.block = column_block(self.size, 1024)
         self.chunk = max(1, plan.token_chunk)
         self.scale = float(options.logit_scale)
@@ -357,23 +269,14 @@ class _Call:
         return torch.nn.functional.pad(chosen, (0, self.row_target.shape[0] - self.tokens))
 
     def tiles(self, kernel: str) -> Tiles:
-        return tiles(self.dtype, kernel, self.specialized)
+        return self.architecture.tiles[kernel]
 
     def describe(self, matrix: Tensor, rows: int, columns: int) -> Any:
         """A matrix as the tensor memory accelerator sees it, in blocks of [rows, columns]."""
-        shape, strides, block = list(matrix.shape), list(matrix.stride()), [rows, columns]
-        if not self.specialized:
-            return TensorDescriptor(matrix, shape, strides, block)
-        return SwizzledDescriptor(matrix, shape, strides, block, _swizzled(8 * matrix.element_size()))
+        return self.products.describe(matrix, rows, columns)
 
     def describe_weight(self, rows: slice, block: tuple[int, int]) -> Any:
         return self.describe(self.weight[rows], *block) if self.tma else None
-
-
-@functools.lru_cache
-def _swizzled(bits: int) -> Any:
-    """The layout in shared memory of a block of elements of so many bits."""
-    return NVMMASharedLayout(128, bits, 2)
 
 
 def _padded(tokens: int, chunk: int) -> int:
@@ -392,7 +295,7 @@ def _at_end(memory: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tens
     return flat[place : place + size].view(rows, columns)
 
 
-def _sorted(c: _Call) -> tuple[Tensor, Tensor]:
+def _sorted(c: KernelCall) -> tuple[Tensor, Tensor]:
     """The tokens' keys in order, and the tokens in that order, those of one key in their own."""
     if c.tokens > MOST_RANKED:
         return torch.sort(c.inputs.key, stable=True)
@@ -410,7 +313,7 @@ def column_block(size: int, most: int) -> int:
 class _Sums:
     """The forward's sums per token, and the lines of partial sums that they are made from."""
 
-    def __init__(self, call: _Call, statistics: bool) -> None:
+    def __init__(self, call: KernelCall, statistics: bool) -> None:
         o = call.options
         self.call, self.statistics = call, statistics
         self.sum_logits = o.label_smoothing > 0 and not o.separable
@@ -522,22 +425,17 @@ class _Sums:
 
 
 def launch_logits(
-    c: _Call, t: Tiles, first: int, x: Tensor, e: Tensor | None, entries: slice, *, mode: int, statistics: bool = False,
-    sum_logits: bool = False, partial: tuple[Tensor | None, ...] = (None,) * 6, known: _KnownVectors | None = None,
+    c: KernelCall, t: Tiles, first: int, x: Tensor, e: Tensor | None, entries: slice, *, mode: int,
+    statistics: bool = False, sum_logits: bool = False, partial: tuple[Tensor | None, ...] = (None,) * 6,
+    known: _KnownVectors | None = None,
 ) -> None:  # fmt: skip
     """The first product over ``entries`` of the vocabulary: see kernels.logits_kernel."""
     k = known
     part: Any = (lambda v: None if v is None else v[first:]) if known else None
     vectors = [part(v) for v in (k.log_total, k.factor, k.target, k.alpha, k.gamma, k.sigma)] if k else [None] * 6
     group = min(64, max(t.group, GROUP_BYTES // (t.bm * c.size * c.dtype.itemsize)))
-    options: dict[str, Any] = t.options | c.logit
-    if c.specialized:
-        plain = not (statistics or sum_logits or c.has_cap or vectors[3] is not None or vectors[5] is not None)
-        # By halves, as LLVM takes 1.7 times as long over a branch (at a target, at the end) of all the values; but
-        # where lse is known, halves made the step 0.2 to 0.6 % slower.
-        options |= {"PIECES": 4 if not plain else 1 if known else 2}
-    else:
-        options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision}
+    plain = not (statistics or sum_logits or c.has_cap or vectors[3] is not None or vectors[5] is not None)
+    constants = c.products.logits(c, t, plain, known is not None) | c.logit
     launch(c.products.logits_kernel, c.programs)(
         c.describe(x, t.block_rows, t.bk), c.describe_weight(entries, (t.bn, t.bk)),
         None if e is None else c.describe(e, t.block_rows, t.block_columns), c.weight[entries], c.bias, c.class_weight,
@@ -545,13 +443,13 @@ def launch_logits(
         first, c.chunk, c.size, c.weight.stride(0), entries.start, entries.stop - entries.start, c.scale, c.cap,
         MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits, HAS_CLASS=c.class_weight is not None,
         HAS_ALPHA=vectors[3] is not None, HAS_GAMMA=vectors[4] is not None, HAS_SIGMA=vectors[5] is not None,
-        GROUP=group, PROGRAMS=c.programs, **options,
+        GROUP=group, PROGRAMS=c.programs, **constants,
     )  # fmt: skip
 
 
 def token_sums(inputs: Rows, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
-    c = _Call(inputs, options, plan)
+    c = KernelCall(inputs, options, plan)
     sums = _Sums(c, statistics)
     with c.on_device():
         x = c.operand()
@@ -613,7 +511,7 @@ def _low_layout(vocab: int, size: int) -> tuple[tuple[int, int], torch.dtype]:
 class _Products:
     """dX, dW and db of a call, chunk by chunk and slice by slice."""
 
-    def __init__(self, c: _Call, needs: Needs, smoothing: Smoothing | None, g: Tensor, unit: Tensor) -> None:
+    def __init__(self, c: KernelCall, needs: Needs, smoothing: Smoothing | None, g: Tensor, unit: Tensor) -> None:
         self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
         self.hidden_sum: Tensor | None = None
         self.weight_sum: Tensor | None = None
@@ -709,23 +607,8 @@ class _Products:
         c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN if scale is not None else HIDDEN_SUM)
         if scale is None and self.hidden_sum is None:
             self.hidden_sum = c.empty(c.tokens, c.size)
-        split = c.specialized and c.plan.splits_hidden
-        if split and self.parts is None:
-            self.parts = c.empty(c.programs, t.bm, t.bn)
-        options: dict[str, Any] = t.options
-        own: tuple[Any, ...] = ()  # arguments that only Hopper's kernel has
-        group = t.group
-        if c.specialized:
-            block = t.block_rows, t.block_columns
-            summed = None if scale is not None or self.hidden_sum is None else c.describe(self.hidden_sum, *block)
-            progress = torch.zeros(1, dtype=torch.int32, device=c.device) if t.pace else None
-            options |= {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split, "PACE": t.pace}
-            own = self.parts, summed, progress
-            if triton.cdiv(c.size, t.bn) >= SQUARE_GROUP:
-                group = SQUARE_GROUP
-        else:
-            options |= {"FLATTEN": t.flatten, "TMA": c.tma, "PRECISION": c.precision, "DEEP": t.deep}
-            options["num_stages"] = 2 if s else t.stages
+        own = c.products.hidden(c, t, None if scale is not None else self.hidden_sum, self.parts, s is not None)
+        self.parts = own.parts
         results = (
             self.hidden_sum, self.hidden, factors.factor[first:] if factors else None,
             factors.target_rest[first:] if factors else None, c.row_target[first:], c.order, c.count, scale,
@@ -733,15 +616,15 @@ class _Products:
             c.weight.stride(0), c.weight,
         )  # fmt: skip
         kinds = {"ADD": entries.start > 0, "FINAL": scale is not None, "ROWS": factors is not None}
-        kinds |= {"SMOOTH": s is not None, "GROUP": group, "PROGRAMS": c.programs}
+        kinds |= {"SMOOTH": s is not None, "GROUP": own.group, "PROGRAMS": c.programs}
         launch(c.products.hidden_kernel, c.programs)(
             c.describe(e, t.block_rows, t.bk), c.describe_weight(entries, (t.bk, t.bn)), c.weight[entries], *results,
-            *own, **kinds, **options,
+            *own.arguments, **kinds, **own.constants,
         )  # fmt: skip
-        if split:
+        if own.parts is not None:
             rows = 32
             launch(kernels.combine_hidden_kernel, c.programs * t.bm // rows)(
-                self.parts, *results, BM=t.bm, BN=t.bn, BK=t.bk, SLICE=rows, **kinds, num_warps=8
+                own.parts, *results, **t.sizes, SLICE=rows, **kinds, num_warps=8
             )
 
     def _weight(self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None) -> None:
@@ -750,27 +633,18 @@ class _Products:
         out: Any = self.weight if final else self._weight_accumulator()
         parted = self.parted and (first > 0 or not final)
         t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
-        through_tma = c.tma and (c.size * out.element_size()) % 16 == 0
-        block = t.block_rows, t.block_columns
-        options: dict[str, Any] = t.options
-        if c.specialized:
-            parts = t.bn // t.block_columns
-            reads = first > 0 if not into else out.dtype != torch.float32
-            several = final and (reads or smooth)
-            options |= {"PARTS": parts, "PIECES": 8 if parted else 4 if several else parts}
-        else:
-            through_tma = through_tma and (final or not parted)
-            options |= {"SPLIT": t.split, "FLATTEN": t.flatten, "TMA": through_tma, "PRECISION": c.precision}
-            options |= {"DEEP": t.deep}
-        low = c.describe(self.low, *block) if c.specialized and parted and not final and self.low is not None else None
+        reads = first > 0 if not into else out.dtype != torch.float32
+        kind = WeightKind(final, parted, reads, smooth)
+        aligned = (c.size * out.element_size()) % 16 == 0
+        own = c.products.weight(c, t, kind, self.low, aligned)
         launch(c.products.weight_kernel, c.programs)(
             c.describe(e, t.bk, t.block_rows), c.describe(x, t.bk, t.bn),
-            out if into else self.high if parted else self.weight_sum, self.low if parted else None, low,
-            c.describe(out[entries], *block) if through_tma else None, out, c.count, scale,
+            out if into else self.high if parted else self.weight_sum, self.low if parted else None, own.low,
+            c.describe(out[entries], t.block_rows, t.block_columns) if own.by_descriptor else None, out, c.count, scale,
             c.class_weight, self.smooth_x_scaled if final and smooth else None,
             first, c.chunk, entries.start, entries.stop - entries.start, c.size,
             ADD=first > 0 or into, FINAL=final, INTO=into, PARTED=parted, SMOOTH=smooth,
-            HAS_CLASS=c.class_weight is not None, GROUP=t.group, PROGRAMS=c.programs, **options,
+            HAS_CLASS=c.class_weight is not None, GROUP=t.group, PROGRAMS=c.programs, **own.constants,
         )  # fmt: skip
 
     def _weight_accumulator(self) -> Tensor:
@@ -924,7 +798,7 @@ class Held:
 
 
 def _whole_rows(matrix: Tensor) -> Tensor:
-    """A matrix of :meth:`_Call.matrix` with the padding of its rows."""
+    """A matrix of :meth:`KernelCall.matrix` with the padding of its rows."""
     stride = matrix.stride(0)
     return matrix.as_strided((matrix.shape[0], stride), (stride, 1))
 
@@ -936,7 +810,7 @@ def held_gradients(
     """What :meth:`Held.finish` gives, from ``Held.tensors``, none of which is written to."""
     layout = held_layout(plan.tokens, arrays, options, dtype, plan.token_chunk, needs)
     held = dict(zip(layout, tensors, strict=True))
-    c = _Call(make_inputs(held.get("weight")), options, plan, held)
+    c = KernelCall(make_inputs(held.get("weight")), options, plan, held)
     smoothing = None
     if options.label_smoothing:
         smoothing = Smoothing(options.label_smoothing / c.shard.vocab, held["weighted_rows"], held["weighted_bias"])
@@ -968,7 +842,7 @@ def loss_gradients(
     inputs: Rows, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Held]:
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
-    c = _Call(inputs, options, plan)
+    c = KernelCall(inputs, options, plan)
     sums = _Sums(c, statistics)
     factors = _relative_factors(c)
     products = _Products(c, needs, sums.smoothing, factors.g, norm * inputs.summary[1])
@@ -990,7 +864,7 @@ def loss_gradients(
     return result, Held(products, factors, slices[-1][0], x, e)
 
 
-def _relative_factors(c: _Call) -> _Factors:
+def _relative_factors(c: KernelCall) -> _Factors:
     """Row factors to be made, relative to logit_scale times the largest token weight."""
     inputs, smooth = c.inputs, None
     if c.options.label_smoothing:
@@ -1005,7 +879,9 @@ def _relative_factors(c: _Call) -> _Factors:
 class HeldTokens:
     """A single chunk's exponentials, made in the forward, waiting for an upstream gradient per token."""
 
-    def __init__(self, call: _Call, needs: Needs, smoothing: Smoothing | None, factors: _Factors, x: Tensor, e: Tensor):
+    def __init__(
+        self, call: KernelCall, needs: Needs, smoothing: Smoothing | None, factors: _Factors, x: Tensor, e: Tensor
+    ):
         """factors: for the upstream gradient 1."""
         self.call, self.needs, self.smoothing, self.factors, self.x, self.e = call, needs, smoothing, factors, x, e
 
@@ -1027,7 +903,7 @@ def token_gradients(
     inputs: Rows, options: LossOptions, plan: ChunkPlan, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, HeldTokens]:
     """Sums, and exponentials that wait for an upstream gradient per token: 6·N·D·V flops, in a plan of one chunk."""
-    c = _Call(inputs, options, plan)
+    c = KernelCall(inputs, options, plan)
     sums, factors = _Sums(c, statistics), _relative_factors(c)
     with c.on_device():
         x, e = c.operand(), c.matrix(c.chunk, c.vocab)
@@ -1041,7 +917,7 @@ def known_gradients(
     inputs: Rows, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor, needs: Needs
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`eager.known_gradients`."""
-    c = _Call(inputs, options, plan)
+    c = KernelCall(inputs, options, plan)
     unit = known.unit
     smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
     products = _Products(c, needs, smoothing, g / unit, unit)
@@ -1061,7 +937,7 @@ def known_gradients(
         return products.finish(unit, 0)
 
 
-def _by_position(c: _Call, known: KnownRows, unit: Tensor) -> _KnownVectors:
+def _by_position(c: KernelCall, known: KnownRows, unit: Tensor) -> _KnownVectors:
     """Vectors by token to vectors by position. The target's element lacks its factor there, and has it here."""
 
     factor = known.factor / unit

@@ -20,8 +20,10 @@ import os
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless import planning, spec
+from logitless.torch_impl.kernels.architecture import HiddenLaunch, WeightLaunch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
@@ -1011,3 +1013,39 @@ def add_long_runs_kernel(
                 more = tl.load(key_ptr + start, mask=start < tokens, other=-1) == target
                 next_block += 1
             add_row(total, shares, target, column, size, scale_ptr, weight_ptr, bias_ptr, WEIGHT, BIAS, SCALED)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How the three products are launched
+
+
+class Portable:
+    """:class:`architecture.Products` of this file."""
+
+    logits_kernel = logits_kernel
+    hidden_kernel = hidden_kernel
+    weight_kernel = weight_kernel
+
+    def describe(self, matrix, rows, columns):
+        return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+    def logits(self, c, t, plain, known):
+        return self.constants(c, t) | {"SPLIT": t.split, "TMA": c.tma}
+
+    def hidden(self, c, t, sums, parts, smooth):
+        constants = self.constants(c, t) | {"TMA": c.tma, "DEEP": t.deep}
+        if smooth:
+            constants["num_stages"] = 2
+        return HiddenLaunch(constants, t.group)
+
+    def weight(self, c, t, kind, low, aligned):
+        by_descriptor = c.tma and aligned and (kind.final or not kind.parted)
+        constants = self.constants(c, t) | {"SPLIT": t.split, "TMA": by_descriptor, "DEEP": t.deep}
+        return WeightLaunch(constants, by_descriptor)
+
+    def constants(self, c, t):
+        own = {"FLATTEN": t.flatten, "PRECISION": c.precision, "num_warps": t.warps, "num_stages": t.stages}
+        return t.sizes | own
+
+
+PRODUCTS = Portable()
