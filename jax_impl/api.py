@@ -15,11 +15,11 @@ import numpy as np
 from jax import Array
 
 from logitless import spec
+from logitless.jax_impl.call import Arrays, Call, Given, accumulation_dtype
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.jax_impl.kernels import fused
-from logitless.jax_impl.vjp import Arrays, Call, log_probs_and_entropy, loss_and_stats
-from logitless.jax_impl.xla import accumulation_dtype
+from logitless.jax_impl.vjp import log_probs_and_entropy, loss_and_stats
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
@@ -107,7 +107,7 @@ def linear_cross_entropy(
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run.
     """
-    arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
+    arrays: Given = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
     call = loss_call(
         arrays, _shard(weight, axis_name, vocab, sequence_parallel), reduction=reduction, ignore_index=ignore_index,
         label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale, softcap=softcap,
@@ -146,7 +146,7 @@ def linear_log_probs(
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
-    arrays = Arrays(hidden, weight, bias, target, None, None, None)
+    arrays: Given = Arrays(hidden, weight, bias, target)
     call = log_probs_call(
         arrays, _shard(weight, axis_name, vocab, sequence_parallel), logit_scale=logit_scale, softcap=softcap,
         temperature=temperature,
@@ -158,7 +158,7 @@ def linear_log_probs(
 
 
 def loss_call(
-    arrays: Arrays,
+    arrays: Given,
     shard: Shard,
     *,
     reduction: Reduction = "mean",
@@ -189,7 +189,7 @@ def loss_call(
 
 
 def log_probs_call(
-    arrays: Arrays,
+    arrays: Given,
     shard: Shard,
     *,
     logit_scale: float = 1.0,
@@ -219,17 +219,18 @@ def _shard(weight: Any, axis_name: Any, vocab: Any, sequence_parallel: bool) -> 
     return parallel.make_shard(axis_name, vocab, sequence_parallel, columns)
 
 
-def _arrays(arrays: Arrays) -> Arrays:
+def _arrays(arrays: Given) -> Arrays[Array]:
     """The call's arrays as JAX's."""
     dtype = arrays.hidden.dtype
-    return Arrays(*(None if array is None else _array(array, dtype) for array in arrays))
+    made: Arrays[Array] = jax.tree.map(lambda array: _array(array, dtype), arrays)
+    return made
 
 
 def _x64() -> bool:
     return bool(jax.config.read("jax_enable_x64"))
 
 
-def _backend(name: str | None, arrays: Arrays, cut: bool = True) -> str:
+def _backend(name: str | None, arrays: Given, cut: bool = True) -> str:
     """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations.
 
     ``cut``: whether what runs are parts of the arrays, on one device each.
@@ -282,7 +283,7 @@ def _check_types(arrays: dict[str, Any], optional: tuple[str, ...]) -> None:
             )
 
 
-def _check_arrays(arrays: Arrays, shard: Shard) -> None:
+def _check_arrays(arrays: Given, shard: Shard) -> None:
     """Types, sizes and dtypes, and how the arrays lie on the devices of an axis."""
     given = arrays._asdict()
     given.pop("normalizer")
@@ -346,7 +347,7 @@ def _array(value: Any, dtype: Any) -> Array:
 
 
 def _plan(
-    arrays: Arrays, shard: Shard, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool, hold: bool,
+    arrays: Given, shard: Shard, given: ChunkPlan | None, memory_budget: int | None, one_pass: bool, hold: bool,
     backend: str,
 ) -> ChunkPlan:  # fmt: skip
     """``hold``: whether the call can hold its exponentials for an upstream gradient per token, if a budget is given."""

@@ -28,6 +28,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.jax_impl import vjp, xla
+from logitless.jax_impl.call import Arrays as CallArrays
+from logitless.jax_impl.call import Gradients, Inputs, Needs
 from logitless.jax_impl.residuals import packed, unpacked
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
@@ -60,7 +62,7 @@ class Arrays(NamedTuple):
 class Side(NamedTuple):
     """One side's arrays: what gives its log-probabilities of a tile."""
 
-    inputs: xla.Inputs
+    inputs: Inputs
     options: LossOptions
     lse: Array  # [2, N]: two parts, whose sum it is
 
@@ -116,11 +118,9 @@ def _gradient(log_p: Array, log_q: Array, mean: Array, beta: float) -> Array:
 
 
 def _sides(call: Call, arrays: Arrays) -> tuple[Side, Side]:
-    given = vjp.Arrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target, None, None, None)
+    given = CallArrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target)
     student = Side(vjp.prepare(given, call.options.ignore_index), call.options, arrays.lse)
-    given = vjp.Arrays(
-        arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target, None, None, None
-    )
+    given = CallArrays(arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target)
     return student, Side(vjp.prepare(given, call.options.ignore_index), call.teacher_options, arrays.teacher_lse)
 
 
@@ -146,7 +146,7 @@ def _forward(call: Call, arrays: Arrays) -> tuple[Array, Array]:
     return jnp.where(student.inputs.valid, total, 0.0), mean
 
 
-def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: xla.Needs) -> xla.Gradients:
+def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: Needs) -> Gradients:
     """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D.
 
     A block of the vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded
@@ -159,7 +159,7 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
     unit = xla.largest_factor(factor)
     factor = factor / unit
 
-    def block(carry: Any, start: Any, columns: int) -> xla.Gradients:
+    def block(carry: Any, start: Any, columns: int) -> Gradients:
         def chunk(carry: Any, first: Any, tokens: int) -> Any:
             dx, part, bias_part = carry
             x = student.rows(first, tokens)
@@ -177,9 +177,9 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
         bias_part = jnp.zeros(columns, dtype) if needs.bias else None
         dx, part, bias_part = xla._for_slices(tile.tokens, tile.token_chunk, chunk, (carry.hidden, part, bias_part))
         dw = None if part is None else xla._put(carry.weight, (part * unit).astype(inputs.weight.dtype), start)
-        return xla.Gradients(dx, dw, None if bias_part is None else xla._put(carry.bias, bias_part * unit, start))
+        return Gradients(dx, dw, None if bias_part is None else xla._put(carry.bias, bias_part * unit, start))
 
-    zeros = xla.Gradients(
+    zeros = Gradients(
         hidden=jnp.zeros(inputs.hidden.shape, dtype) if needs.hidden else None,
         weight=jnp.zeros((vocab, size), inputs.weight.dtype) if needs.weight else None,
         bias=jnp.zeros(vocab, dtype) if needs.bias else None,
@@ -219,7 +219,7 @@ def _divergence_backward(call: Call, residuals: Any, upstream: Any) -> tuple[Arr
     nothing: tuple[Any, ...] = (None,) * (len(Arrays._fields) - 3)
     if vjp._zero(upstream):
         return (Arrays(None, None, None, *nothing),)
-    needs = xla.Needs(*flags)
+    needs = Needs(*flags)
     made = _gradients(call, arrays, mean, vjp._once(upstream), needs)
     like = zip(made[:3], arrays[:3], strict=True)
     return (Arrays(*(None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in like), *nothing),)

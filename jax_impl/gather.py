@@ -12,6 +12,7 @@ from jax import Array
 
 from logitless import spec
 from logitless.jax_impl import api, xla
+from logitless.jax_impl.call import accumulation_dtype
 from logitless.planning import round_up
 
 
@@ -75,7 +76,7 @@ def _forward(like: Any, multiple: int, input: Array, index: Array) -> tuple[Arra
 def _backward(like: tuple[tuple[int, ...], str], multiple: int, index: Array, upstream: Array) -> tuple[Array, None]:
     del multiple
     (rows, *rest), dtype = like[0], jnp.dtype(like[1])
-    made = jnp.zeros((rows, *rest), xla.accumulation_dtype(dtype))
+    made = jnp.zeros((rows, *rest), accumulation_dtype(dtype))
     if not rows or not index.shape[0]:
         return made.astype(dtype), None
     places = _places(index, rows)

@@ -16,6 +16,7 @@ from jax import Array, lax
 from logitless import objectives, spec
 from logitless.jax_impl import api, vjp
 from logitless.jax_impl.api import linear_log_probs
+from logitless.jax_impl.call import Arrays as CallArrays
 from logitless.jax_impl.distillation import Arrays, Call, divergence
 from logitless.jax_impl.distributed.parallel import WHOLE
 from logitless.objectives import (
@@ -290,9 +291,9 @@ def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[s
     The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
     divergences need, and so would parts from a logit far below the largest.
     """
-    given = vjp.Arrays(hidden, weight, bias, target, None, None, None)
+    given = CallArrays(hidden, weight, bias, target)
     api._check_arrays(given, WHOLE)
-    stopped = vjp.Arrays(_stopped(hidden), _stopped(weight), _stopped(bias), target, None, None, None)
+    stopped = CallArrays(_stopped(hidden), _stopped(weight), _stopped(bias), target)
     call = api.loss_call(stopped, WHOLE, reduction="none", **options)
     made: Array = vjp.logsumexp(call, api._arrays(stopped))
     return made
@@ -316,7 +317,7 @@ def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:
 
 def _check_head(hidden: Any, weight: Any, target: Any, bias: Any) -> None:
     """Check what :func:`linear_log_probs` checks, before anything is made of the target."""
-    api._check_arrays(vjp.Arrays(hidden, weight, bias, target, None, None, None), WHOLE)
+    api._check_arrays(CallArrays(hidden, weight, bias, target), WHOLE)
 
 
 def _check_types(**tensors: Any) -> None:

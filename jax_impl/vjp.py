@@ -20,64 +20,44 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from logitless.jax_impl import xla
+from logitless.jax_impl.call import Arrays, Call, Gradients, Inputs, Needs, Shared, accumulation_dtype
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import WHOLE, Shard
 from logitless.jax_impl.kernels import fused
 from logitless.jax_impl.residuals import packed, unpacked
-from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, TokenStats
 
 # Backends are modules with the same functions.
 MODULES: dict[str, Any] = {"xla": xla, "pallas": fused}
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Everything about a call that is not an array: hashable, so that it is a static argument of jax.jit."""
-
-    options: LossOptions
-    plan: ChunkPlan
-    statistics: bool
-    backend: str
-    """A key of MODULES."""
-    shard: Shard = WHOLE
-
-    @property
-    def module(self) -> Any:
-        return MODULES[self.backend]
-
-    @property
-    def one_pass(self) -> bool:
-        possible = self.plan.one_pass and self.options.separable and self.options.reduction != "none"
-        return possible and bool(self.module.one_pass(jnp.dtype(self.plan.dtype), self.options))
-
-    @property
-    def holds(self) -> bool:
-        """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
-        if self.shard.active or not self.module.holds(jnp.dtype(self.plan.dtype)):
-            return False
-        return self.plan.holds_all and self.options.separable and self.options.reduction == "none"
+def one_pass(call: Call) -> bool:
+    """Whether the forward makes the gradients, to be multiplied by an upstream scalar."""
+    possible = call.plan.one_pass and call.options.separable and call.options.reduction != "none"
+    return possible and bool(module(call).one_pass(jnp.dtype(call.plan.dtype), call.options))
 
 
-class Arrays(NamedTuple):
-    """A call's arrays as the user gave them; None where there is none."""
+def holds(call: Call) -> bool:
+    """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
+    if call.shard.active or not module(call).holds(jnp.dtype(call.plan.dtype)):
+        return False
+    return call.plan.holds_all and call.options.separable and call.options.reduction == "none"
 
-    hidden: Any  # [..., D]
-    weight: Any  # [V, D]
-    bias: Any  # [V]
-    target: Any  # [...]
-    token_weight: Any  # [...]
-    class_weight: Any  # [V]
-    normalizer: Any  # []
+
+def module(call: Call) -> Any:
+    return MODULES[call.backend]
+
+
+# Nothing arrived, so no gradient is made.
+NO_COTANGENTS: Arrays[Array | None] = Arrays(None, None, None, None)
 
 
 class _Known(NamedTuple):
     """Residuals unless the gradients are made in the forward: what the backward makes them from."""
 
-    arrays: Arrays
+    arrays: Arrays[Array]
     sums: xla.TokenSums
-    shared: xla.Shared | None
+    shared: Shared | None
 
 
 @jax.tree_util.register_static
@@ -94,11 +74,11 @@ class _Like:
         return None if array is None else _Like(array.shape, array.dtype, parallel.varying(array))
 
 
-def prepare(arrays: Arrays, ignore_index: int, shard: Shard = WHOLE) -> xla.Inputs:
+def prepare(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE) -> Inputs:
     """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
     hidden, weight = arrays.hidden, arrays.weight
     vocab = shard.vocab if shard.active else weight.shape[0]
-    accumulation = xla.accumulation_dtype(hidden.dtype)
+    accumulation = accumulation_dtype(hidden.dtype)
     flat = arrays.target.reshape(-1)
     valid = flat != ignore_index
     inside = ~valid | ((flat >= 0) & (flat < vocab))
@@ -106,7 +86,7 @@ def prepare(arrays: Arrays, ignore_index: int, shard: Shard = WHOLE) -> xla.Inpu
     if arrays.token_weight is not None:
         weights = arrays.token_weight.reshape(-1).astype(accumulation)
     class_weight = None if arrays.class_weight is None else arrays.class_weight.astype(accumulation)
-    return xla.Inputs(
+    return Inputs(
         hidden=shard.gather(hidden.reshape(-1, hidden.shape[-1])),
         weight=weight,
         bias=arrays.bias,
@@ -119,7 +99,7 @@ def prepare(arrays: Arrays, ignore_index: int, shard: Shard = WHOLE) -> xla.Inpu
     )
 
 
-def _inputs(call: Call, arrays: Arrays, shared: xla.Shared | None = None) -> xla.Inputs:
+def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> Inputs:
     """:func:`prepare`, and what the devices share before the first product, unless it is known already."""
     shard, options = call.shard, call.options
     inputs = prepare(arrays, options.ignore_index, shard)
@@ -130,8 +110,8 @@ def _inputs(call: Call, arrays: Arrays, shared: xla.Shared | None = None) -> xla
     if shared is not None:
         return inputs._replace(shared=shared)
     k, place = inputs.class_weight, shard.place(inputs.target)
-    own = xla.Shared(
-        target_logit=call.module.own_target_logits(inputs, options),
+    own = Shared(
+        target_logit=module(call).own_target_logits(inputs, options),
         class_weight=None if k is None else jnp.where(place >= 0, k[jnp.maximum(place, 0)], 0.0),
         class_weight_sum=None if k is None else k.sum(),
     )
@@ -139,7 +119,7 @@ def _inputs(call: Call, arrays: Arrays, shared: xla.Shared | None = None) -> xla
     return inputs._replace(shared=made._replace(target_logit=jnp.where(inputs.inside, made.target_logit, jnp.nan)))
 
 
-def _row_upstream(inputs: xla.Inputs, options: LossOptions, upstream: Array) -> Array:
+def _row_upstream(inputs: Inputs, options: LossOptions, upstream: Array) -> Array:
     """g_i: upstream (per token or one for all) times token weight and logit_scale; exactly 0 for an ignored token."""
     rows = upstream.astype(inputs.accumulation_dtype) * inputs.token_weight * options.logit_scale
     return jnp.where(inputs.valid, rows, 0.0)
@@ -149,10 +129,10 @@ def _perturbed(leaf: Any) -> bool:
     return leaf is not None and leaf.perturbed
 
 
-def _values_and_needs(primals: Arrays) -> tuple[Arrays, xla.Needs]:
+def _values_and_needs(primals: Arrays[Any]) -> tuple[Arrays[Array], Needs]:
     """Strip the marks of what is differentiated off the arguments; a constant must not have one."""
     refuse_perturbed(primals)
-    needs = xla.Needs(*(_perturbed(leaf) for leaf in primals[:3]))
+    needs = Needs(*(_perturbed(leaf) for leaf in primals[:3]))
     return _once(Arrays(*(None if leaf is None else leaf.value for leaf in primals))), needs
 
 
@@ -166,7 +146,7 @@ def refuse_perturbed(primals: Any) -> None:
             )
 
 
-def _cotangents(gradients: xla.Gradients, likes: tuple[Any, ...], shard: Shard) -> tuple[Arrays]:
+def _cotangents(gradients: Gradients, likes: tuple[Any, ...], shard: Shard) -> tuple[Arrays[Array | None]]:
     """The last cast: the argument's dtype and shape; None for what was not wanted. dX is summed over the devices."""
     if gradients.hidden is not None:
         gradients = gradients._replace(hidden=shard.reduce_hidden(gradients.hidden, likes[0].varying))
@@ -177,7 +157,7 @@ def _cotangents(gradients: xla.Gradients, likes: tuple[Any, ...], shard: Shard) 
         return parallel.matched(gradient.astype(like.dtype).reshape(like.shape), like.varying)
 
     hidden, weight, bias = (cast(gradient, like) for gradient, like in zip(gradients, likes, strict=True))
-    return (Arrays(hidden, weight, bias, None, None, None, None),)
+    return (Arrays(hidden, weight, bias, None),)
 
 
 def _zero(cotangent: Any) -> bool:
@@ -203,7 +183,7 @@ def _refuse_twice(_: Any, __: Any) -> Any:
 
 
 def _loss_output(
-    call: Call, arrays: Arrays, inputs: xla.Inputs, sums: xla.TokenSums, norm: Array
+    call: Call, arrays: Arrays[Array], inputs: Inputs, sums: xla.TokenSums, norm: Array
 ) -> tuple[Array, TokenStats | None]:
     shape = arrays.target.shape
     losses = xla.losses(inputs, call.options, sums)
@@ -213,38 +193,38 @@ def _loss_output(
     return loss, TokenStats(*(values.reshape(shape) for values in xla.token_stats(inputs, sums)))
 
 
-def _loss_from_sums(call: Call, arrays: Arrays) -> tuple[tuple[Array, TokenStats | None], _Known]:
+def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[tuple[Array, TokenStats | None], _Known]:
     inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
-    sums = call.module.token_sums(inputs, call.options, call.plan, call.statistics)
+    sums = module(call).token_sums(inputs, call.options, call.plan, call.statistics)
     return _loss_output(call, arrays, inputs, sums, norm), _Known(arrays, sums, inputs.shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(call: Call, arrays: Arrays) -> tuple[Array, TokenStats | None]:
+def _loss(call: Call, arrays: Arrays[Array]) -> tuple[Array, TokenStats | None]:
     return _loss_from_sums(call, arrays)[0]
 
 
-def loss_forward(call: Call, arrays: Arrays, needs: xla.Needs) -> tuple[tuple[Array, TokenStats | None], Any]:
+def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[tuple[Array, TokenStats | None], Any]:
     """(loss, statistics), and what :func:`loss_gradients` needs."""
-    if not ((call.one_pass or call.holds) and any(needs)):
+    if not ((one_pass(call) or holds(call)) and any(needs)):
         return _loss_from_sums(call, arrays)
     inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
     g = _row_upstream(inputs, call.options, norm)
-    make = call.module.token_gradients if call.holds else call.module.loss_gradients
+    make = module(call).token_gradients if holds(call) else module(call).loss_gradients
     sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics)
     return _loss_output(call, arrays, inputs, sums, norm), held
 
 
-def _loss_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, TokenStats | None], Any]:
+def _loss_forward(call: Call, primals: Arrays[Any]) -> tuple[tuple[Array, TokenStats | None], Any]:
     arrays, needs = _values_and_needs(primals)
     _check_tracked(call, needs)
     output, kept = loss_forward(call, arrays, needs)
     return output, packed((kept, _likes(arrays)), needs)
 
 
-def _check_tracked(call: Call, needs: xla.Needs) -> None:
+def _check_tracked(call: Call, needs: Needs) -> None:
     if call.shard.active and any(needs) and not parallel.tracked():
         raise ValueError(
             f"axis_name: got {call.shard.axis_name!r} of a jax.shard_map with check_vma=False, allowed for gradients "
@@ -252,22 +232,22 @@ def _check_tracked(call: Call, needs: xla.Needs) -> None:
         )
 
 
-def _likes(arrays: Arrays) -> tuple[_Like | None, ...]:
+def _likes(arrays: Arrays[Array]) -> tuple[_Like | None, ...]:
     return tuple(_Like.of(array) for array in arrays[:3])
 
 
-def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]:
+def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays[Array | None]]:
     (kept, likes), needs = unpacked(residuals)
     upstream = cotangents[0]
     if _zero(upstream):
-        return (Arrays(*(None,) * len(Arrays._fields)),)
-    return _cotangents(loss_gradients(call, kept, xla.Needs(*needs), _once(upstream)), likes, call.shard)
+        return (NO_COTANGENTS,)
+    return _cotangents(loss_gradients(call, kept, Needs(*needs), _once(upstream)), likes, call.shard)
 
 
-def loss_gradients(call: Call, kept: Any, needs: xla.Needs, upstream: Array) -> xla.Gradients:
+def loss_gradients(call: Call, kept: Any, needs: Needs, upstream: Array) -> Gradients:
     """Gradients from what :func:`loss_forward` kept; of hidden, this device's share."""
     if not isinstance(kept, _Known):
-        made: xla.Gradients = call.module.finish(kept, call.options, call.plan, needs, upstream)
+        made: Gradients = module(call).finish(kept, call.options, call.plan, needs, upstream)
         return made
     arrays = kept.arrays
     inputs = _inputs(call, arrays, kept.shared)
@@ -275,18 +255,18 @@ def loss_gradients(call: Call, kept: Any, needs: xla.Needs, upstream: Array) -> 
     per_token = upstream.reshape(-1) if call.options.reduction == "none" else upstream * norm
     g = _row_upstream(inputs, call.options, per_token)
     known = xla.known_loss_rows(inputs, call.options, kept.sums, g)
-    made = call.module.known_gradients(inputs, call.options, call.plan, known, g, needs)
+    made = module(call).known_gradients(inputs, call.options, call.plan, known, g, needs)
     return made
 
 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
-def _logsumexp(call: Call, arrays: Arrays) -> Array:
+def _logsumexp(call: Call, arrays: Arrays[Array]) -> Array:
     """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest; 0 where it
     does not count."""
     inputs = _inputs(call, arrays)
-    sums = call.module.token_sums(inputs, call.options, call.plan, False)
+    sums = module(call).token_sums(inputs, call.options, call.plan, False)
     return jnp.where(inputs.valid, jnp.stack([sums.anchor, sums.log_total]), 0.0)
 
 
@@ -294,14 +274,14 @@ def _logsumexp(call: Call, arrays: Arrays) -> Array:
 # Log-probs and entropy
 
 
-def log_probs_forward(call: Call, arrays: Arrays, needs: xla.Needs | None = None) -> tuple[Any, Any]:
+def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs | None = None) -> tuple[Any, Any]:
     """(log_prob, entropy), and what :func:`log_probs_gradients` needs."""
     inputs, held = _inputs(call, arrays), None
-    if call.holds and not call.statistics and needs is not None and any(needs):
+    if holds(call) and not call.statistics and needs is not None and any(needs):
         g = _row_upstream(inputs, call.options, jnp.ones(()))
-        sums, held = call.module.token_gradients(inputs, call.options, call.plan, g, needs, False)
+        sums, held = module(call).token_gradients(inputs, call.options, call.plan, g, needs, False)
     else:
-        sums = call.module.token_sums(inputs, call.options, call.plan, "entropy" if call.statistics else False)
+        sums = module(call).token_sums(inputs, call.options, call.plan, "entropy" if call.statistics else False)
     shape = arrays.target.shape
     log_prob = jnp.where(inputs.valid, -sums.nll, 0.0).reshape(shape)
     entropy = None if sums.entropy is None else jnp.where(inputs.valid, sums.entropy, 0.0).reshape(shape)
@@ -309,33 +289,33 @@ def log_probs_forward(call: Call, arrays: Arrays, needs: xla.Needs | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_probs(call: Call, arrays: Arrays) -> tuple[Array, Array | None]:
+def _log_probs(call: Call, arrays: Arrays[Array]) -> tuple[Array, Array | None]:
     return log_probs_forward(call, arrays)[0]  # type: ignore[no-any-return]
 
 
-def _log_probs_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, Array | None], Any]:
+def _log_probs_forward(call: Call, primals: Arrays[Any]) -> tuple[tuple[Array, Array | None], Any]:
     arrays, needs = _values_and_needs(primals)
     _check_tracked(call, needs)
     output, kept = log_probs_forward(call, arrays, needs)
     return output, packed((kept, _likes(arrays)), needs)
 
 
-def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays]:
+def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays[Array | None]]:
     (kept, likes), needs = unpacked(residuals)
     if all(map(_zero, cotangents)):
-        return (Arrays(*(None,) * len(Arrays._fields)),)
+        return (NO_COTANGENTS,)
     g_log_prob, g_entropy = (None if _zero(cotangent) else _once(cotangent) for cotangent in cotangents)
-    made = log_probs_gradients(call, kept, xla.Needs(*needs), g_log_prob, g_entropy)
+    made = log_probs_gradients(call, kept, Needs(*needs), g_log_prob, g_entropy)
     return _cotangents(made, likes, call.shard)
 
 
 def log_probs_gradients(
-    call: Call, kept: Any, needs: xla.Needs, g_log_prob: Array | None, g_entropy: Array | None
-) -> xla.Gradients:
+    call: Call, kept: Any, needs: Needs, g_log_prob: Array | None, g_entropy: Array | None
+) -> Gradients:
     """Gradients from what :func:`log_probs_forward` kept; of hidden, this device's share."""
     if not isinstance(kept, _Known):
         assert g_log_prob is not None  # all of it is there is, and not both are zero
-        finished: xla.Gradients = call.module.finish(kept, call.options, call.plan, needs, -g_log_prob)
+        finished: Gradients = module(call).finish(kept, call.options, call.plan, needs, -g_log_prob)
         return finished
     inputs = _inputs(call, kept.arrays, kept.shared)
 
@@ -345,7 +325,7 @@ def log_probs_gradients(
 
     g2 = None if g_entropy is None else rows(g_entropy)
     known = xla.known_log_prob_rows(call.options, kept.sums, rows(g_log_prob), g2)
-    made: xla.Gradients = call.module.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
+    made: Gradients = module(call).known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
     return made
 
 

@@ -12,91 +12,19 @@ its way into the products (the platform is not known when a function is traced),
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from logitless.jax_impl.call import Gradients, Inputs, Needs, Statistics
 from logitless.jax_impl.distributed import parallel
-from logitless.jax_impl.distributed.parallel import WHOLE, Shard
+from logitless.jax_impl.distributed.parallel import Shard
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
 from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, NO_ROW, RESCUE_NATS, LossOptions, TokenStats
 
 Carry = TypeVar("Carry")
-
-
-def accumulation_dtype(dtype: Any) -> Any:
-    """float64 for float64, else float32."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
-class Shared(NamedTuple):
-    """What the devices have told each other before the first product: the same on all that share a vocabulary."""
-
-    target_logit: Array  # [N], NaN for an id outside the vocabulary
-    class_weight: Array | None  # [N], the targets'
-    class_weight_sum: Array | None
-
-
-class Inputs(NamedTuple):
-    """A call's arrays, flattened and checked."""
-
-    hidden: Array  # [N, D]
-    weight: Array  # [V, D], hidden's dtype
-    bias: Array | None  # [V]
-    target: Array  # [N] int32, 0 where ignored or outside the vocabulary
-    valid: Array  # [N] bool, False where ignored
-    inside: Array  # [N] bool, False for an id outside the vocabulary: that token's loss becomes NaN
-    token_weight: Array  # [N] accumulation dtype, 0 where ignored
-    class_weight: Array | None  # [V] accumulation dtype
-    shard: Shard = WHOLE  # with an axis, V of the arrays above is that of this device's slice
-    shared: Shared | None = None
-
-    @property
-    def accumulation_dtype(self) -> Any:
-        return accumulation_dtype(self.hidden.dtype)
-
-    @property
-    def vocab(self) -> int:
-        """Ids there are, on all devices."""
-        return self.shard.vocab if self.shard.active else int(self.weight.shape[0])
-
-    def target_class_weight(self) -> Array | float:
-        if self.class_weight is None:
-            return 1.0
-        if self.shared is not None:
-            assert self.shared.class_weight is not None
-            return self.shared.class_weight
-        return self.class_weight[self.target]
-
-    def class_weight_sum(self) -> Array | float:
-        if self.class_weight is None:
-            return float(self.vocab)
-        if self.shared is not None:
-            assert self.shared.class_weight_sum is not None
-            return self.shared.class_weight_sum
-        return self.class_weight.sum()
-
-
-class Needs(NamedTuple):
-    """Which gradients are wanted; a product that serves none of them is not run."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
-class Gradients(NamedTuple):
-    """What was wanted, else None. Arrays may be in the accumulation dtype: the last cast is the caller's."""
-
-    hidden: Array | None
-    weight: Array | None
-    bias: Array | None
-
-
-# Which statistics: none, all of them, or the entropy alone.
-Statistics = bool | Literal["entropy"]
 
 
 class TokenSums(NamedTuple):

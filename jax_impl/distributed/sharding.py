@@ -20,10 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from logitless import spec
 from logitless.jax_impl import api, vjp
+from logitless.jax_impl.call import Arrays, Call, Given, Needs
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import packed, unpacked
-from logitless.jax_impl.vjp import Arrays
-from logitless.jax_impl.xla import Needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +77,15 @@ class Layout:
         vocab = rows if self.vocab is None else self.vocab
         return Shard(self.vocab_axes, devices, rows // devices, vocab, self.sequence_parallel, self.data_axes)
 
-    def cuts(self) -> Arrays:
+    def cuts(self) -> Arrays[tuple[str, ...]]:
         """The axes that cut every argument along its first axis."""
         data, entries = self.data_axes, self.vocab_axes
         return Arrays(self.axes if self.sequence_parallel else data, entries, entries, data, data, entries, ())
 
-    def specs(self) -> Arrays:
+    def specs(self) -> Arrays[P]:
         return Arrays(*(P(axes or None) for axes in self.cuts()))
 
-    def check(self, arrays: Arrays) -> None:
+    def check(self, arrays: Given) -> None:
         """Raise ValueError where a first axis cannot be cut."""
         for name, array, axes in zip(Arrays._fields, arrays, self.cuts(), strict=True):
             shape = tuple(getattr(array, "shape", ()))
@@ -101,7 +100,7 @@ class Layout:
         if self.vocab is not None and not (type(self.vocab) is int and 1 <= self.vocab <= rows):
             raise ValueError(f"vocab: got {self.vocab!r}, allowed is 1 to the weight's {rows} rows")
 
-    def placed(self, arrays: Arrays) -> Arrays:
+    def placed(self, arrays: Arrays[Array]) -> Arrays[Array]:
         """The arrays as they are to be cut, where the mesh's axes are Explicit; elsewhere the compiler moves them."""
         if AxisType.Explicit not in self.mesh.axis_types:
             return arrays
@@ -122,9 +121,9 @@ class _Setup:
     options: tuple[tuple[str, Any], ...]
     log_probs: bool
 
-    def call(self, arrays: Arrays) -> vjp.Call:
+    def call(self, arrays: Arrays[Array]) -> Call:
         """The call of one device, from its parts of the arrays."""
-        make: Callable[..., vjp.Call] = api.log_probs_call if self.log_probs else api.loss_call
+        make: Callable[..., Call] = api.log_probs_call if self.log_probs else api.loss_call
         return make(arrays, self.layout.shard(self.rows), **dict(self.options))
 
     @property
@@ -141,12 +140,12 @@ class _Setup:
         return jax.shard_map(body, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _forward(setup: _Setup, arrays: Arrays, needs: Needs) -> tuple[Any, Any]:
+def _forward(setup: _Setup, arrays: Arrays[Array], needs: Needs) -> tuple[Any, Any]:
     """(the results, what every device keeps for the backward)."""
     forward: Any = vjp.log_probs_forward if setup.log_probs else vjp.loss_forward
     layout = setup.layout
 
-    def body(arrays: Arrays) -> Any:
+    def body(arrays: Arrays[Array]) -> Any:
         call = setup.call(arrays)
         (value, more), kept = forward(call, arrays, needs)
         if setup.scalar and layout.data_axes:
@@ -158,23 +157,23 @@ def _forward(setup: _Setup, arrays: Arrays, needs: Needs) -> tuple[Any, Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sharded(setup: _Setup, arrays: Arrays) -> Any:
+def _sharded(setup: _Setup, arrays: Arrays[Array]) -> Any:
     return _forward(setup, arrays, Needs(False, False, False))[0]
 
 
-def _sharded_forward(setup: _Setup, primals: Arrays) -> Any:
+def _sharded_forward(setup: _Setup, primals: Arrays[Any]) -> Any:
     arrays, needs = vjp._values_and_needs(primals)
     output, kept = _forward(setup, arrays, needs)
     return output, packed(kept, needs)
 
 
-def _sharded_backward(setup: _Setup, residuals: Any, cotangents: Any) -> tuple[Arrays]:
+def _sharded_backward(setup: _Setup, residuals: Any, cotangents: Any) -> tuple[Arrays[Array | None]]:
     (call, likes, kept), flags = unpacked(residuals)
     needs, layout = Needs(*flags), setup.layout
     wanted = cotangents if setup.log_probs else cotangents[:1]
     upstream = tuple(None if vjp._zero(cotangent) else vjp._once(cotangent) for cotangent in wanted)
     if all(cotangent is None for cotangent in upstream):
-        return (Arrays(*(None,) * len(Arrays._fields)),)
+        return (vjp.NO_COTANGENTS,)
     gradients: Any = vjp.log_probs_gradients if setup.log_probs else vjp.loss_gradients
 
     def body(kept: Any, upstream: Any) -> Any:
@@ -194,7 +193,7 @@ _sharded.defvjp(_sharded_forward, _sharded_backward, symbolic_zeros=True)
 _compiled = jax.jit(_sharded, static_argnums=0)
 
 
-def _run(layout: Layout, given: Arrays, options: dict[str, Any], log_probs: bool) -> Any:
+def _run(layout: Layout, given: Given, options: dict[str, Any], log_probs: bool) -> Any:
     layout.check(given)
     api._check_targets(given.target, layout.vocab or given.weight.shape[0], options.get("ignore_index", -100))
     spec.check_backend(options.get("backend"), api.BACKENDS)
@@ -259,7 +258,7 @@ def sharded_linear_log_probs(
     def log_probs(
         hidden: Array, weight: Array, target: Array, bias: Array | None = None, **options: Any
     ) -> tuple[Array, Array | None]:
-        given = Arrays(hidden, weight, bias, target, None, None, None)
+        given = Arrays(hidden, weight, bias, target)
         log_prob, entropy = _run(layout, given, options, log_probs=True)
         return log_prob, entropy
 

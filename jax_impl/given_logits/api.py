@@ -17,6 +17,7 @@ from jax import Array
 
 from logitless import spec
 from logitless.jax_impl import api, vjp, xla
+from logitless.jax_impl.call import Arrays, Inputs
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.given_logits import fused as logits_fused
 from logitless.jax_impl.given_logits import xla as logits_xla
@@ -30,7 +31,7 @@ CPU_BLOCK = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class LogitsCall:
     """Everything about a call that is not an array: hashable, so that it is a static argument of jax.jit."""
 
     options: LossOptions
@@ -42,7 +43,7 @@ class Call:
     in_place: bool
 
 
-class Arrays(NamedTuple):
+class LogitArrays(NamedTuple):
     """A call's arrays as the user gave them; None where there is none."""
 
     logits: Any  # [..., V]
@@ -110,14 +111,14 @@ def cross_entropy(
     spec.check_logits(*(None if array is None else api._info(array) for array in given.values()))  # type: ignore[arg-type]
     api._check_normalizer(normalizer, reduction)
     api._check_targets(target, logits.shape[-1], ignore_index)
-    arrays = Arrays(logits, target, token_weight, class_weight, normalizer)
+    arrays = LogitArrays(logits, target, token_weight, class_weight, normalizer)
     block = CPU_BLOCK if api._device(logits).platform == "cpu" else max(1, logits.size)
-    call = Call(options, return_stats, block, _backend(backend, arrays), inplace_backward)
-    loss, stats = _jitted(call, Arrays(*(None if a is None else api._array(a, logits.dtype) for a in arrays)))
+    call = LogitsCall(options, return_stats, block, _backend(backend, arrays), inplace_backward)
+    loss, stats = _jitted(call, LogitArrays(*(None if a is None else api._array(a, logits.dtype) for a in arrays)))
     return (loss, stats) if return_stats else loss
 
 
-def _backend(name: str | None, arrays: Arrays) -> str:
+def _backend(name: str | None, arrays: LogitArrays) -> str:
     """:func:`api._backend` for these kernels."""
     reason = None
     if parallel.tracked():
@@ -131,21 +132,21 @@ def _backend(name: str | None, arrays: Arrays) -> str:
 # Differentiable
 
 
-def _prepare(arrays: Arrays, options: LossOptions) -> xla.Inputs:
+def _prepare(arrays: LogitArrays, options: LossOptions) -> Inputs:
     """The logits stand where hidden states do; of a weight only its length V is read."""
     vocab = arrays.logits.shape[-1]
     weight = jax.ShapeDtypeStruct((vocab, 0), arrays.logits.dtype)
     logits = arrays.logits.reshape(-1, vocab)
-    given = vjp.Arrays(logits, weight, None, arrays.target, arrays.token_weight, arrays.class_weight, None)
+    given = Arrays(logits, weight, None, arrays.target, arrays.token_weight, arrays.class_weight)
     return vjp.prepare(given, options.ignore_index)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(call: Call, arrays: Arrays) -> tuple[Array, TokenStats | None]:
+def _loss(call: LogitsCall, arrays: LogitArrays) -> tuple[Array, TokenStats | None]:
     return _loss_and_sums(call, arrays)[0]
 
 
-def _loss_and_sums(call: Call, arrays: Arrays) -> tuple[tuple[Array, TokenStats | None], xla.TokenSums]:
+def _loss_and_sums(call: LogitsCall, arrays: LogitArrays) -> tuple[tuple[Array, TokenStats | None], xla.TokenSums]:
     options, shape = call.options, arrays.target.shape
     inputs = _prepare(arrays, options)
     sums = MODULES[call.backend].token_sums(inputs, options, call.statistics, call.block)
@@ -159,9 +160,9 @@ def _loss_and_sums(call: Call, arrays: Arrays) -> tuple[tuple[Array, TokenStats 
     return (loss, TokenStats(*(values.reshape(shape) for values in xla.token_stats(inputs, sums)))), sums
 
 
-def _loss_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, TokenStats | None], Any]:
+def _loss_forward(call: LogitsCall, primals: LogitArrays) -> tuple[tuple[Array, TokenStats | None], Any]:
     vjp.refuse_perturbed(primals)
-    arrays = vjp._once(Arrays(*(None if leaf is None else leaf.value for leaf in primals)))
+    arrays = vjp._once(LogitArrays(*(None if leaf is None else leaf.value for leaf in primals)))
     output, sums = _loss_and_sums(call, arrays)
     return output, (
         arrays,
@@ -169,19 +170,21 @@ def _loss_forward(call: Call, primals: Arrays) -> tuple[tuple[Array, TokenStats 
     )
 
 
-def _loss_backward(call: Call, residuals: tuple[Arrays, xla.TokenSums], cotangents: Any) -> tuple[Arrays]:
+def _loss_backward(
+    call: LogitsCall, residuals: tuple[LogitArrays, xla.TokenSums], cotangents: Any
+) -> tuple[LogitArrays]:
     (arrays, sums), upstream, options = residuals, cotangents[0], call.options
     if vjp._zero(upstream):
-        return (Arrays(*(None,) * len(Arrays._fields)),)
+        return (LogitArrays(*(None,) * len(LogitArrays._fields)),)
     inputs, backend = _prepare(arrays, options), MODULES[call.backend]
     norm = xla.normalizer(inputs, options, arrays.normalizer)
     upstream = vjp._once(upstream)
     g = vjp._row_upstream(inputs, options, upstream.reshape(-1) if options.reduction == "none" else upstream * norm)
     made = backend.gradient(inputs, options, backend.logit_rows(inputs, options, sums, g), call.in_place)
-    return (Arrays(made.reshape(arrays.logits.shape), None, None, None, None),)
+    return (LogitArrays(made.reshape(arrays.logits.shape), None, None, None, None),)
 
 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
-# Compiled once for a Call and shapes, also when the caller does not use jax.jit.
+# Compiled once for a LogitsCall and shapes, also when the caller does not use jax.jit.
 _jitted = jax.jit(_loss, static_argnums=0)

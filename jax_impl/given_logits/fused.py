@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.jax_impl import xla
+from logitless.jax_impl.call import Inputs
 from logitless.jax_impl.given_logits.xla import LogitRows, logit_rows
 from logitless.jax_impl.kernels import fused
 from logitless.spec import LossOptions
@@ -31,12 +32,12 @@ def unavailable(device: Any, dtype: str) -> str | None:
     return fused.unbuilt(device)
 
 
-def _row(inputs: xla.Inputs, options: LossOptions) -> Any:
+def _row(inputs: Inputs, options: LossOptions) -> Any:
     logits = inputs.hidden
     return logits_kernels.Row(logits.shape[1], logits.dtype, options.logit_scale, options.softcap)
 
 
-def _arguments(row: Any, inputs: xla.Inputs, smoothed: bool) -> dict[str, Any]:
+def _arguments(row: Any, inputs: Inputs, smoothed: bool) -> dict[str, Any]:
     """What both kernels read; rows shorter than a warpgroup are padded."""
     missing = row.width - row.vocab
     made = {
@@ -48,7 +49,7 @@ def _arguments(row: Any, inputs: xla.Inputs, smoothed: bool) -> dict[str, Any]:
     return made
 
 
-def token_sums(inputs: xla.Inputs, options: LossOptions, statistics: bool, block: int) -> xla.TokenSums:
+def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: int) -> xla.TokenSums:
     """:func:`logits_xla.token_sums`; a program's ``block`` is a row."""
     weighted = options.label_smoothing > 0
     if not inputs.hidden.shape[0]:
@@ -73,7 +74,7 @@ def token_sums(inputs: xla.Inputs, options: LossOptions, statistics: bool, block
     return running.finish(made.get("weighted"))
 
 
-def gradient(inputs: xla.Inputs, options: LossOptions, known: LogitRows, in_place: bool) -> Array:
+def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, in_place: bool) -> Array:
     """:func:`logits_xla.gradient`. In place, XLA copies the logits before where something reads them later."""
     if not inputs.hidden.shape[0]:
         return inputs.hidden

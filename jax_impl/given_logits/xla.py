@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.jax_impl import xla
+from logitless.jax_impl.call import Inputs
 from logitless.spec import LossOptions
 
 
@@ -32,7 +33,7 @@ class LogitRows(NamedTuple):
     smooth: Array | None
 
 
-def logit_rows(inputs: xla.Inputs, options: LossOptions, sums: xla.TokenSums, g: Array) -> LogitRows:
+def logit_rows(inputs: Inputs, options: LossOptions, sums: xla.TokenSums, g: Array) -> LogitRows:
     """The rows of the gradient; g [N] as of :func:`vjp._row_upstream`.
 
     The target's element has 1 − p = −expm1(−nll), the other exponentials' share: p − 1 would cancel as p → 1.
@@ -45,7 +46,7 @@ def logit_rows(inputs: xla.Inputs, options: LossOptions, sums: xla.TokenSums, g:
     return LogitRows(sums.anchor, sums.log_total, g * (beta + rest), target, g * smooth if smooth else None)
 
 
-def token_sums(inputs: xla.Inputs, options: LossOptions, statistics: bool, block: int) -> xla.TokenSums:
+def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: int) -> xla.TokenSums:
     """lse, nll and, if asked for, statistics of every token, ``block`` logits at a time; ``inputs.hidden`` is the
     logits, [N, V]. An ignored token's row counts as zeros."""
     (all_tokens, vocab), k = inputs.hidden.shape, inputs.class_weight
@@ -71,7 +72,7 @@ def token_sums(inputs: xla.Inputs, options: LossOptions, statistics: bool, block
     return xla._for_slices(all_tokens, min(max(1, all_tokens), max(1, block // vocab)), chunk, empty)
 
 
-def gradient(inputs: xla.Inputs, options: LossOptions, known: LogitRows, in_place: bool) -> Array:
+def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, in_place: bool) -> Array:
     """[N, V] in the logits' dtype. Where it lies is for XLA to say, asked ``in_place`` or not."""
     z = xla._capped(inputs.hidden.astype(inputs.accumulation_dtype), options)
     dz = jnp.exp((z - known.anchor[:, None]) - known.log_total[:, None]) * known.factor[:, None]

@@ -27,7 +27,8 @@ from jax import Array, lax
 
 from logitless import spec
 from logitless.jax_impl import xla
-from logitless.jax_impl.xla import Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums, largest_factor
+from logitless.jax_impl.call import Gradients, Inputs, Needs, Statistics
+from logitless.jax_impl.xla import KnownRows, TokenSums, largest_factor
 from logitless.planning import PADDED_HIDDEN, PADDED_VOCAB, ChunkPlan, round_up
 from logitless.spec import LOWEST_ANCHOR, RESCUE_NATS, LossOptions
 

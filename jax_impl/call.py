@@ -1,0 +1,125 @@
+"""The records that a call passes along, one name each. Mirror of torch_impl/call.py.
+
+:class:`Arrays` is what the caller gave, :class:`Call` everything about the call that is not an array, :class:`Inputs`
+the arrays as a backend reads them. :class:`Needs` says which gradients are wanted, :class:`Gradients` holds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.jax_impl.distributed.parallel import WHOLE, Shard
+from logitless.planning import ChunkPlan
+from logitless.spec import LossOptions
+
+Leaf = TypeVar("Leaf")
+
+Statistics = bool | Literal["entropy"]
+"""Which statistics: none, all of them, or the entropy alone."""
+
+
+def accumulation_dtype(dtype: Any) -> Any:
+    """The dtype of sums, losses and statistics: float64 for float64, else float32."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+class Arrays(NamedTuple, Generic[Leaf]):
+    """A call's arrays as the caller gave them, or one thing for each of them: its layout, its gradient."""
+
+    hidden: Leaf  # [..., D]
+    weight: Leaf  # [V, D]
+    bias: Leaf | None  # [V]
+    target: Leaf  # [...]
+    token_weight: Leaf | None = None  # [...]
+    class_weight: Leaf | None = None  # [V]
+    normalizer: Leaf | None = None  # []
+
+
+Given = Arrays[Any]
+"""Arrays as they come: JAX's or NumPy's, or a number as the normalizer."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Everything about a call that is not an array: hashable, so that it is a static argument of jax.jit."""
+
+    options: LossOptions
+    plan: ChunkPlan
+    statistics: bool
+    backend: str
+    """A name that :func:`backend.backend_named` knows."""
+    shard: Shard = WHOLE
+    """This device's slice of the vocabulary."""
+
+
+class Shared(NamedTuple):
+    """What the devices have told each other before the first product: the same on all that share a vocabulary."""
+
+    target_logit: Array  # [N], NaN for an id outside the vocabulary
+    class_weight: Array | None  # [N], the targets'
+    class_weight_sum: Array | None
+
+
+class Inputs(NamedTuple):
+    """A call's arrays, flattened and checked."""
+
+    hidden: Array  # [N, D]
+    weight: Array  # [V, D], hidden's dtype
+    bias: Array | None  # [V]
+    target: Array  # [N] int32, 0 where ignored or outside the vocabulary
+    valid: Array  # [N] bool, False where ignored
+    inside: Array  # [N] bool, False for an id outside the vocabulary: that token's loss becomes NaN
+    token_weight: Array  # [N] accumulation dtype, 0 where ignored
+    class_weight: Array | None  # [V] accumulation dtype
+    shard: Shard = WHOLE  # with an axis, V of the arrays above is that of this device's slice
+    shared: Shared | None = None
+
+    @property
+    def accumulation_dtype(self) -> Any:
+        return accumulation_dtype(self.hidden.dtype)
+
+    @property
+    def vocab(self) -> int:
+        """V, of all devices together."""
+        return self.shard.vocab if self.shard.active else int(self.weight.shape[0])
+
+    def target_class_weight(self) -> Array | float:
+        if self.class_weight is None:
+            return 1.0
+        if self.shared is not None:
+            assert self.shared.class_weight is not None
+            return self.shared.class_weight
+        return self.class_weight[self.target]
+
+    def class_weight_sum(self) -> Array | float:
+        if self.class_weight is None:
+            return float(self.vocab)
+        if self.shared is not None:
+            assert self.shared.class_weight_sum is not None
+            return self.shared.class_weight_sum
+        return self.class_weight.sum()
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted; a product that serves none of them is not run."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Gradients(NamedTuple):
+    """The gradients that were wanted, None in place of the others.
+
+    They may be in the accumulation dtype: the caller makes the last cast.
+    """
+
+    hidden: Array | None
+    weight: Array | None
+    bias: Array | None
