@@ -5,8 +5,8 @@ Mirror of torch_impl/api.py; the names, arguments, defaults and meanings are the
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,16 +15,14 @@ import numpy as np
 from jax import Array
 
 from logitless import spec
+from logitless.jax_impl.backend import BACKENDS, backend_named, chosen_backend, device_of, on_several_devices
 from logitless.jax_impl.call import Arrays, Call, Given, accumulation_dtype
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
-from logitless.jax_impl.kernels import fused
 from logitless.jax_impl.vjp import log_probs_and_entropy, loss_and_stats
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import plan as make_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction, TokenStats
-
-BACKENDS = ("pallas", "xla")
 
 _OPTIONAL = ("bias", "token_weight", "class_weight")
 
@@ -185,7 +183,7 @@ def loss_call(
     one_pass = reduction != "none" and options.separable
     name = _backend(backend, arrays, cut=False)
     chosen = _plan(arrays, shard, plan, memory_budget, one_pass, options.separable, name)
-    return Call(options, chosen, return_stats, name, shard)
+    return _call(options, chosen, return_stats, name, shard)
 
 
 def log_probs_call(
@@ -211,7 +209,19 @@ def log_probs_call(
     name = _backend(backend, arrays, cut=False)
     hold = options.separable and not with_entropy
     chosen = _plan(arrays, shard, plan, memory_budget, False, hold, name)
-    return Call(options, chosen, with_entropy, name, shard)
+    call = _call(options, chosen, with_entropy, name, shard)
+    return dataclasses.replace(call, holds=call.holds and not with_entropy)
+
+
+def _call(options: LossOptions, plan: ChunkPlan, statistics: bool, name: str, shard: Shard) -> Call:
+    """The call, with what its backend can do of its plan."""
+    if not plan.tokens:
+        name = "xla"  # nothing for a kernel to do
+    backend, dtype = backend_named(name), jnp.dtype(plan.dtype)
+    scalar = options.reduction != "none"
+    one_pass = plan.one_pass and options.separable and scalar and backend.one_pass(dtype, options)
+    holds = plan.holds_all and options.separable and not scalar and not shard.active and backend.holds(dtype)
+    return Call(options, plan, statistics, name, shard, one_pass, holds)
 
 
 def _shard(weight: Any, axis_name: Any, vocab: Any, sequence_parallel: bool) -> Shard:
@@ -238,31 +248,9 @@ def _backend(name: str | None, arrays: Given, cut: bool = True) -> str:
     reason = None
     if parallel.tracked():
         reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; sharded_linear_cross_entropy does"
-    elif not cut and any(map(_spread, arrays)):
+    elif not cut and any(map(on_several_devices, arrays)):
         reason = "its kernels run on one device; sharded_linear_cross_entropy runs them on every device's part"
-    return _chosen_backend(name, arrays.hidden, reason, fused.unavailable)
-
-
-def _chosen_backend(
-    name: str | None, array: Any, reason: str | None, unavailable: Callable[[Any, str], str | None]
-) -> str:
-    """:func:`_backend` for kernels that run on ``array`` unless there is a ``reason`` why not or ``unavailable`` says
-    one."""
-    device, dtype = _device(array), str(array.dtype)
-    if reason is None:
-        # What is traced may be compiled for another device than JAX's default one.
-        traced = name == "pallas" and isinstance(array, jax.core.Tracer)
-        reason = unavailable(None if traced else device, dtype)
-    if name == "pallas" and reason is not None:
-        raise spec.unavailable_error(name, reason, usable="xla")
-    if name is None:
-        return "pallas" if device.platform == "gpu" and reason is None else "xla"
-    return name
-
-
-def _spread(array: Any) -> bool:
-    """Whether a concrete array lies on several devices."""
-    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and len(array.devices()) > 1
+    return chosen_backend(name, arrays.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
 
 
 def _info(array: Any) -> ArrayInfo:
@@ -370,15 +358,8 @@ def _plan(
         dtype=name,
         memory_budget=memory_budget,
         one_pass=one_pass,
-        device="cpu" if _device(hidden).platform == "cpu" else "gpu",
+        device="cpu" if device_of(hidden).platform == "cpu" else "gpu",
         fused=backend == "pallas",
         padded=backend == "pallas",
         hold=hold and memory_budget is not None and not shard.active,
     )
-
-
-def _device(array: Any) -> Any:
-    """Where the call will most likely run: an array's own device, else JAX's default."""
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        return next(iter(array.devices()))
-    return jax.devices()[0]

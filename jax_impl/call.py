@@ -56,6 +56,10 @@ class Call:
     """A name that :func:`backend.backend_named` knows."""
     shard: Shard = WHOLE
     """This device's slice of the vocabulary."""
+    one_pass: bool = False
+    """Whether the forward makes the gradients, which then wait for the upstream scalar."""
+    holds: bool = False
+    """Whether the forward holds its exponentials, because the upstream gradient arrives per token."""
 
 
 class Shared(NamedTuple):

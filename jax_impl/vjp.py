@@ -20,33 +20,12 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from logitless.jax_impl import xla
+from logitless.jax_impl.backend import backend_named
 from logitless.jax_impl.call import Arrays, Call, Gradients, Inputs, Needs, Shared, accumulation_dtype
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import WHOLE, Shard
-from logitless.jax_impl.kernels import fused
 from logitless.jax_impl.residuals import packed, unpacked
 from logitless.spec import LossOptions, TokenStats
-
-# Backends are modules with the same functions.
-MODULES: dict[str, Any] = {"xla": xla, "pallas": fused}
-
-
-def one_pass(call: Call) -> bool:
-    """Whether the forward makes the gradients, to be multiplied by an upstream scalar."""
-    possible = call.plan.one_pass and call.options.separable and call.options.reduction != "none"
-    return possible and bool(module(call).one_pass(jnp.dtype(call.plan.dtype), call.options))
-
-
-def holds(call: Call) -> bool:
-    """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
-    if call.shard.active or not module(call).holds(jnp.dtype(call.plan.dtype)):
-        return False
-    return call.plan.holds_all and call.options.separable and call.options.reduction == "none"
-
-
-def module(call: Call) -> Any:
-    return MODULES[call.backend]
-
 
 # Nothing arrived, so no gradient is made.
 NO_COTANGENTS: Arrays[Array | None] = Arrays(None, None, None, None)
@@ -111,7 +90,7 @@ def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> 
         return inputs._replace(shared=shared)
     k, place = inputs.class_weight, shard.place(inputs.target)
     own = Shared(
-        target_logit=module(call).own_target_logits(inputs, options),
+        target_logit=backend_named(call.backend).own_target_logits(inputs, options),
         class_weight=None if k is None else jnp.where(place >= 0, k[jnp.maximum(place, 0)], 0.0),
         class_weight_sum=None if k is None else k.sum(),
     )
@@ -196,7 +175,7 @@ def _loss_output(
 def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[tuple[Array, TokenStats | None], _Known]:
     inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
-    sums = module(call).token_sums(inputs, call.options, call.plan, call.statistics)
+    sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan, call.statistics)
     return _loss_output(call, arrays, inputs, sums, norm), _Known(arrays, sums, inputs.shared)
 
 
@@ -207,12 +186,13 @@ def _loss(call: Call, arrays: Arrays[Array]) -> tuple[Array, TokenStats | None]:
 
 def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[tuple[Array, TokenStats | None], Any]:
     """(loss, statistics), and what :func:`loss_gradients` needs."""
-    if not ((one_pass(call) or holds(call)) and any(needs)):
+    if not ((call.one_pass or call.holds) and any(needs)):
         return _loss_from_sums(call, arrays)
     inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
     g = _row_upstream(inputs, call.options, norm)
-    make = module(call).token_gradients if holds(call) else module(call).loss_gradients
+    backend = backend_named(call.backend)
+    make = backend.token_gradients if call.holds else backend.loss_gradients
     sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics)
     return _loss_output(call, arrays, inputs, sums, norm), held
 
@@ -247,7 +227,7 @@ def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays[
 def loss_gradients(call: Call, kept: Any, needs: Needs, upstream: Array) -> Gradients:
     """Gradients from what :func:`loss_forward` kept; of hidden, this device's share."""
     if not isinstance(kept, _Known):
-        made: Gradients = module(call).finish(kept, call.options, call.plan, needs, upstream)
+        made: Gradients = backend_named(call.backend).finish(kept, call.options, call.plan, needs, upstream)
         return made
     arrays = kept.arrays
     inputs = _inputs(call, arrays, kept.shared)
@@ -255,7 +235,7 @@ def loss_gradients(call: Call, kept: Any, needs: Needs, upstream: Array) -> Grad
     per_token = upstream.reshape(-1) if call.options.reduction == "none" else upstream * norm
     g = _row_upstream(inputs, call.options, per_token)
     known = xla.known_loss_rows(inputs, call.options, kept.sums, g)
-    made = module(call).known_gradients(inputs, call.options, call.plan, known, g, needs)
+    made = backend_named(call.backend).known_gradients(inputs, call.options, call.plan, known, g, needs)
     return made
 
 
@@ -266,7 +246,7 @@ def _logsumexp(call: Call, arrays: Arrays[Array]) -> Array:
     """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest; 0 where it
     does not count."""
     inputs = _inputs(call, arrays)
-    sums = module(call).token_sums(inputs, call.options, call.plan, False)
+    sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan, False)
     return jnp.where(inputs.valid, jnp.stack([sums.anchor, sums.log_total]), 0.0)
 
 
@@ -277,11 +257,13 @@ def _logsumexp(call: Call, arrays: Arrays[Array]) -> Array:
 def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs | None = None) -> tuple[Any, Any]:
     """(log_prob, entropy), and what :func:`log_probs_gradients` needs."""
     inputs, held = _inputs(call, arrays), None
-    if holds(call) and not call.statistics and needs is not None and any(needs):
+    if call.holds and needs is not None and any(needs):
         g = _row_upstream(inputs, call.options, jnp.ones(()))
-        sums, held = module(call).token_gradients(inputs, call.options, call.plan, g, needs, False)
+        sums, held = backend_named(call.backend).token_gradients(inputs, call.options, call.plan, g, needs, False)
     else:
-        sums = module(call).token_sums(inputs, call.options, call.plan, "entropy" if call.statistics else False)
+        sums = backend_named(call.backend).token_sums(
+            inputs, call.options, call.plan, "entropy" if call.statistics else False
+        )
     shape = arrays.target.shape
     log_prob = jnp.where(inputs.valid, -sums.nll, 0.0).reshape(shape)
     entropy = None if sums.entropy is None else jnp.where(inputs.valid, sums.entropy, 0.0).reshape(shape)
@@ -315,7 +297,7 @@ def log_probs_gradients(
     """Gradients from what :func:`log_probs_forward` kept; of hidden, this device's share."""
     if not isinstance(kept, _Known):
         assert g_log_prob is not None  # all of it is there is, and not both are zero
-        finished: Gradients = module(call).finish(kept, call.options, call.plan, needs, -g_log_prob)
+        finished: Gradients = backend_named(call.backend).finish(kept, call.options, call.plan, needs, -g_log_prob)
         return finished
     inputs = _inputs(call, kept.arrays, kept.shared)
 
@@ -325,7 +307,9 @@ def log_probs_gradients(
 
     g2 = None if g_entropy is None else rows(g_entropy)
     known = xla.known_log_prob_rows(call.options, kept.sums, rows(g_log_prob), g2)
-    made: Gradients = module(call).known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
+    made: Gradients = backend_named(call.backend).known_gradients(
+        inputs, call.options, call.plan, known, known.factor, needs
+    )
     return made
 
 

@@ -679,6 +679,11 @@ class _Accumulators:
         return gradients._replace(weight=weight, bias=bias)
 
 
+def unavailable(device: jax.Device | None, dtype: str) -> str | None:
+    """Plain operations run on every device."""
+    return None
+
+
 def one_pass(dtype: Any, options: LossOptions) -> bool:
     """Whether a chunk's matrix can be scaled into ``dtype``'s range before lse is known: float16's is too small for
     what a z-loss, 2 λ lse, may make of it."""
@@ -688,6 +693,13 @@ def one_pass(dtype: Any, options: LossOptions) -> bool:
 def holds(dtype: Any) -> bool:
     """Whether exponentials can wait for an upstream gradient per token: here gradients are made at once, or anew."""
     return False
+
+
+def token_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
+) -> tuple[TokenSums, Gradients]:
+    """Exponentials that wait for upstream gradients per token: not here, see :func:`holds`."""
+    raise NotImplementedError
 
 
 def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from logitless import spec
 from logitless.jax_impl import api, vjp
+from logitless.jax_impl.backend import BACKENDS
 from logitless.jax_impl.call import Arrays, Call, Given, Needs
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import packed, unpacked
@@ -196,7 +197,7 @@ _compiled = jax.jit(_sharded, static_argnums=0)
 def _run(layout: Layout, given: Given, options: dict[str, Any], log_probs: bool) -> Any:
     layout.check(given)
     api._check_targets(given.target, layout.vocab or given.weight.shape[0], options.get("ignore_index", -100))
-    spec.check_backend(options.get("backend"), api.BACKENDS)
+    spec.check_backend(options.get("backend"), BACKENDS)
     api._backend(options.get("backend"), given)  # refused here, where it is known what the arrays lie on
     setup = _Setup(layout, given.weight.shape[0], tuple(sorted(options.items())), log_probs)
     return _compiled(setup, layout.placed(api._arrays(given)))

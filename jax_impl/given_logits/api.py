@@ -17,14 +17,12 @@ from jax import Array
 
 from logitless import spec
 from logitless.jax_impl import api, vjp, xla
+from logitless.jax_impl.backend import BACKENDS, chosen_backend, device_of, on_several_devices
 from logitless.jax_impl.call import Arrays, Inputs
 from logitless.jax_impl.distributed import parallel
-from logitless.jax_impl.given_logits import fused as logits_fused
-from logitless.jax_impl.given_logits import xla as logits_xla
+from logitless.jax_impl.given_logits.backend import backend_named
+from logitless.jax_impl.given_logits.xla import logit_rows
 from logitless.spec import LossOptions, Reduction, TokenStats
-
-# Backends are modules with the same functions.
-MODULES: dict[str, Any] = {"xla": logits_xla, "pallas": logits_fused}
 
 # Logits that a CPU sums at a time: there XLA stores what it sums. A GPU sums what it reads, and takes all of them.
 CPU_BLOCK = 2**20
@@ -39,7 +37,7 @@ class LogitsCall:
     block: int
     """Logits that are summed at a time."""
     backend: str
-    """A key of MODULES."""
+    """A name that :func:`backend.backend_named` knows."""
     in_place: bool
 
 
@@ -104,7 +102,7 @@ def cross_entropy(
     that cannot run.
     """
     spec.check_flags(inplace_backward=inplace_backward, return_stats=return_stats)
-    spec.check_backend(backend, api.BACKENDS)
+    spec.check_backend(backend, BACKENDS)
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature)
     given = {"logits": logits, "target": target, "token_weight": token_weight, "class_weight": class_weight}
     api._check_types(given, ("token_weight", "class_weight"))
@@ -112,20 +110,20 @@ def cross_entropy(
     api._check_normalizer(normalizer, reduction)
     api._check_targets(target, logits.shape[-1], ignore_index)
     arrays = LogitArrays(logits, target, token_weight, class_weight, normalizer)
-    block = CPU_BLOCK if api._device(logits).platform == "cpu" else max(1, logits.size)
+    block = CPU_BLOCK if device_of(logits).platform == "cpu" else max(1, logits.size)
     call = LogitsCall(options, return_stats, block, _backend(backend, arrays), inplace_backward)
     loss, stats = _jitted(call, LogitArrays(*(None if a is None else api._array(a, logits.dtype) for a in arrays)))
     return (loss, stats) if return_stats else loss
 
 
 def _backend(name: str | None, arrays: LogitArrays) -> str:
-    """:func:`api._backend` for these kernels."""
+    """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
     reason = None
     if parallel.tracked():
         reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; with check_vma=False they run"
-    elif any(map(api._spread, arrays)):
+    elif any(map(on_several_devices, arrays)):
         reason = "its kernels run on one device; inside of jax.shard_map(check_vma=False) on every device's part"
-    return api._chosen_backend(name, arrays.logits, reason, logits_fused.unavailable)
+    return chosen_backend(name, arrays.logits, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,7 +147,7 @@ def _loss(call: LogitsCall, arrays: LogitArrays) -> tuple[Array, TokenStats | No
 def _loss_and_sums(call: LogitsCall, arrays: LogitArrays) -> tuple[tuple[Array, TokenStats | None], xla.TokenSums]:
     options, shape = call.options, arrays.target.shape
     inputs = _prepare(arrays, options)
-    sums = MODULES[call.backend].token_sums(inputs, options, call.statistics, call.block)
+    sums = backend_named(call.backend).token_sums(inputs, options, call.statistics, call.block)
     losses = xla.losses(inputs, options, sums)
     if options.reduction == "none":
         loss = losses.reshape(shape)
@@ -176,11 +174,11 @@ def _loss_backward(
     (arrays, sums), upstream, options = residuals, cotangents[0], call.options
     if vjp._zero(upstream):
         return (LogitArrays(*(None,) * len(LogitArrays._fields)),)
-    inputs, backend = _prepare(arrays, options), MODULES[call.backend]
+    inputs, backend = _prepare(arrays, options), backend_named(call.backend)
     norm = xla.normalizer(inputs, options, arrays.normalizer)
     upstream = vjp._once(upstream)
     g = vjp._row_upstream(inputs, options, upstream.reshape(-1) if options.reduction == "none" else upstream * norm)
-    made = backend.gradient(inputs, options, backend.logit_rows(inputs, options, sums, g), call.in_place)
+    made = backend.gradient(inputs, options, logit_rows(inputs, options, sums, g), call.in_place)
     return (LogitArrays(made.reshape(arrays.logits.shape), None, None, None, None),)
 
 

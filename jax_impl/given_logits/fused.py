@@ -11,15 +11,13 @@ from jax import Array
 
 from logitless.jax_impl import xla
 from logitless.jax_impl.call import Inputs
-from logitless.jax_impl.given_logits.xla import LogitRows, logit_rows
+from logitless.jax_impl.given_logits.xla import LogitRows
 from logitless.jax_impl.kernels import fused
 from logitless.spec import LossOptions
 
 with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called
     from logitless.jax_impl.given_logits import kernels as logits_kernels
     from logitless.jax_impl.kernels import pallas as kernels
-
-__all__ = ["gradient", "logit_rows", "token_sums", "unavailable"]
 
 DTYPES = ("bfloat16", "float16", "float32")
 

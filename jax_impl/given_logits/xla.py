@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -44,6 +45,11 @@ def logit_rows(inputs: Inputs, options: LossOptions, sums: xla.TokenSums, g: Arr
     p, q = jnp.exp(-sums.nll), -jnp.expm1(-sums.nll)
     target = xla._sloped(g * (rest * p - beta * q - smooth * k_y), sums.target_logit, options)
     return LogitRows(sums.anchor, sums.log_total, g * (beta + rest), target, g * smooth if smooth else None)
+
+
+def unavailable(device: jax.Device | None, dtype: str) -> str | None:
+    """Plain operations run on every device."""
+    return None
 
 
 def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: int) -> xla.TokenSums:
