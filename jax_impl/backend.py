@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless import spec
-from logitless.jax_impl.call import Gradients, Inputs, Needs, Statistics
-from logitless.jax_impl.xla import KnownRows, TokenSums
+from logitless.jax_impl.call import Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions
 

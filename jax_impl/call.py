@@ -1,7 +1,8 @@
 """The records that a call passes along, one name each. Mirror of torch_impl/call.py.
 
 :class:`Arrays` is what the caller gave, :class:`Call` everything about the call that is not an array, :class:`Inputs`
-the arrays as a backend reads them. :class:`Needs` says which gradients are wanted, :class:`Gradients` holds them.
+the arrays as a backend reads them. :class:`Needs` says which gradients are wanted, :class:`Gradients` holds them, and
+:class:`TokenSums` holds what the forward knows of every token, :class:`KnownRows` what the backward makes of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless import numerics
 from logitless.jax_impl.distributed.parallel import WHOLE, Shard
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions
@@ -21,6 +23,13 @@ Leaf = TypeVar("Leaf")
 
 Statistics = bool | Literal["entropy"]
 """Which statistics: none, all of them, or the entropy alone."""
+
+
+XP: numerics.Namespace[Array] = jnp
+"""The array namespace of :mod:`logitless.numerics`."""
+
+TokenSums = numerics.TokenSums[Array]
+KnownRows = numerics.KnownRows[Array]
 
 
 def accumulation_dtype(dtype: Any) -> Any:
@@ -89,6 +98,15 @@ class Inputs(NamedTuple):
         return accumulation_dtype(self.hidden.dtype)
 
     @property
+    def ids(self) -> Array:
+        """[N] the target: ids are those of the whole vocabulary on every device."""
+        return self.target
+
+    def wide(self, values: Array) -> Array:
+        """``values`` in the accumulation dtype."""
+        return values.astype(self.accumulation_dtype)
+
+    @property
     def vocab(self) -> int:
         """V, of all devices together."""
         return self.shard.vocab if self.shard.active else int(self.weight.shape[0])
@@ -108,6 +126,12 @@ class Inputs(NamedTuple):
             assert self.shared.class_weight_sum is not None
             return self.shared.class_weight_sum
         return self.class_weight.sum()
+
+    def largest_class_weight(self) -> Array | float | None:
+        """max |k_j|; None where the products' dtype can hold what is not scaled by it."""
+        if self.hidden.dtype != jnp.float16:
+            return None
+        return 1.0 if self.class_weight is None else self.shard.largest(jnp.abs(self.class_weight).max())
 
 
 class Needs(NamedTuple):

@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless import numerics
 from logitless.jax_impl import vjp, xla
+from logitless.jax_impl.call import XP, Gradients, Inputs, Needs
 from logitless.jax_impl.call import Arrays as CallArrays
-from logitless.jax_impl.call import Gradients, Inputs, Needs
 from logitless.jax_impl.residuals import packed, unpacked
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
@@ -154,9 +155,9 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
     """
     (student, teacher), tile = _sides(call, arrays), call.tile
     inputs, dtype, (vocab, size) = student.inputs, mean.dtype, arrays.weight.shape
-    factor = vjp._row_upstream(inputs, call.options, upstream)
+    factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
-    unit = xla.largest_factor(factor)
+    unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
 
     def block(carry: Any, start: Any, columns: int) -> Gradients:

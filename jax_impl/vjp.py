@@ -19,13 +19,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
+from logitless import numerics
 from logitless.jax_impl import xla
 from logitless.jax_impl.backend import backend_named
-from logitless.jax_impl.call import Arrays, Call, Gradients, Inputs, Needs, Shared, accumulation_dtype
+from logitless.jax_impl.call import XP, Arrays, Call, Gradients, Inputs, Needs, Shared, TokenSums, accumulation_dtype
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import WHOLE, Shard
 from logitless.jax_impl.residuals import packed, unpacked
-from logitless.spec import LossOptions, TokenStats
+from logitless.spec import TokenStats
 
 # Nothing arrived, so no gradient is made.
 NO_COTANGENTS: Arrays[Array | None] = Arrays(None, None, None, None)
@@ -35,7 +36,7 @@ class _Known(NamedTuple):
     """Residuals unless the gradients are made in the forward: what the backward makes them from."""
 
     arrays: Arrays[Array]
-    sums: xla.TokenSums
+    sums: TokenSums
     shared: Shared | None
 
 
@@ -98,12 +99,6 @@ def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> 
     return inputs._replace(shared=made._replace(target_logit=jnp.where(inputs.inside, made.target_logit, jnp.nan)))
 
 
-def _row_upstream(inputs: Inputs, options: LossOptions, upstream: Array) -> Array:
-    """g_i: upstream (per token or one for all) times token weight and logit_scale; exactly 0 for an ignored token."""
-    rows = upstream.astype(inputs.accumulation_dtype) * inputs.token_weight * options.logit_scale
-    return jnp.where(inputs.valid, rows, 0.0)
-
-
 def _perturbed(leaf: Any) -> bool:
     return leaf is not None and leaf.perturbed
 
@@ -162,14 +157,14 @@ def _refuse_twice(_: Any, __: Any) -> Any:
 
 
 def _loss_output(
-    call: Call, arrays: Arrays[Array], inputs: Inputs, sums: xla.TokenSums, norm: Array
+    call: Call, arrays: Arrays[Array], inputs: Inputs, sums: TokenSums, norm: Array
 ) -> tuple[Array, TokenStats | None]:
     shape = arrays.target.shape
-    losses = xla.losses(inputs, call.options, sums)
+    losses = numerics.losses(XP, inputs, call.options, sums)
     loss = losses.reshape(shape) if call.options.reduction == "none" else losses.sum() * norm
     if not call.statistics:
         return loss, None
-    return loss, TokenStats(*(values.reshape(shape) for values in xla.token_stats(inputs, sums)))
+    return loss, TokenStats(*(values.reshape(shape) for values in numerics.token_stats(XP, inputs, sums)))
 
 
 def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[tuple[Array, TokenStats | None], _Known]:
@@ -190,7 +185,7 @@ def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[tuple
         return _loss_from_sums(call, arrays)
     inputs = _inputs(call, arrays)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
-    g = _row_upstream(inputs, call.options, norm)
+    g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(norm))
     backend = backend_named(call.backend)
     make = backend.token_gradients if call.holds else backend.loss_gradients
     sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics)
@@ -233,8 +228,8 @@ def loss_gradients(call: Call, kept: Any, needs: Needs, upstream: Array) -> Grad
     inputs = _inputs(call, arrays, kept.shared)
     norm = xla.normalizer(inputs, call.options, arrays.normalizer)
     per_token = upstream.reshape(-1) if call.options.reduction == "none" else upstream * norm
-    g = _row_upstream(inputs, call.options, per_token)
-    known = xla.known_loss_rows(inputs, call.options, kept.sums, g)
+    g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(per_token))
+    known = numerics.known_loss_rows(XP, inputs, call.options, kept.sums, g)
     made = backend_named(call.backend).known_gradients(inputs, call.options, call.plan, known, g, needs)
     return made
 
@@ -258,7 +253,7 @@ def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs | None = N
     """(log_prob, entropy), and what :func:`log_probs_gradients` needs."""
     inputs, held = _inputs(call, arrays), None
     if call.holds and needs is not None and any(needs):
-        g = _row_upstream(inputs, call.options, jnp.ones(()))
+        g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(jnp.ones(())))
         sums, held = backend_named(call.backend).token_gradients(inputs, call.options, call.plan, g, needs, False)
     else:
         sums = backend_named(call.backend).token_sums(
@@ -303,10 +298,10 @@ def log_probs_gradients(
 
     def rows(cotangent: Array | None) -> Array:
         flat = jnp.zeros(inputs.target.shape) if cotangent is None else cotangent.reshape(-1)
-        return _row_upstream(inputs, call.options, flat)
+        return numerics.row_upstream(XP, inputs, call.options, inputs.wide(flat))
 
     g2 = None if g_entropy is None else rows(g_entropy)
-    known = xla.known_log_prob_rows(call.options, kept.sums, rows(g_log_prob), g2)
+    known = numerics.known_log_prob_rows(XP, call.options, kept.sums, rows(g_log_prob), g2)
     made: Gradients = backend_named(call.backend).known_gradients(
         inputs, call.options, call.plan, known, known.factor, needs
     )

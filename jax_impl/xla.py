@@ -18,73 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.jax_impl.call import Gradients, Inputs, Needs, Statistics
+from logitless import numerics
+from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import Shard
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
-from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, NO_ROW, RESCUE_NATS, LossOptions, TokenStats
+from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
 
 Carry = TypeVar("Carry")
-
-
-class TokenSums(NamedTuple):
-    """Per token, [N] each: what the forward knows. The last four are None unless such statistics were asked for.
-
-    lse = anchor + log_total is kept in two parts: where logits are large, their sum would lose what the gradient needs.
-    """
-
-    target_logit: Array
-    anchor: Array  # the target's logit; a rescued row's maximum
-    log_total: Array  # log Σ_j exp(z_ij − anchor_i)
-    weighted_logits: Array | None  # Σ_j k_j z_ij, for label smoothing
-    entropy: Array | None
-    argmax: Array | None
-    max_logit: Array | None
-    min_logit: Array | None
-
-    @property
-    def lse(self) -> Array:
-        return self.anchor + self.log_total
-
-    @property
-    def nll(self) -> Array:
-        return (self.anchor - self.target_logit) + self.log_total
-
-
-class KnownRows(NamedTuple):
-    """dz_ij = factor_i · slope_ij · [p_ij (alpha_i + gamma_i log p_ij) − sigma_i k_j], with ``target`` at j = y_i.
-
-    log p_ij = (z_ij − anchor_i) − log_total_i. alpha None means 1 (it is in the factor), gamma and sigma None mean 0.
-    """
-
-    anchor: Array
-    log_total: Array
-    factor: Array
-    target: Array
-    alpha: Array | None = None
-    gamma: Array | None = None
-    sigma: Array | None = None
-
-    def of(self, valid: Array) -> KnownRows:
-        """The rows of tokens that count: the others' are 0 whatever their logits are, −inf in every class too."""
-        rest = self._replace(anchor=None)  # type: ignore[arg-type]
-        made: KnownRows = jax.tree.map(lambda values: jnp.where(valid, values, 0.0), rest)
-        return made._replace(anchor=jnp.where(valid, self.anchor, NO_ROW))
-
-    @property
-    def unit(self) -> Array:
-        """What is taken out of the matrix before it is rounded."""
-        return largest_factor(jnp.maximum(jnp.abs(self.factor), jnp.abs(self.factor * self.target)))
-
-
-def largest_factor(values: Array) -> Array:
-    """max |value|, taken out of what is rounded and put back in float32; 1 where all are 0 or there is none.
-
-    Of the finite values: one token's inf or NaN must not reach the others' rows.
-    """
-    sizes = jnp.abs(values)
-    largest = jnp.where(sizes < jnp.inf, sizes, 0.0).max(initial=0.0)
-    return jnp.where(largest > 0, largest, 1.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -348,14 +289,7 @@ class _RunningSums(NamedTuple):
         return jnp.exp(self.target_logit - self.anchor)
 
     def finish(self, weighted_logits: Array | None) -> TokenSums:
-        """log1p(s) keeps full relative accuracy for a confident token; a rescued row is far from being one."""
-        gap = self.anchor - self.target_logit
-        total = self.s + self.e_target()
-        log_total = jnp.where(gap == 0, jnp.log1p(self.s), jnp.log(total))
-        entropy = None
-        if self.gap_sum is not None:
-            target_gap = jnp.maximum(-gap, LOWEST_GAP)
-            entropy = log_total - (self.gap_sum + self.e_target() * target_gap) / total
+        log_total, entropy = numerics.finish_sums(XP, self.target_logit, self.anchor, self.s, self.gap_sum)
         statistics = self.argmax is not None
         return TokenSums(
             target_logit=self.target_logit,
@@ -423,58 +357,11 @@ def normalizer(inputs: Inputs, options: LossOptions, given: Array | None) -> Arr
         return one
     if given is not None:
         return one / given.astype(one.dtype)
-    # An ignored token stands for id 0, whose weight may be no number.
-    counts = jnp.where(inputs.valid, inputs.token_weight * inputs.target_class_weight(), 0.0)
+    counts = numerics.counts(XP, inputs)
     if not inputs.shard.batch_axes:
         return jnp.where((counts != 0).any(), one / counts.sum(), 0.0)
     total, number = inputs.shard.batch_total((counts.sum(), (counts != 0).sum()))
     return jnp.where(number > 0, one / total, 0.0)
-
-
-def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Array:
-    """ℓ_i of every token, [N]; exactly 0 where ignored."""
-    loss = (1.0 - options.label_smoothing) * inputs.target_class_weight() * sums.nll
-    if options.label_smoothing:
-        assert sums.weighted_logits is not None
-        gap = inputs.class_weight_sum() * sums.lse - sums.weighted_logits
-        loss = loss + options.label_smoothing / inputs.vocab * gap
-    if options.z_loss:
-        loss = loss + options.z_loss * jnp.square(sums.lse)
-    return jnp.where(inputs.valid, loss * inputs.token_weight, 0.0)
-
-
-def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
-    """Public statistics, [N] each, with the values of an ignored token filled in."""
-
-    def known(values: Array | None, ignored: float = 0.0) -> Array:
-        assert values is not None
-        return jnp.where(inputs.valid, values, jnp.asarray(ignored, values.dtype))
-
-    return TokenStats(
-        nll=known(sums.nll),
-        lse=known(sums.lse),
-        target_logit=known(sums.target_logit),
-        entropy=known(sums.entropy),
-        argmax=known(sums.argmax, -1),
-        correct=(sums.argmax == inputs.target) & inputs.valid & inputs.inside,
-        max_logit=known(sums.max_logit),
-        min_logit=known(sums.min_logit),
-    )
-
-
-def smooth_share(inputs: Inputs, options: LossOptions) -> Array | float:
-    """(ε/V) Σ_j k_j; without smoothing 0, whatever the weights of classes that no token has."""
-    if not options.label_smoothing:
-        return 0.0
-    return options.label_smoothing / inputs.vocab * inputs.class_weight_sum()
-
-
-def _alpha_beta(inputs: Inputs, options: LossOptions, lse: Array, k: Array | float) -> tuple[Array, Array]:
-    """α_i and β_i without t_i: dz_ij = g t (α p_ij − β δ_{j y}), smoothing's constant apart. k: of the targets."""
-    beta = (1.0 - options.label_smoothing) * k * jnp.ones_like(lse)
-    alpha = beta + smooth_share(inputs, options) + 2.0 * options.z_loss * lse
-    floor = ALPHA_FLOOR * jnp.abs(beta)
-    return jnp.where(jnp.abs(alpha) < floor, jnp.copysign(floor, alpha), alpha), beta
 
 
 def _class_weights_of(inputs: Inputs, first: Any, target: Array) -> Array | float:
@@ -484,50 +371,6 @@ def _class_weights_of(inputs: Inputs, first: Any, target: Array) -> Array | floa
     if inputs.shared is not None and inputs.shared.class_weight is not None:
         return _take(inputs.shared.class_weight, first, target.shape[0])
     return inputs.class_weight[target]
-
-
-def _target_over_alpha(alpha: Array, beta: Array, e_target: Array, s: Array) -> Array:
-    """T_i = ((α − β) e_y − β s) / α, without the cancellation of p − 1; 0 where α = β = 0."""
-    divisor = jnp.where(alpha == 0, 1.0, alpha)
-    return ((alpha - beta) * e_target - beta * s) / divisor
-
-
-def _sloped(target: Array, target_logit: Array, options: LossOptions) -> Array:
-    """The target's element times its softcap slope: the slope multiplies what is stored."""
-    return target if options.softcap is None else target * _slope(target_logit, options)
-
-
-def known_loss_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Array) -> KnownRows:
-    """The rows of the loss's gradient when lse is known: the anchor is lse, so the exponentials are probabilities."""
-    alpha, beta = _alpha_beta(inputs, options, sums.lse, inputs.target_class_weight())
-    p, q = jnp.exp(-sums.nll), -jnp.expm1(-sums.nll)
-    if options.separable:
-        target = _target_over_alpha(alpha, beta, p, q)
-        return KnownRows(sums.anchor, sums.log_total, g * alpha, _sloped(target, sums.target_logit, options))
-    smooth = options.label_smoothing / inputs.vocab
-    target = (alpha - beta) * p - beta * q - smooth * inputs.target_class_weight()
-    target = _sloped(target, sums.target_logit, options)
-    # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
-    k = inputs.class_weight
-    largest = 1.0 if k is None else inputs.shard.largest(jnp.abs(k).max())
-    scale = jnp.abs(alpha) + jnp.abs(beta) + smooth * largest
-    scale = jnp.where((scale == 0) | (inputs.hidden.dtype != jnp.float16), 1.0, scale)
-    return KnownRows(sums.anchor, sums.log_total, g * scale, target / scale, alpha=alpha / scale, sigma=smooth / scale)
-
-
-def known_log_prob_rows(options: LossOptions, sums: TokenSums, g_log_prob: Array, g_entropy: Array | None) -> KnownRows:
-    """The rows of g₁ log p_y + g₂ H: dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H)."""
-    nll = jnp.minimum(sums.nll, -LOWEST_GAP)  # p log p is 0 where p is 0
-    p, q = jnp.exp(-nll), -jnp.expm1(-nll)
-    if g_entropy is None:
-        return KnownRows(sums.anchor, sums.log_total, -g_log_prob, _sloped(-q, sums.target_logit, options))
-    assert sums.entropy is not None
-    # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
-    scale = jnp.abs(g_log_prob) + jnp.abs(g_entropy)
-    safe = jnp.where(scale == 0, 1.0, scale)
-    g1, g2 = g_log_prob / safe, g_entropy / safe
-    target = _sloped(-g2 * p * (sums.entropy - nll) + g1 * q, sums.target_logit, options)
-    return KnownRows(sums.anchor, sums.log_total, scale, target, alpha=-g1 - g2 * sums.entropy, gamma=-g2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -562,15 +405,6 @@ class _Smoothing(NamedTuple):
     def weighted_logits(self, x: Array, options: LossOptions) -> Array:
         """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
         return (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
-
-
-def _loss_unit(inputs: Inputs, options: LossOptions, g: Array) -> Array:
-    """The largest factor of a loss's rows, as far as it is known before lse: g times the class weights."""
-    if inputs.class_weight is None:
-        return largest_factor(g)
-    size = (1.0 - options.label_smoothing) * jnp.abs(inputs.target_class_weight())
-    size = size + jnp.abs(smooth_share(inputs, options))
-    return largest_factor(g * jnp.where(size > 0, size, 1.0))
 
 
 class _Accumulators:
@@ -718,7 +552,7 @@ def loss_gradients(
     dtype, shard = inputs.accumulation_dtype, inputs.shard
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
-    unit = _loss_unit(inputs, options, g)
+    unit = numerics.loss_unit(XP, inputs, options, g)
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, unit)
 
     def chunk(carry: Any, first: Any, tokens: int) -> Any:
@@ -748,10 +582,11 @@ def loss_gradients(
         running, weighted = running.total(shard, weighted)
         part = running.finish(weighted)
 
-        alpha, beta = _alpha_beta(inputs, options, part.lse, _class_weights_of(inputs, first, target))
-        element = _target_over_alpha(alpha, beta, running.e_target(), running.s)
+        k = _class_weights_of(inputs, first, target)
+        alpha, beta = numerics.alpha_beta(XP, inputs, options, part.lse, k)
+        element = numerics.target_over_alpha(XP, alpha, beta, running.e_target(), running.s)
         valid = _take(inputs.valid, first, tokens)
-        element = jnp.where(valid, _sloped(element, part.target_logit, options), 0.0)
+        element = jnp.where(valid, numerics.sloped(XP, element, part.target_logit, options), 0.0)
 
         def matrix(start: Any, size: int) -> Array:
             return jnp.where(_is_target(target, start, size), element[:, None], _take_block(e, tokens, start, size))
@@ -804,8 +639,8 @@ def known_gradients(
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # Devices' shares of dX are rounded after they are summed.
     hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
-    known = known.of(inputs.valid)
-    unit = known.unit if inputs.hidden.dtype == jnp.float16 else largest_factor(g)
+    known = known.of(XP, inputs.valid)
+    unit = known.unit(XP) if inputs.hidden.dtype == jnp.float16 else numerics.largest_factor(XP, g)
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, unit)
 
     def chunk(state: Any, first: Any, tokens: int) -> Any:

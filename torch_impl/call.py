@@ -2,22 +2,29 @@
 
 :class:`Arrays` is what the caller gave, :class:`Call` everything about the call that is not an array, :class:`Inputs`
 the arrays as a backend reads them. :class:`Needs` says which gradients are wanted, :class:`Gradients` holds them, and
-:class:`TokenSums` holds what the forward knows of every token.
+:class:`TokenSums` holds what the forward knows of every token, :class:`KnownRows` what the backward makes of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from logitless import numerics
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, TokenStats
 from logitless.torch_impl.deferred import DeferredWeightGrad
 from logitless.torch_impl.distributed.parallel import Shard
+
+XP = cast("numerics.Namespace[Tensor]", torch)
+"""The array namespace of :mod:`logitless.numerics`. mypy cannot match a module of overloads with a Protocol."""
+
+TokenSums = numerics.TokenSums[Tensor]
+KnownRows = numerics.KnownRows[Tensor]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -107,6 +114,10 @@ class Inputs:
         """What products read: a CPU has no product from low precision into float32, so it reads float32."""
         return self.hidden.dtype if self.hidden.is_cuda else self.accumulation_dtype
 
+    def wide(self, values: Tensor) -> Tensor:
+        """``values`` in the accumulation dtype."""
+        return values.to(self.accumulation_dtype)
+
     @property
     def vocab(self) -> int:
         """V, of all ranks together."""
@@ -128,6 +139,10 @@ class Inputs:
         if self.class_weight is None:
             return float(self.vocab)
         return self.class_weight.sum() if self.shared_classes is None else self.shared_classes[-1]
+
+    def largest_class_weight(self) -> Tensor | float:
+        """max |k_j|."""
+        return 1.0 if self.class_weight is None else self.shard.max(self.class_weight.abs().amax().reshape(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,28 +188,3 @@ class Gradients:
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
         """The gradients of these names, which are all wanted."""
         return [getattr(self, name).contiguous() for name in names]
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenSums:
-    """Per token, [N] each: what the forward knows. The last four are None unless statistics were asked for.
-
-    lse = anchor + log_total is kept in two parts: where logits are large, their sum would lose what the gradient needs.
-    """
-
-    target_logit: Tensor
-    anchor: Tensor  # the target's logit; a rescued row's maximum
-    log_total: Tensor  # log Σ_j exp(z_ij − anchor_i)
-    weighted_logits: Tensor | None = None  # Σ_j k_j z_ij, for label smoothing
-    entropy: Tensor | None = None
-    argmax: Tensor | None = None
-    max_logit: Tensor | None = None
-    min_logit: Tensor | None = None
-
-    @property
-    def lse(self) -> Tensor:
-        return self.anchor + self.log_total
-
-    @property
-    def nll(self) -> Tensor:
-        return (self.anchor - self.target_logit) + self.log_total

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless import numerics
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
-from logitless.torch_impl.call import Arrays, Inputs
+from logitless.torch_impl.call import XP, Arrays, Inputs
 from logitless.torch_impl.once import differentiable_once, reverse_only
 
 
@@ -171,9 +172,9 @@ def _gradients(
     """
     student, teacher = _sides(arrays, call)
     inputs, (vocab, size) = student.inputs, student.inputs.weight.shape
-    factor = eager.row_upstream(inputs, call.options, upstream)
+    factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
-    unit = eager.largest_factor(factor)
+    unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
     dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=mean.dtype) if needs[0] else None
     dw = inputs.weight.new_empty((vocab, size), dtype=arrays[1].dtype) if needs[1] else None

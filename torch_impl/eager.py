@@ -18,40 +18,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from logitless import numerics
 from logitless.planning import ANCHOR_ROWS, ChunkPlan
-from logitless.spec import ALPHA_FLOOR, LOWEST_ANCHOR, LOWEST_GAP, NO_ROW, RESCUE_NATS, LossOptions, TokenStats
-from logitless.torch_impl.call import Arrays, Call, Gradients, Inputs, Needs, TokenSums, accumulation_dtype
+from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
+from logitless.torch_impl.call import (
+    XP,
+    Arrays,
+    Call,
+    Gradients,
+    Inputs,
+    KnownRows,
+    Needs,
+    TokenSums,
+    accumulation_dtype,
+)
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
 
 Result = TypeVar("Result")
-
-
-@dataclasses.dataclass(frozen=True)
-class KnownRows:
-    """dz_ij = factor_i · slope_ij · [p_ij (alpha_i + gamma_i log p_ij) − sigma_i k_j], with ``target`` at j = y_i.
-
-    log p_ij = (z_ij − anchor_i) − log_total_i. alpha None means 1 (it is in the factor), gamma and sigma None mean 0.
-    """
-
-    anchor: Tensor
-    log_total: Tensor
-    factor: Tensor
-    target: Tensor
-    alpha: Tensor | None = None
-    gamma: Tensor | None = None
-    sigma: Tensor | None = None
-
-    def of(self, valid: Tensor) -> KnownRows:
-        """The rows of tokens that count: the others' are 0 whatever their logits are, −inf in every class too."""
-        rest: Any = {name: v for name, v in vars(self).items() if name != "anchor" and v is not None}
-        rest = {name: torch.where(valid, v, 0.0) for name, v in rest.items()}
-        return KnownRows(anchor=torch.where(valid, self.anchor, NO_ROW), **rest)
-
-    @property
-    def unit(self) -> Tensor:
-        """What is taken out of the matrix before it is rounded."""
-        return largest_factor(torch.maximum(self.factor.abs(), (self.factor * self.target).abs()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,21 +178,15 @@ class _RunningSums:
         return None if lines.logit_sum is None else lines.logit_sum.sum(dim=0)
 
     def finish(self, weighted_logits: Tensor | None) -> TokenSums:
-        """log1p(s) keeps full relative accuracy for a confident token; a rescued row is far from being one."""
-        gap = self.anchor - self.target_logit
-        total = self.s + self.e_target()
-        log_total = torch.where(gap == 0, torch.log1p(self.s), torch.log(total))
-        entropy = None
-        if self.statistics:
-            target_gap = (-gap).clamp(min=LOWEST_GAP)
-            entropy = log_total - (self.gap_sum + self.e_target() * target_gap) / total
+        gap_sum = self.gap_sum if self.statistics else None
+        log_total, entropy = numerics.finish_sums(XP, self.target_logit, self.anchor, self.s, gap_sum)
         return TokenSums(
             target_logit=self.target_logit,
             anchor=self.anchor,
             log_total=log_total,
             weighted_logits=weighted_logits,
             entropy=entropy,
-            argmax=self.argmax if self.statistics else None,
+            argmax=self.argmax.to(torch.int32) if self.statistics else None,
             max_logit=self.highest if self.statistics else None,
             min_logit=self.lowest if self.statistics else None,
         )
@@ -216,10 +194,11 @@ class _RunningSums:
 
 def _concatenate(parts: list[TokenSums], empty: Tensor) -> TokenSums:
     if not parts:
-        return TokenSums(*(empty.clone() for _ in dataclasses.fields(TokenSums)))
-    columns: Any = ([getattr(part, field.name) for part in parts] for field in dataclasses.fields(TokenSums))
-    joined: Any = (None if column[0] is None else torch.cat(column) for column in columns)
-    return TokenSums(*joined)
+        nothing = TokenSums(*(empty.clone() for _ in TokenSums._fields))
+        return nothing._replace(argmax=empty.to(torch.int32))
+    columns: Any = {name: [getattr(part, name) for part in parts] for name in TokenSums._fields}
+    joined: Any = {name: None if column[0] is None else torch.cat(column) for name, column in columns.items()}
+    return TokenSums(**joined)
 
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
@@ -290,12 +269,6 @@ def shared_classes(shard: Shard, class_weight: Tensor | None, target: Tensor) ->
     return shard.sum(torch.cat([own, class_weight.sum().reshape(1)]))
 
 
-def row_upstream(inputs: Inputs, options: LossOptions, upstream: Tensor) -> Tensor:
-    """g_i: upstream (per token or one for all) times token weight and logit_scale; exactly 0 for an ignored token."""
-    rows = upstream.to(inputs.accumulation_dtype) * inputs.token_weight * options.logit_scale
-    return rows.masked_fill(~inputs.valid, 0.0)
-
-
 def normalizer(inputs: Inputs, options: LossOptions, given: Tensor | float | None) -> Tensor:
     """What the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 0 where no token counts."""
     one = torch.ones((), dtype=inputs.accumulation_dtype, device=inputs.hidden.device)
@@ -303,110 +276,18 @@ def normalizer(inputs: Inputs, options: LossOptions, given: Tensor | float | Non
         return one
     if given is not None:
         return one / given
-    # An ignored token stands for id 0, whose weight may be no number.
-    counts = torch.where(inputs.valid, inputs.token_weight * inputs.target_class_weight(), 0.0)
+    counts = numerics.counts(XP, inputs)
     return torch.where((counts != 0).any(), one / counts.sum(), 0.0)
 
 
 def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Tensor:
     """ℓ_i of every token, [N]; exactly 0 where ignored."""
-    loss = (1.0 - options.label_smoothing) * inputs.target_class_weight() * sums.nll
-    if options.label_smoothing:
-        assert sums.weighted_logits is not None
-        gap = inputs.class_weight_sum() * sums.lse - sums.weighted_logits
-        loss = loss + options.label_smoothing / inputs.vocab * gap
-    if options.z_loss:
-        loss = loss + options.z_loss * sums.lse.square()
-    return (loss * inputs.token_weight).masked_fill_(~inputs.valid, 0.0)
+    return numerics.losses(XP, inputs, options, sums)
 
 
 def total_loss(inputs: Inputs, options: LossOptions, sums: TokenSums, norm: Tensor) -> Tensor:
     """Σ ℓ_i times norm."""
     return losses(inputs, options, sums).sum() * norm
-
-
-def token_stats(inputs: Inputs, sums: TokenSums) -> TokenStats:
-    """Public statistics, [N] each, with the values of an ignored token filled in."""
-    ignored = ~inputs.valid
-    assert sums.argmax is not None
-    assert sums.entropy is not None
-    assert sums.max_logit is not None
-    assert sums.min_logit is not None
-    return TokenStats(
-        nll=sums.nll.masked_fill(ignored, 0.0),
-        lse=sums.lse.masked_fill(ignored, 0.0),
-        target_logit=sums.target_logit.masked_fill(ignored, 0.0),
-        entropy=sums.entropy.masked_fill(ignored, 0.0),
-        argmax=sums.argmax.to(torch.int32).masked_fill(ignored, -1),
-        correct=(sums.argmax == inputs.ids) & inputs.valid & inputs.inside,
-        max_logit=sums.max_logit.masked_fill(ignored, 0.0),
-        min_logit=sums.min_logit.masked_fill(ignored, 0.0),
-    )
-
-
-def smooth_share(inputs: Inputs, options: LossOptions) -> Tensor | float:
-    """(ε/V) Σ_j k_j; without smoothing 0, whatever the weights of classes that no token has."""
-    if not options.label_smoothing:
-        return 0.0
-    return options.label_smoothing / inputs.vocab * inputs.class_weight_sum()
-
-
-def _alpha_beta(inputs: Inputs, rows: slice, options: LossOptions, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """α_i and β_i without t_i: dz_ij = g t (α p_ij − β δ_{j y}), smoothing's constant apart."""
-    k = inputs.token_class_weight(rows)
-    beta = (1.0 - options.label_smoothing) * (1.0 if k is None else k) * torch.ones_like(lse)
-    alpha = beta + smooth_share(inputs, options) + 2.0 * options.z_loss * lse
-    floor = ALPHA_FLOOR * beta.abs()
-    return torch.where(alpha.abs() < floor, torch.copysign(floor, alpha), alpha), beta
-
-
-def _target_over_alpha(alpha: Tensor, beta: Tensor, e_target: Tensor, s: Tensor) -> Tensor:
-    """T_i = ((α − β) e_y − β s) / α, without the cancellation of p − 1; 0 where α = β = 0."""
-    divisor = torch.where(alpha == 0, 1.0, alpha)
-    return ((alpha - beta) * e_target - beta * s) / divisor
-
-
-def _sloped(target: Tensor, target_logit: Tensor, options: LossOptions) -> Tensor:
-    """The target's element times its softcap slope: the slope multiplies what is stored."""
-    return target if options.softcap is None else target * _slope(target_logit, options)
-
-
-def known_loss_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Tensor) -> KnownRows:
-    """The rows of the loss's gradient when lse is known: the anchor is lse, so the exponentials are probabilities."""
-    alpha, beta = _alpha_beta(inputs, slice(None), options, sums.lse)
-    p, q = torch.exp(-sums.nll), -torch.expm1(-sums.nll)
-    if options.separable:
-        target = _target_over_alpha(alpha, beta, p, q)
-        target = _sloped(target, sums.target_logit, options)
-        return KnownRows(sums.anchor, sums.log_total, g * alpha, target)
-    smooth = options.label_smoothing / inputs.vocab
-    target = (alpha - beta) * p - beta * q - smooth * inputs.target_class_weight()
-    target = _sloped(target, sums.target_logit, options)
-    # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
-    largest = 1.0 if inputs.class_weight is None else inputs.shard.max(inputs.class_weight.abs().amax().reshape(1))
-    scale = alpha.abs() + beta.abs() + smooth * largest
-    scale = torch.where(scale == 0, 1.0, scale)
-    return KnownRows(sums.anchor, sums.log_total, g * scale, target / scale, alpha=alpha / scale, sigma=smooth / scale)
-
-
-def known_log_prob_rows(
-    inputs: Inputs, options: LossOptions, sums: TokenSums, g_log_prob: Tensor, g_entropy: Tensor | None
-) -> KnownRows:
-    """The rows of g₁ log p_y + g₂ H: dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H)."""
-    nll = sums.nll.clamp(max=-LOWEST_GAP)  # p log p is 0 where p is 0
-    p, q = torch.exp(-nll), -torch.expm1(-nll)
-    if g_entropy is None:
-        target = _sloped(-q, sums.target_logit, options)
-        return KnownRows(sums.anchor, sums.log_total, -g_log_prob, target)
-    assert sums.entropy is not None
-    # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
-    scale = g_log_prob.abs() + g_entropy.abs()
-    safe = torch.where(scale == 0, 1.0, scale)
-    g1, g2 = g_log_prob / safe, g_entropy / safe
-    target = -g2 * p * (sums.entropy - nll) + g1 * q
-    target = _sloped(target, sums.target_logit, options)
-    alpha = -g1 - g2 * sums.entropy
-    return KnownRows(sums.anchor, sums.log_total, scale, target, alpha=alpha, gamma=-g2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -444,27 +325,6 @@ class Smoothing:
     def weighted_logits(self, x: Tensor, options: LossOptions) -> Tensor:
         """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
         return (x.to(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
-
-
-def largest_factor(values: Tensor) -> Tensor:
-    """max |value|, taken out of what is rounded and put back in float32; 1 where all are 0 or there is none.
-
-    Of the finite values: one token's inf or NaN must not reach the others' rows.
-    """
-    sizes = values.abs().nan_to_num_(nan=0.0, posinf=0.0)
-    largest = sizes.amax() if values.numel() else values.new_zeros(())
-    return torch.where(largest > 0, largest, 1.0)
-
-
-def _loss_unit(inputs: Inputs, options: LossOptions, g: Tensor) -> Tensor:
-    """The largest factor of a loss's rows, as far as it is known before lse: g times the class weights."""
-    k = inputs.token_class_weight()
-    if k is None:
-        return largest_factor(g)
-    share = smooth_share(inputs, options)
-    size = k.abs() * (1.0 - options.label_smoothing)
-    size = size + (share.abs() if isinstance(share, Tensor) else abs(share))
-    return largest_factor(g * torch.where(size > 0, size, 1.0))
 
 
 class _Accumulators:
@@ -607,13 +467,13 @@ def loss_gradients(
     norm: what the sum of the token losses is multiplied by. For a plan in one pass and separable options.
     """
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
-    g = row_upstream(inputs, options, norm)
+    g = numerics.row_upstream(XP, inputs, options, inputs.wide(norm))
     vocab = inputs.weight.shape[0]
     held = torch.empty((plan.token_chunk, plan.row_stride), dtype=dtype, device=device)
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     needs = dataclasses.replace(needs, hidden=dtype if needs.hidden else None)
-    unit = _loss_unit(inputs, options, g)
+    unit = numerics.loss_unit(XP, inputs, options, g)
     gradients = _Accumulators(inputs, plan, needs, smoothing, g, unit)
     parts = []
     for first, last in plan.token_slices:
@@ -635,9 +495,11 @@ def loss_gradients(
         part = sums.finish(smoothing.weighted_logits(x, options) if smoothing else None)
         parts.append(part)
 
-        alpha, beta = _alpha_beta(inputs, rows, options, part.lse)
+        k = inputs.token_class_weight(rows)
+        alpha, beta = numerics.alpha_beta(XP, inputs, options, part.lse, 1.0 if k is None else k)
         total, ignored = sums.s + sums.e_target(), ~inputs.valid[rows]
-        target = _sloped(_target_over_alpha(alpha, beta, sums.e_target(), sums.s), part.target_logit, options)
+        target = numerics.target_over_alpha(XP, alpha, beta, sums.e_target(), sums.s)
+        target = numerics.sloped(XP, target, part.target_logit, options)
         _set_target(e, inputs.target[rows], 0, target.masked_fill(ignored, 0.0))
         gradients.start_chunk(rows, x, (g[rows] * alpha / total).masked_fill(ignored, 0.0))
         for start, stop in plan.vocab_slices:
@@ -711,8 +573,8 @@ def known_gradients(
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
-    known = known.of(inputs.valid)
-    gradients = _Accumulators(inputs, plan, needs, smoothing, g, known.unit)
+    known = known.of(XP, inputs.valid)
+    gradients = _Accumulators(inputs, plan, needs, smoothing, g, known.unit(XP))
     for first, last in plan.token_slices:
         rows = slice(first, last)
         x = _rows_of(inputs, rows)

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from logitless import numerics
 from logitless.planning import ChunkPlan
 from logitless.spec import TokenStats
 from logitless.torch_impl import eager
 from logitless.torch_impl.call import (
     NO_GRADIENTS,
+    XP,
     Arrays,
     Call,
     Gradients,
@@ -137,7 +139,7 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
             total = shaped(backend.losses(inputs, options, sums), arrays.target.shape)
         else:
             total = backend.total_loss(inputs, options, sums, norm)
-        found = eager.token_stats(inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
+        found = numerics.token_stats(XP, inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
         stats = tuple(None if value is None else shaped(value, arrays.target.shape) for value in found)
     kept = needs.any or call.deferred is not None
     saved = (norm, sums.target_logit, sums.anchor, sums.log_total) if kept else ()
@@ -163,9 +165,9 @@ def _known_loss(arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...]
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
-        g = eager.row_upstream(inputs, options, per_token)
+        g = numerics.row_upstream(XP, inputs, options, inputs.wide(per_token))
         sums = TokenSums(target_logit, anchor, log_total)
-        known = eager.known_loss_rows(inputs, options, sums, g)
+        known = numerics.known_loss_rows(XP, inputs, options, sums, g)
         return _cast(MODULES[call.backend].known_gradients(inputs, options, call.chunk_plan, known, g, needs), arrays)
 
 
@@ -239,8 +241,8 @@ def _known_log_probs(
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         sums = TokenSums(target_logit, anchor, log_total, entropy=entropy)
-        g1 = eager.row_upstream(inputs, call.options, g_log_prob.reshape(-1))
-        g2 = None if g_entropy is None else eager.row_upstream(inputs, call.options, g_entropy.reshape(-1))
-        known = eager.known_log_prob_rows(inputs, call.options, sums, g1, g2)
+        upstreams = (None if g is None else inputs.wide(g.reshape(-1)) for g in (g_log_prob, g_entropy))
+        g1, g2 = (None if g is None else numerics.row_upstream(XP, inputs, call.options, g) for g in upstreams)
+        known = numerics.known_log_prob_rows(XP, call.options, sums, g1, g2)
         made = backend.known_gradients(inputs, call.options, call.chunk_plan, known, known.factor, needs)
         return _cast(made, arrays)

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from logitless import spec
+from logitless import numerics, spec
 from logitless.jax_impl import api, vjp, xla
 from logitless.jax_impl.backend import BACKENDS, chosen_backend, device_of, on_several_devices
-from logitless.jax_impl.call import Arrays, Inputs
+from logitless.jax_impl.call import XP, Arrays, Inputs, TokenSums
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.given_logits.backend import backend_named
-from logitless.jax_impl.given_logits.xla import logit_rows
 from logitless.spec import LossOptions, Reduction, TokenStats
 
 # Logits that a CPU sums at a time: there XLA stores what it sums. A GPU sums what it reads, and takes all of them.
@@ -144,18 +143,18 @@ def _loss(call: LogitsCall, arrays: LogitArrays) -> tuple[Array, TokenStats | No
     return _loss_and_sums(call, arrays)[0]
 
 
-def _loss_and_sums(call: LogitsCall, arrays: LogitArrays) -> tuple[tuple[Array, TokenStats | None], xla.TokenSums]:
+def _loss_and_sums(call: LogitsCall, arrays: LogitArrays) -> tuple[tuple[Array, TokenStats | None], TokenSums]:
     options, shape = call.options, arrays.target.shape
     inputs = _prepare(arrays, options)
     sums = backend_named(call.backend).token_sums(inputs, options, call.statistics, call.block)
-    losses = xla.losses(inputs, options, sums)
+    losses = numerics.losses(XP, inputs, options, sums)
     if options.reduction == "none":
         loss = losses.reshape(shape)
     else:
         loss = losses.sum() * xla.normalizer(inputs, options, arrays.normalizer)
     if not call.statistics:
         return (loss, None), sums
-    return (loss, TokenStats(*(values.reshape(shape) for values in xla.token_stats(inputs, sums)))), sums
+    return (loss, TokenStats(*(values.reshape(shape) for values in numerics.token_stats(XP, inputs, sums)))), sums
 
 
 def _loss_forward(call: LogitsCall, primals: LogitArrays) -> tuple[tuple[Array, TokenStats | None], Any]:
@@ -168,17 +167,16 @@ def _loss_forward(call: LogitsCall, primals: LogitArrays) -> tuple[tuple[Array, 
     )
 
 
-def _loss_backward(
-    call: LogitsCall, residuals: tuple[LogitArrays, xla.TokenSums], cotangents: Any
-) -> tuple[LogitArrays]:
+def _loss_backward(call: LogitsCall, residuals: tuple[LogitArrays, TokenSums], cotangents: Any) -> tuple[LogitArrays]:
     (arrays, sums), upstream, options = residuals, cotangents[0], call.options
     if vjp._zero(upstream):
         return (LogitArrays(*(None,) * len(LogitArrays._fields)),)
     inputs, backend = _prepare(arrays, options), backend_named(call.backend)
     norm = xla.normalizer(inputs, options, arrays.normalizer)
     upstream = vjp._once(upstream)
-    g = vjp._row_upstream(inputs, options, upstream.reshape(-1) if options.reduction == "none" else upstream * norm)
-    made = backend.gradient(inputs, options, logit_rows(inputs, options, sums, g), call.in_place)
+    upstream = upstream.reshape(-1) if options.reduction == "none" else upstream * norm
+    g = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
+    made = backend.gradient(inputs, options, numerics.logit_rows(XP, inputs, options, sums, g), call.in_place)
     return (LogitArrays(made.reshape(arrays.logits.shape), None, None, None, None),)
 
 

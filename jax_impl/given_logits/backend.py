@@ -10,9 +10,8 @@ from typing import Protocol
 import jax
 from jax import Array
 
-from logitless.jax_impl.call import Inputs
+from logitless.jax_impl.call import Inputs, TokenSums
 from logitless.jax_impl.given_logits.xla import LogitRows
-from logitless.jax_impl.xla import TokenSums
 from logitless.spec import LossOptions
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless.jax_impl import xla
-from logitless.jax_impl.call import Inputs
+from logitless.jax_impl.call import Inputs, TokenSums
 from logitless.jax_impl.given_logits.xla import LogitRows
 from logitless.jax_impl.kernels import fused
 from logitless.spec import LossOptions
@@ -47,7 +47,7 @@ def _arguments(row: Any, inputs: Inputs, smoothed: bool) -> dict[str, Any]:
     return made
 
 
-def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: int) -> xla.TokenSums:
+def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: int) -> TokenSums:
     """:func:`logits_xla.token_sums`; a program's ``block`` is a row."""
     weighted = options.label_smoothing > 0
     if not inputs.hidden.shape[0]:

@@ -10,41 +10,18 @@ argument that was donated) XLA may write it in their place.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from logitless import numerics
 from logitless.jax_impl import xla
-from logitless.jax_impl.call import Inputs
+from logitless.jax_impl.call import Inputs, TokenSums
 from logitless.spec import LossOptions
 
-
-class LogitRows(NamedTuple):
-    """∂ loss / ∂r_ij = slope_ij (factor_i p_ij − smooth_i k_j), with ``target`` at j = y_i; [N] each.
-
-    log p_ij = (z_ij − anchor_i) − log_total_i.
-    """
-
-    anchor: Array
-    log_total: Array
-    factor: Array
-    target: Array
-    smooth: Array | None
-
-
-def logit_rows(inputs: Inputs, options: LossOptions, sums: xla.TokenSums, g: Array) -> LogitRows:
-    """The rows of the gradient; g [N] as of :func:`vjp._row_upstream`.
-
-    The target's element has 1 − p = −expm1(−nll), the other exponentials' share: p − 1 would cancel as p → 1.
-    """
-    k_y, smooth = inputs.target_class_weight(), options.label_smoothing / inputs.weight.shape[0]
-    beta = (1.0 - options.label_smoothing) * k_y
-    rest = xla.smooth_share(inputs, options) + 2.0 * options.z_loss * sums.lse
-    p, q = jnp.exp(-sums.nll), -jnp.expm1(-sums.nll)
-    target = xla._sloped(g * (rest * p - beta * q - smooth * k_y), sums.target_logit, options)
-    return LogitRows(sums.anchor, sums.log_total, g * (beta + rest), target, g * smooth if smooth else None)
+LogitRows = numerics.LogitRows[Array]
 
 
 def unavailable(device: jax.Device | None, dtype: str) -> str | None:
@@ -52,13 +29,13 @@ def unavailable(device: jax.Device | None, dtype: str) -> str | None:
     return None
 
 
-def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: int) -> xla.TokenSums:
+def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: int) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token, ``block`` logits at a time; ``inputs.hidden`` is the
     logits, [N, V]. An ignored token's row counts as zeros."""
     (all_tokens, vocab), k = inputs.hidden.shape, inputs.class_weight
     raw_dtype, dtype = inputs.hidden.dtype, inputs.accumulation_dtype
 
-    def chunk(all_sums: xla.TokenSums, first: Any, tokens: int) -> xla.TokenSums:
+    def chunk(all_sums: TokenSums, first: Any, tokens: int) -> TokenSums:
         def rows(array: Array) -> Array:
             return array if tokens == all_tokens else xla._take(array, first, tokens)
 

@@ -25,10 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless import spec
+from logitless import numerics, spec
 from logitless.jax_impl import xla
-from logitless.jax_impl.call import Gradients, Inputs, Needs, Statistics
-from logitless.jax_impl.xla import KnownRows, TokenSums, largest_factor
+from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
 from logitless.planning import PADDED_HIDDEN, PADDED_VOCAB, ChunkPlan, round_up
 from logitless.spec import LOWEST_ANCHOR, RESCUE_NATS, LossOptions
 
@@ -606,9 +605,9 @@ def _factors(c: _Call, rows: _Rows, running: Any, part: TokenSums, g: Array) -> 
 
     T rounded is what e is to have at the target: where gradients cancel, dW must hold the targets before it is rounded.
     """
-    alpha, beta = xla._alpha_beta(c.inputs, c.options, part.lse, _class_weights_of(c, rows))
-    share = xla._target_over_alpha(alpha, beta, running.e_target(), running.s)
-    share = xla._sloped(share, part.target_logit, c.options)
+    alpha, beta = numerics.alpha_beta(XP, c.inputs, c.options, part.lse, _class_weights_of(c, rows))
+    share = numerics.target_over_alpha(XP, alpha, beta, running.e_target(), running.s)
+    share = numerics.sloped(XP, share, part.target_logit, c.options)
     factor = g[rows.token] * alpha / (running.s + running.e_target())
     factor = jnp.where(rows.exists, factor, 0.0)
     here = rows.exists & (rows.target >= 0) if c.inputs.shard.active else rows.exists
@@ -671,7 +670,7 @@ def loss_gradients(
 
 
 def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple[TokenSums, _Waiting]:
-    p = _Products(c, needs, g, largest_factor(g))
+    p = _Products(c, needs, g, numerics.largest_factor(XP, g))
 
     def chunk(carry: Any, first: Any) -> Any:
         vectors, state = carry
@@ -706,7 +705,7 @@ def token_gradients(
 
     def run(inputs: Inputs, g: Array) -> Any:
         c = _Call(inputs, options, plan)
-        made = _forward(c, jnp.int32(0), g / largest_factor(g), statistics)
+        made = _forward(c, jnp.int32(0), g / numerics.largest_factor(XP, g), statistics)
         sums, by_token = c.by_token(_vectors(c, None, made))
         return _with_weighted(c, sums, _Smoothing.prepare(c)), _Waiting(None, made.e, made.factors, by_token, _State())
 
@@ -731,7 +730,7 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
         p, held = _arrived(c, g, held, rows, needs, jnp.where(c.inputs.valid, upstream.reshape(-1), 0.0))
         upstream = jnp.ones((), jnp.float32)
     else:
-        p = _Products(c, needs, g, largest_factor(g))
+        p = _Products(c, needs, g, numerics.largest_factor(XP, g))
     assert held.x is not None
     scale = (p.unit * upstream).astype(jnp.float32)
     single = c.chunks == 1
@@ -754,8 +753,8 @@ def _arrived(
 ) -> tuple[_Products, _Waiting]:
     """The products of g ⊙ upstream [N], and for them what waits for those of g: its row factors grow in proportion, and
     with them the operand and the bias gradient are known."""
-    p = _Products(c, needs, g * upstream, largest_factor(g * upstream))
-    times = upstream * (largest_factor(g) / p.unit)
+    p = _Products(c, needs, g * upstream, numerics.largest_factor(XP, g * upstream))
+    times = upstream * (numerics.largest_factor(XP, g) / p.unit)
     by_position = jnp.where(rows.exists, times[rows.token], 0.0)
     factors, by_token = held.factors.times(by_position), held.by_token.times(times)
     state = _last_bias(p, held.state, rows, held.e, factors, by_token)
@@ -806,7 +805,7 @@ def known_gradients(
 
 
 def _known_gradients(c: _Call, known: KnownRows, g: Array, needs: Needs) -> Gradients:
-    unit = known.unit
+    unit = known.unit(XP)
     p = _Products(c, needs, g, unit)
     lent = None
     if c.columns < c.vocab:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless import spec
+from logitless import numerics, spec
 from logitless.spec import LossOptions, Reduction, TokenStats
-from logitless.torch_impl import api, eager, layouts
-from logitless.torch_impl.call import Arrays, Inputs, TokenSums, accumulation_dtype
+from logitless.torch_impl import api, layouts
+from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype
 from logitless.torch_impl.compiled import tracing, transforms
 from logitless.torch_impl.given_logits import eager as logits_eager
 from logitless.torch_impl.given_logits import fused as logits_fused
@@ -264,7 +264,7 @@ def _loss(
             loss = backend.losses(inputs, options, sums).reshape(shape)
         else:
             loss = backend.total_loss(inputs, options, sums, norm)
-        stats = eager.token_stats(inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
+        stats = numerics.token_stats(XP, inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
     shaped = tuple(None if value is None else value.reshape(shape) for value in stats)
     return loss, shaped, [norm, sums.target_logit, sums.anchor, sums.log_total]
 
@@ -276,9 +276,9 @@ def _gradient(arrays: LogitsArrays, saved: Any, upstream: Tensor, call: LogitsCa
     with torch.autocast(out.device.type, enabled=False):
         inputs = _prepare(arrays, call)
         per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
-        g = eager.row_upstream(inputs, options, per_token)
+        g = numerics.row_upstream(XP, inputs, options, inputs.wide(per_token))
         sums = TokenSums(target_logit, anchor, log_total)
-        known = backend.logit_rows(inputs, options, sums, g)
+        known = numerics.logit_rows(XP, inputs, options, sums, g)
         backend.gradient(inputs, options, known, out.view(-1, out.shape[-1]))
 
 

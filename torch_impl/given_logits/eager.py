@@ -8,54 +8,21 @@ a time are copied to float32 (float64 for float64 logits), so that nothing else 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from logitless.numerics import LogitRows
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
 from logitless.torch_impl.call import Inputs, TokenSums
 from logitless.torch_impl.eager import losses, normalizer, prepare, total_loss
 
-__all__ = ["LogitRows", "gradient", "logit_rows", "losses", "normalizer", "prepare", "token_sums", "total_loss"]
+__all__ = ["gradient", "losses", "normalizer", "prepare", "token_sums", "total_loss"]
 
 # Logits of a block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
 BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
-
-
-@dataclasses.dataclass(frozen=True)
-class LogitRows:
-    """∂ loss / ∂r_ij = slope_ij (factor_i p_ij − smooth_i k_j), with ``target`` at j = y_i; [N] each.
-
-    log p_ij = (z_ij − anchor_i) − log_total_i.
-    """
-
-    anchor: Tensor
-    log_total: Tensor
-    factor: Tensor
-    target: Tensor
-    smooth: Tensor | None
-
-
-def logit_rows(inputs: Inputs, options: LossOptions, sums: TokenSums, g: Tensor) -> LogitRows:
-    """The rows of the gradient; g [N] as of :func:`eager.row_upstream`.
-
-    The target's element has 1 − p = −expm1(−nll), the other exponentials' share: p − 1 would cancel as p → 1.
-    """
-    k_y, smooth = inputs.target_class_weight(), options.label_smoothing / inputs.weight.shape[0]
-    beta = (1.0 - options.label_smoothing) * k_y
-    rest = eager.smooth_share(inputs, options) + 2.0 * options.z_loss * sums.lse
-    p, q = torch.exp(-sums.nll), -torch.expm1(-sums.nll)
-    target = g * (rest * p - beta * q - smooth * k_y)
-    return LogitRows(
-        anchor=sums.anchor,
-        log_total=sums.log_total,
-        factor=g * (beta + rest),
-        target=eager._sloped(target, sums.target_logit, options),
-        smooth=g * smooth if smooth else None,
-    )
 
 
 def _row_slices(inputs: Inputs) -> Iterator[slice]:
@@ -87,7 +54,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool) -> TokenS
     return eager._concatenate(parts, empty)
 
 
-def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, out: Tensor) -> None:
+def gradient(inputs: Inputs, options: LossOptions, known: LogitRows[Tensor], out: Tensor) -> None:
     """The gradient to ``out`` [N, V], which may be the logits themselves: a block is copied before it is written."""
     ignored, k = ~inputs.valid, inputs.class_weight
     for rows in _row_slices(inputs):

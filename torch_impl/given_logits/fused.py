@@ -7,9 +7,9 @@ import contextlib
 import torch
 from torch import Tensor
 
+from logitless.numerics import LogitRows
 from logitless.spec import LossOptions
 from logitless.torch_impl.call import TokenSums
-from logitless.torch_impl.given_logits.eager import LogitRows, logit_rows
 from logitless.torch_impl.kernels import fused
 from logitless.torch_impl.kernels.fused import Rows, losses, normalizer, prepare, total_loss
 from logitless.torch_impl.kernels.launch import launch
@@ -17,7 +17,7 @@ from logitless.torch_impl.kernels.launch import launch
 with contextlib.suppress(ImportError):  # without triton fused.unavailable() says so before anything here is called
     from logitless.torch_impl.given_logits import kernels as logits_kernels
 
-__all__ = ["gradient", "logit_rows", "losses", "normalizer", "prepare", "token_sums", "total_loss"]
+__all__ = ["gradient", "losses", "normalizer", "prepare", "token_sums", "total_loss"]
 
 BLOCK, WARPS = 4096, 8  # 16 logits a thread
 
@@ -59,7 +59,7 @@ def token_sums(inputs: Rows, options: LossOptions, statistics: bool) -> TokenSum
     return sums
 
 
-def gradient(inputs: Rows, options: LossOptions, known: LogitRows, out: Tensor) -> None:
+def gradient(inputs: Rows, options: LossOptions, known: LogitRows[Tensor], out: Tensor) -> None:
     """:func:`logits_eager.gradient`."""
     tokens, vocab = inputs.hidden.shape
     if not tokens:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless import spec
+from logitless import numerics, spec
 from logitless.planning import (
     LOW_ROW_ALIGNMENT,
     ROW_ALIGNMENT_BYTES,
@@ -34,10 +34,10 @@ from logitless.planning import (
 )
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
-from logitless.torch_impl.call import Arrays, Gradients, Inputs, Needs, TokenSums
+from logitless.torch_impl.call import XP, Arrays, Gradients, Inputs, KnownRows, Needs, TokenSums
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
-from logitless.torch_impl.eager import KnownRows, Smoothing, largest_factor
+from logitless.torch_impl.eager import Smoothing
 from logitless.torch_impl.kernels.architecture import (
     GROUP_BYTES,
     HIDDEN,
@@ -419,7 +419,7 @@ class _Sums:
             weighted = weighted + self.smoothing.weighted_bias * self.call.options.logit_scale
         target_logit: Any = self.target_logit
         return TokenSums(
-            target_logit, self.out_anchor, self.log_total, weighted, self.entropy,  # type: ignore[arg-type]
+            target_logit, self.out_anchor, self.log_total, weighted, self.entropy,
             self.argmax, self.max_logit, self.min_logit,
         )  # fmt: skip
 
@@ -889,7 +889,7 @@ class HeldTokens:
         """dX, dW and db with upstream gradients [...] by token, or one for all; may be called once."""
         c, f = self.call, self.factors
         g = torch.where(c.inputs.valid, upstream.reshape(-1), 0.0)
-        unit = largest_factor(g)
+        unit = numerics.largest_factor(XP, g)
         g = g / unit
         factors = f.times(g, c.by_position(g))
         products = _Products(c, self.needs, self.smoothing, factors.g, unit * c.inputs.summary[1])
@@ -918,7 +918,7 @@ def known_gradients(
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`eager.known_gradients`."""
     c = KernelCall(inputs, options, plan)
-    unit = known.unit
+    unit = known.unit(XP)
     smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
     products = _Products(c, needs, smoothing, g / unit, unit)
     tile = c.tiles(LOGITS)

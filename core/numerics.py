@@ -1,0 +1,338 @@
+"""The mathematics of a token's row, [N] vectors in and out, written once for PyTorch and JAX.
+
+``xp`` is the array namespace: ``torch`` or ``jax.numpy``. Nothing here imports either, looks at a value, or touches the
+N × V matrix. The float64 reference (:mod:`logitless.reference`) does not use this module: it judges it.
+
+With p the probabilities of token i and y its target, the gradient of a loss in the logits is (docs/design.md)
+
+    dz_j = g (α p_j − (ε/V) k_j − β δ_jy)        β = (1 − ε) k_y,    α = β + (ε/V) Σ_j k_j + 2 λ lse
+
+g is the upstream gradient times the token's weight. The slope of a softcap multiplies all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+
+from logitless.spec import ALPHA_FLOOR, LOWEST_GAP, NO_ROW, LossOptions, TokenStats
+
+
+class Array(Protocol):
+    """What this module asks of a ``torch.Tensor`` or a ``jax.Array``. Operands are arrays or numbers."""
+
+    @property
+    def shape(self) -> Any: ...
+    def __add__(self, other: Any, /) -> Self: ...
+    def __radd__(self, other: Any, /) -> Self: ...
+    def __sub__(self, other: Any, /) -> Self: ...
+    def __rsub__(self, other: Any, /) -> Self: ...
+    def __mul__(self, other: Any, /) -> Self: ...
+    def __rmul__(self, other: Any, /) -> Self: ...
+    def __truediv__(self, other: Any, /) -> Self: ...
+    def __rtruediv__(self, other: Any, /) -> Self: ...
+    def __eq__(self, other: Any, /) -> Self: ...  # type: ignore[override]
+    def __lt__(self, other: Any, /) -> Self: ...
+    def __gt__(self, other: Any, /) -> Self: ...
+    def __and__(self, other: Any, /) -> Self: ...
+    def __neg__(self) -> Self: ...
+    def sum(self) -> Self: ...
+
+
+A = TypeVar("A", bound=Array)
+A_co = TypeVar("A_co", bound=Array, covariant=True)
+
+
+class Namespace(Protocol[A]):
+    """The functions of ``torch`` and ``jax.numpy`` that this module calls: same name, same arguments."""
+
+    def where(self, condition: A, yes: Any, no: Any, /) -> A: ...
+    def abs(self, x: A, /) -> A: ...
+    def exp(self, x: A, /) -> A: ...
+    def expm1(self, x: A, /) -> A: ...
+    def log(self, x: A, /) -> A: ...
+    def log1p(self, x: A, /) -> A: ...
+    def square(self, x: A, /) -> A: ...
+    def copysign(self, size: A, sign: A, /) -> A: ...
+    def maximum(self, a: A, b: A, /) -> A: ...
+    def amax(self, x: A, /) -> A: ...
+    def clip(self, x: A, /, min: float | None = None, max: float | None = None) -> A: ...
+    def nan_to_num(self, x: A, /, *, nan: float = 0.0, posinf: float | None = None) -> A: ...
+    def ones_like(self, x: A, /) -> A: ...
+    def zeros_like(self, x: A, /) -> A: ...
+
+
+class Tokens(Protocol[A_co]):
+    """What is known of a call's tokens before the first product. Each framework's ``Inputs`` is one."""
+
+    @property
+    def ids(self) -> A_co:
+        """[N] the target, 0 where ignored or outside the vocabulary."""
+
+    @property
+    def valid(self) -> A_co:
+        """[N] False where ignored."""
+
+    @property
+    def inside(self) -> A_co:
+        """[N] False for an id outside the vocabulary."""
+
+    @property
+    def token_weight(self) -> A_co:
+        """[N] t, 0 where ignored."""
+
+    @property
+    def vocab(self) -> int:
+        """V, of all ranks or devices together."""
+
+    def target_class_weight(self) -> A_co | float:
+        """[N] k_y, or 1."""
+
+    def class_weight_sum(self) -> A_co | float:
+        """Σ_j k_j."""
+
+    def largest_class_weight(self) -> A_co | float | None:
+        """max |k_j|; None where the products hold numbers of any size."""
+
+
+class TokenSums(NamedTuple, Generic[A]):
+    """Per token, [N] each: what the forward knows. The last four are None unless statistics were asked for.
+
+    lse = anchor + log_total is kept in two parts: where logits are large, their sum would lose what the gradient needs.
+    """
+
+    target_logit: A
+    anchor: A
+    """The target's logit; a rescued row's maximum."""
+    log_total: A
+    """log Σ_j exp(z_ij − anchor_i)."""
+    weighted_logits: A | None = None
+    """Σ_j k_j z_ij, for label smoothing."""
+    entropy: A | None = None
+    argmax: A | None = None
+    """int32."""
+    max_logit: A | None = None
+    min_logit: A | None = None
+
+    @property
+    def lse(self) -> A:
+        return self.anchor + self.log_total
+
+    @property
+    def nll(self) -> A:
+        return (self.anchor - self.target_logit) + self.log_total
+
+
+class KnownRows(NamedTuple, Generic[A]):
+    """dz_ij = factor_i · slope_ij · [p_ij (alpha_i + gamma_i log p_ij) − sigma_i k_j], with ``target`` at j = y_i.
+
+    log p_ij = (z_ij − anchor_i) − log_total_i. alpha None means 1 (it is in the factor), gamma and sigma None mean 0.
+    """
+
+    anchor: A
+    log_total: A
+    factor: A
+    target: A
+    alpha: A | None = None
+    gamma: A | None = None
+    sigma: A | None = None
+
+    def of(self, xp: Namespace[A], valid: A) -> KnownRows[A]:
+        """The rows of tokens that count: the others' are 0 whatever their logits are, −inf in every class too."""
+        rest = {name: values for name, values in self._asdict().items() if name != "anchor" and values is not None}
+        rest = {name: xp.where(valid, values, 0.0) for name, values in rest.items()}
+        return KnownRows(anchor=xp.where(valid, self.anchor, NO_ROW), **rest)
+
+    def unit(self, xp: Namespace[A]) -> A:
+        """What is taken out of the matrix before it is rounded."""
+        return largest_factor(xp, xp.maximum(xp.abs(self.factor), xp.abs(self.factor * self.target)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a row's sums to losses and statistics
+
+
+def finish_sums(xp: Namespace[A], target_logit: A, anchor: A, s: A, gap_sum: A | None) -> tuple[A, A | None]:
+    """(log Σ_j exp(z_j − anchor), entropy or None) from sums over j ≠ y.
+
+    s = Σ exp(z_j − anchor), gap_sum = Σ exp(z_j − anchor) (z_j − anchor). log1p(s) keeps full relative accuracy for a
+    confident token; a rescued row is far from being one.
+    """
+    gap, e_target = anchor - target_logit, xp.exp(target_logit - anchor)
+    total = s + e_target
+    log_total = xp.where(_is_zero(gap), xp.log1p(s), xp.log(total))
+    if gap_sum is None:
+        return log_total, None
+    return log_total, log_total - (gap_sum + e_target * xp.clip(-gap, min=LOWEST_GAP)) / total
+
+
+def losses(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: TokenSums[A]) -> A:
+    """ℓ_i of every token, [N]; exactly 0 where ignored."""
+    loss = (1.0 - options.label_smoothing) * tokens.target_class_weight() * sums.nll
+    if options.label_smoothing:
+        assert sums.weighted_logits is not None
+        gap = tokens.class_weight_sum() * sums.lse - sums.weighted_logits
+        loss = loss + options.label_smoothing / tokens.vocab * gap
+    if options.z_loss:
+        loss = loss + options.z_loss * xp.square(sums.lse)
+    return xp.where(tokens.valid, loss * tokens.token_weight, 0.0)
+
+
+def counts(xp: Namespace[A], tokens: Tokens[A]) -> A:
+    """t k_y of every token, [N], whose sum is mean's denominator.
+
+    An ignored token stands for id 0, whose weight may be no number.
+    """
+    return xp.where(tokens.valid, tokens.token_weight * tokens.target_class_weight(), 0.0)
+
+
+def token_stats(xp: Namespace[A], tokens: Tokens[A], sums: TokenSums[A]) -> TokenStats:
+    """Public statistics, [N] each, with the values of an ignored token filled in."""
+    nothing = xp.zeros_like(sums.log_total)
+
+    def counted(values: A | None) -> A:
+        assert values is not None
+        return xp.where(tokens.valid, values, nothing)
+
+    assert sums.argmax is not None
+    return TokenStats(
+        nll=counted(sums.nll),
+        lse=counted(sums.lse),
+        target_logit=counted(sums.target_logit),
+        entropy=counted(sums.entropy),
+        argmax=xp.where(tokens.valid, sums.argmax, -1),
+        correct=(sums.argmax == tokens.ids) & tokens.valid & tokens.inside,
+        max_logit=counted(sums.max_logit),
+        min_logit=counted(sums.min_logit),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rows of the gradient
+
+
+def row_upstream(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, upstream: A) -> A:
+    """g_i: upstream (per token or one for all) times token weight and logit_scale; exactly 0 for an ignored token."""
+    return xp.where(tokens.valid, upstream * tokens.token_weight * options.logit_scale, 0.0)
+
+
+def smooth_share(tokens: Tokens[A], options: LossOptions) -> A | float:
+    """(ε/V) Σ_j k_j; without smoothing 0, whatever the weights of classes that no token has."""
+    if not options.label_smoothing:
+        return 0.0
+    return options.label_smoothing / tokens.vocab * tokens.class_weight_sum()
+
+
+def alpha_beta(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, lse: A, k: A | float) -> tuple[A, A]:
+    """α_i and β_i of some tokens, from their lse and the class weights k of their targets.
+
+    |α| is kept away from 0, because the target's element is divided by it.
+    """
+    beta = (1.0 - options.label_smoothing) * k * xp.ones_like(lse)
+    alpha = beta + smooth_share(tokens, options) + 2.0 * options.z_loss * lse
+    floor = ALPHA_FLOOR * xp.abs(beta)
+    return xp.where(xp.abs(alpha) < floor, xp.copysign(floor, alpha), alpha), beta
+
+
+def target_over_alpha(xp: Namespace[A], alpha: A, beta: A, e_target: A, s: A) -> A:
+    """T_i = ((α − β) e_y − β s) / α, without the cancellation of p − 1; 0 where α = β = 0."""
+    divisor = xp.where(_is_zero(alpha), 1.0, alpha)
+    return ((alpha - beta) * e_target - beta * s) / divisor
+
+
+def sloped(xp: Namespace[A], target: A, target_logit: A, options: LossOptions) -> A:
+    """The target's element times the softcap's slope there, 1 − (z / cap)²."""
+    return target if options.softcap is None else target * (1.0 - xp.square(target_logit / options.softcap))
+
+
+def largest_factor(xp: Namespace[A], values: A) -> A:
+    """max |value|, taken out of what is rounded and put back in float32; 1 where all are 0 or there is none.
+
+    Of the finite values: one token's inf or NaN must not reach the others' rows.
+    """
+    sizes = xp.nan_to_num(xp.abs(values), nan=0.0, posinf=0.0)
+    largest = xp.amax(sizes) if values.shape[0] else sizes.sum()
+    return xp.where(largest > 0, largest, 1.0)
+
+
+def loss_unit(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, g: A) -> A:
+    """The largest factor of a loss's rows, as far as it is known before lse: g times the class weights."""
+    k, share = tokens.target_class_weight(), smooth_share(tokens, options)
+    if isinstance(k, float):
+        return largest_factor(xp, g)
+    size = (1.0 - options.label_smoothing) * xp.abs(k) + (abs(share) if isinstance(share, float) else xp.abs(share))
+    return largest_factor(xp, g * xp.where(size > 0, size, 1.0))
+
+
+def known_loss_rows(
+    xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: TokenSums[A], g: A
+) -> KnownRows[A]:
+    """The rows of the loss's gradient when lse is known: exponentials anchored at lse are probabilities.
+
+    A softcap and label smoothing together make a matrix of two terms. Each of its rows is scaled by its largest
+    coefficient, so that the matrix holds numbers near probabilities, unless ``largest_class_weight`` is None.
+    """
+    k = tokens.target_class_weight()
+    alpha, beta = alpha_beta(xp, tokens, options, sums.lse, k)
+    p, q = xp.exp(-sums.nll), -xp.expm1(-sums.nll)
+    if options.separable:
+        target = sloped(xp, target_over_alpha(xp, alpha, beta, p, q), sums.target_logit, options)
+        return KnownRows(sums.anchor, sums.log_total, factor=g * alpha, target=target)
+    smooth = options.label_smoothing / tokens.vocab
+    target = sloped(xp, (alpha - beta) * p - beta * q - smooth * k, sums.target_logit, options)
+    scale, largest = xp.ones_like(alpha), tokens.largest_class_weight()
+    if largest is not None:
+        scale = xp.abs(alpha) + xp.abs(beta) + smooth * largest
+        scale = xp.where(_is_zero(scale), 1.0, scale)
+    return KnownRows(
+        sums.anchor, sums.log_total, factor=g * scale, target=target / scale, alpha=alpha / scale, sigma=smooth / scale
+    )
+
+
+def known_log_prob_rows(
+    xp: Namespace[A], options: LossOptions, sums: TokenSums[A], g_log_prob: A, g_entropy: A | None
+) -> KnownRows[A]:
+    """The rows of g₁ log p_y + g₂ H: dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H)."""
+    nll = xp.clip(sums.nll, max=-LOWEST_GAP)  # p log p is 0 where p is 0
+    p, q = xp.exp(-nll), -xp.expm1(-nll)
+    if g_entropy is None:
+        target = sloped(xp, -q, sums.target_logit, options)
+        return KnownRows(sums.anchor, sums.log_total, factor=-g_log_prob, target=target)
+    assert sums.entropy is not None
+    # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
+    scale = xp.abs(g_log_prob) + xp.abs(g_entropy)
+    safe = xp.where(_is_zero(scale), 1.0, scale)
+    g1, g2 = g_log_prob / safe, g_entropy / safe
+    target = sloped(xp, -g2 * p * (sums.entropy - nll) + g1 * q, sums.target_logit, options)
+    alpha = -g1 - g2 * sums.entropy
+    return KnownRows(sums.anchor, sums.log_total, factor=scale, target=target, alpha=alpha, gamma=-g2)
+
+
+def _is_zero(x: A) -> A:
+    return x.__eq__(0)  # mypy would call x == 0 a comparison that is always false
+
+
+class LogitRows(NamedTuple, Generic[A]):
+    """Of given logits: ∂ loss / ∂r_ij = slope_ij (factor_i p_ij − smooth_i k_j), with ``target`` at j = y_i; [N] each.
+
+    log p_ij = (z_ij − anchor_i) − log_total_i.
+    """
+
+    anchor: A
+    log_total: A
+    factor: A
+    target: A
+    smooth: A | None
+
+
+def logit_rows(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: TokenSums[A], g: A) -> LogitRows[A]:
+    """The rows of the gradient in given logits.
+
+    The target's element has 1 − p = −expm1(−nll), the other exponentials' share: p − 1 would cancel as p → 1.
+    """
+    k, smooth = tokens.target_class_weight(), options.label_smoothing / tokens.vocab
+    beta = (1.0 - options.label_smoothing) * k
+    rest = smooth_share(tokens, options) + 2.0 * options.z_loss * sums.lse
+    p, q = xp.exp(-sums.nll), -xp.expm1(-sums.nll)
+    target = sloped(xp, g * (rest * p - beta * q - smooth * k), sums.target_logit, options)
+    factor = g * (beta + rest)
+    return LogitRows(sums.anchor, sums.log_total, factor, target, smooth=g * smooth if smooth else None)
