@@ -77,23 +77,23 @@ def draw_orders() -> Any:
     """How either order goes through the logits: what exists at one moment, what has been, what is to come."""
     figure, panels = plt.subplots(1, 2, figsize=(10.5, 4.0), layout="constrained")
     for panel, (order, budget) in zip(panels, BUDGETS.items(), strict=True):
-        made = plan(**SIZES, order=order, memory_budget=budget, fused=True)
+        chosen = plan(**SIZES, order=order, memory_budget=budget, fused=True)
         by_tokens = order == "tokens"
-        live = made.chunks // 2
-        for index, (start, stop) in enumerate(made.token_slices if by_tokens else made.vocab_slices):
+        live = chosen.chunks // 2
+        for index, (start, stop) in enumerate(chosen.token_slices if by_tokens else chosen.vocab_slices):
             colour = DONE if index < live else LIVE if index == live else LATER
             size = stop - start
-            place, width, height = ((0, start), made.vocab, size) if by_tokens else ((start, 0), size, made.tokens)
+            place, width, height = ((0, start), chosen.vocab, size) if by_tokens else ((start, 0), size, chosen.tokens)
             panel.add_patch(Rectangle(place, width, height, facecolor=colour, edgecolor="grey"))
-        panel.set(xlim=(0, made.vocab), ylim=(made.tokens, 0), xticks=[], yticks=[])
-        panel.set_xlabel(f"V = {made.vocab}")
-        panel.set_ylabel(f"N = {made.tokens}")
-        words = f"C = {made.token_chunk} tokens" if by_tokens else f"B = {made.vocab_chunk} entries"
-        words = f"{made.chunks} chunks, {words}, {format_bytes(made.scratch_bytes)}"
+        panel.set(xlim=(0, chosen.vocab), ylim=(chosen.tokens, 0), xticks=[], yticks=[])
+        panel.set_xlabel(f"V = {chosen.vocab}")
+        panel.set_ylabel(f"N = {chosen.tokens}")
+        words = f"C = {chosen.token_chunk} tokens" if by_tokens else f"B = {chosen.vocab_chunk} entries"
+        words = f"{chosen.chunks} chunks, {words}, {format_bytes(chosen.scratch_bytes)}"
         panel.set_title(f"order {order}, {format_bytes(budget)} allowed\n{words}", fontsize=10)
-        rows, columns = (made.token_chunk, made.vocab) if by_tokens else (made.tokens, made.vocab_chunk)
-        middle = (made.token_slices if by_tokens else made.vocab_slices)[live]
-        place = (made.vocab / 2, sum(middle) / 2) if by_tokens else (sum(middle) / 2, made.tokens / 2)
+        rows, columns = (chosen.token_chunk, chosen.vocab) if by_tokens else (chosen.tokens, chosen.vocab_chunk)
+        middle = (chosen.token_slices if by_tokens else chosen.vocab_slices)[live]
+        place = (chosen.vocab / 2, sum(middle) / 2) if by_tokens else (sum(middle) / 2, chosen.tokens / 2)
         panel.text(
             *place,
             f"held now: {rows} × {columns}",
@@ -111,9 +111,9 @@ def draw_orders() -> Any:
 
 def draw_chunk() -> Any:
     """The flow of one chunk of tokens in one pass: three products, and nothing else of size C × V."""
-    made = plan(**SIZES, order="tokens", memory_budget=BUDGETS["tokens"], fused=True)
-    chunk, hidden, vocab = made.token_chunk, made.hidden, made.vocab
-    held = format_bytes(chunk * made.vocab * 2)
+    chosen = plan(**SIZES, order="tokens", memory_budget=BUDGETS["tokens"], fused=True)
+    chunk, hidden, vocab = chosen.token_chunk, chosen.hidden, chosen.vocab
+    held = format_bytes(chunk * chosen.vocab * 2)
     figure, panel = plt.subplots(figsize=(10.5, 4.6), layout="constrained")
     panel.set(xlim=(0, 105), ylim=(0, 46), xticks=[], yticks=[])
     panel.axis("off")
@@ -144,7 +144,7 @@ def draw_chunk() -> Any:
     arrow((75, 18), (85, 12), "3rd product", lift=2.0)
     arrow((75, 39), (85, 37), "u", lift=0.5)
     panel.text(
-        52.5, 0.8, f"one of {made.chunks} chunks of {_sizes()}",
+        52.5, 0.8, f"one of {chosen.chunks} chunks of {_sizes()}",
         ha="center", fontsize=9, color="#444444",
     )  # fmt: skip
     return figure
