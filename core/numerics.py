@@ -1,7 +1,8 @@
-"""The mathematics of a token's row, [N] vectors in and out, written once for PyTorch and JAX.
+"""The mathematics of a token's row, and of losses on log-probabilities, written once for PyTorch and JAX.
 
 ``xp`` is the array namespace: ``torch`` or ``jax.numpy``. Nothing here imports either, looks at a value, or touches the
-N × V matrix. The float64 reference (:mod:`logitless.reference`) does not use this module: it judges it.
+N × V matrix: vectors go in and come out. The float64 reference (:mod:`logitless.reference`) judges this module, and so
+does not use it.
 
 With p the probabilities of token i and y its target, the gradient of a loss in the logits is (docs/design.md)
 
@@ -12,8 +13,17 @@ g is the upstream gradient times the token's weight. The slope of a softcap mult
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from logitless.objectives import (
+    LARGEST_LOG_RATIO,
+    Aggregation,
+    DPOOptions,
+    DPOStats,
+    PolicyOptions,
+    PolicyStats,
+)
 from logitless.spec import ALPHA_FLOOR, LOWEST_GAP, NO_ROW, LossOptions, TokenStats
 
 
@@ -35,6 +45,7 @@ class Array(Protocol):
     def __gt__(self, other: Any, /) -> Self: ...
     def __and__(self, other: Any, /) -> Self: ...
     def __neg__(self) -> Self: ...
+    def __getitem__(self, key: Any, /) -> Self: ...
     def sum(self) -> Self: ...
 
 
@@ -55,6 +66,7 @@ class Namespace(Protocol[A]):
     def copysign(self, size: A, sign: A, /) -> A: ...
     def maximum(self, a: A, b: A, /) -> A: ...
     def amax(self, x: A, /) -> A: ...
+    def sum(self, x: A, axis: int, /) -> A: ...
     def clip(self, x: A, /, min: float | None = None, max: float | None = None) -> A: ...
     def nan_to_num(self, x: A, /, *, nan: float = 0.0, posinf: float | None = None) -> A: ...
     def ones_like(self, x: A, /) -> A: ...
@@ -336,3 +348,91 @@ def logit_rows(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: 
     target = sloped(xp, g * (rest * p - beta * q - smooth * k), sums.target_logit, options)
     factor = g * (beta + rest)
     return LogitRows(sums.anchor, sums.log_total, factor, target, smooth=g * smooth if smooth else None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses on log-probabilities
+
+
+def dpo(
+    xp: Namespace[A], options: DPOOptions, log_prob: A, reference: A, counted: A, log_sigmoid: Callable[[A], A]
+) -> tuple[A, DPOStats]:
+    """The loss of ``dpo_loss``, [] or [B], and its statistics, which still have a gradient.
+
+    log_prob [2 B, T], 0 where a token does not count; reference [2 B, T] or its sums [2 B]; counted [2 B, T].
+    """
+    if len(reference.shape) == 2:
+        reference = xp.sum(xp.where(counted, reference, 0.0), 1)
+    sums = xp.sum(log_prob, 1)
+    rewards = options.beta * (sums - reference)
+    pairs = sums.shape[0] // 2
+    chosen, rejected = rewards[:pairs], rewards[pairs:]
+    margin, noise = chosen - rejected, options.label_smoothing
+    loss = -(1 - noise) * log_sigmoid(margin) - noise * log_sigmoid(-margin)
+    if options.reduction != "none":
+        loss = loss.sum()
+    if options.reduction == "mean":
+        loss = loss / max(1, pairs)
+    return loss, DPOStats(sums[:pairs], sums[pairs:], chosen, rejected)
+
+
+class PolicyTokens(NamedTuple, Generic[A]):
+    """What ``clipped_policy_loss`` knows of its tokens, [..., T] each, but for an advantage of one per sequence."""
+
+    counted: A
+    """Whether a token counts, bool."""
+    advantage: A
+    old: A | None
+    """log p of the policy that sampled; None: of this policy."""
+    reference: A | None
+
+
+def policy_losses(
+    xp: Namespace[A],
+    options: PolicyOptions,
+    tokens: PolicyTokens[A],
+    log_prob: A,
+    entropy: A | None,
+    constant: Callable[[A], A],
+) -> tuple[A, PolicyStats]:
+    """The token losses of ``clipped_policy_loss``, [..., T], 0 where a token does not count; and its statistics.
+
+    ``constant`` returns its argument without gradient.
+    """
+
+    def known(values: A) -> A:
+        return xp.where(tokens.counted, values if values.shape == log_prob.shape else values[..., None], 0.0)
+
+    advantage = known(tokens.advantage)
+    old = constant(log_prob) if tokens.old is None else known(tokens.old)
+    ratio = xp.exp(_log_ratio(xp, log_prob - old))
+    held = xp.clip(constant(ratio), min=1 - options.clip_low, max=1 + options.clip_high) * advantage
+    clipped = held < ratio * advantage
+    losses = -xp.where(clipped, held, ratio * advantage)
+    kl = None
+    if entropy is not None:
+        losses = losses - options.entropy_coef * entropy
+    if tokens.reference is not None:
+        d = _log_ratio(xp, known(tokens.reference) - log_prob)
+        kl = xp.expm1(d) - d
+        losses = losses + options.kl_coef * kl
+
+    def shown(values: A | None) -> A | None:
+        return None if values is None else xp.where(tokens.counted, constant(values), 0.0)
+
+    stats = PolicyStats(shown(log_prob), shown(ratio), clipped, shown(entropy), shown(kl))
+    return xp.where(tokens.counted, losses, 0.0), stats
+
+
+def _log_ratio(xp: Namespace[A], difference: A) -> A:
+    """A difference of log-probabilities, cut off where its exponential would be of no use."""
+    return xp.clip(difference, min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
+
+
+def aggregate(xp: Namespace[A], losses: A, counted: A, aggregation: Aggregation, normalizer: A | float | None) -> A:
+    """The loss from token losses [..., T] that are 0 where a token does not count; counted is 1 or 0 in their dtype."""
+    if aggregation == "sequence_mean":
+        count = xp.sum(counted, -1)
+        losses = xp.sum(losses, -1) / xp.clip(count, min=1)
+        counted = xp.where(count > 0, xp.ones_like(count), 0.0)
+    return losses.sum() / (xp.clip(counted.sum(), min=1) if normalizer is None else normalizer)

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from logitless import objectives, spec
+from logitless import numerics, objectives, spec
 from logitless.jax_impl import api, vjp
 from logitless.jax_impl.api import linear_log_probs
+from logitless.jax_impl.call import XP
 from logitless.jax_impl.call import Arrays as CallArrays
 from logitless.jax_impl.distillation import Arrays, Call, divergence
 from logitless.jax_impl.distributed.parallel import WHOLE
 from logitless.objectives import (
-    LARGEST_LOG_RATIO,
     Aggregation,
     DistillationOptions,
     DPOOptions,
@@ -87,18 +87,8 @@ def dpo_loss(
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
     reference = reference.astype(log_prob.dtype)
-    if reference.ndim == 2:
-        reference = jnp.where(counted, reference, 0.0).sum(axis=1)
-    sums = log_prob.sum(axis=1)
-    chosen, rejected = jnp.split(options.beta * (sums - reference), 2)
-    margin = chosen - rejected
-    log_sigmoid = jax.nn.log_sigmoid
-    losses = -(1 - options.label_smoothing) * log_sigmoid(margin) - options.label_smoothing * log_sigmoid(-margin)
-    loss = losses if reduction == "none" else losses.sum()
-    if reduction == "mean":
-        loss = loss / max(1, len(losses))
-    shown: Any = (*jnp.split(sums, 2), chosen, rejected)
-    return (loss, DPOStats(*map(lax.stop_gradient, shown))) if return_stats else loss
+    loss, stats = numerics.dpo(XP, options, log_prob, reference, counted, jax.nn.log_sigmoid)
+    return (loss, DPOStats(*map(lax.stop_gradient, stats))) if return_stats else loss
 
 
 def clipped_policy_loss(
@@ -172,29 +162,14 @@ def clipped_policy_loss(
         backend=backend,
     )  # fmt: skip
 
-    def known(values: Array) -> Array:
-        values = values if values.shape == target.shape else values[..., None]
-        return jnp.where(counted, values.astype(log_prob.dtype), 0.0)
+    def wide(values: Array | None) -> Array | None:
+        return None if values is None else values.astype(log_prob.dtype)
 
-    a = known(advantage)
-    old = lax.stop_gradient(log_prob) if old_log_prob is None else known(old_log_prob)
-    ratio = jnp.exp(_log_ratio(log_prob - old))
-    held = jnp.clip(lax.stop_gradient(ratio), 1 - clip_low, 1 + clip_high) * a
-    clipped = held < ratio * a
-    losses = -jnp.where(clipped, held, ratio * a)
-    kl = None
-    if entropy is not None:
-        losses = losses - entropy_coef * entropy
-    if reference_log_prob is not None:
-        d = _log_ratio(known(reference_log_prob) - log_prob)
-        kl = jnp.expm1(d) - d
-        losses = losses + kl_coef * kl
-    loss = _aggregate(jnp.where(counted, losses, 0.0), counted, aggregation, normalizer)
-    if not return_stats:
-        return loss
-    values = map(lax.stop_gradient, (log_prob, ratio, entropy, kl))
-    shown = [None if v is None else jnp.where(counted, v, 0.0) for v in values]
-    return loss, PolicyStats(shown[0], shown[1], clipped, *shown[2:])
+    old, reference = wide(old_log_prob), wide(reference_log_prob)
+    tokens = numerics.PolicyTokens(counted, advantage.astype(log_prob.dtype), old, reference)
+    losses, stats = numerics.policy_losses(XP, options, tokens, log_prob, entropy, lax.stop_gradient)
+    loss = numerics.aggregate(XP, losses, jnp.asarray(counted).astype(losses.dtype), aggregation, normalizer)
+    return (loss, stats) if return_stats else loss
 
 
 def distillation_loss(
@@ -269,7 +244,8 @@ def distillation_loss(
     known: Any = (jnp.asarray(target), lse, teacher_lse.astype(lse.dtype))
     losses: Array = divergence(call, Arrays(*arrays, *known))
     if reduction == "mean":
-        return _aggregate(losses, counted.reshape(-1), "token_mean", normalizer)
+        counted = jnp.asarray(counted).reshape(-1).astype(losses.dtype)
+        return numerics.aggregate(XP, losses, counted, "token_mean", normalizer)
     return losses.reshape(target.shape) if reduction == "none" else losses.sum()
 
 
@@ -331,17 +307,3 @@ def _constant(name: str, values: Any, shapes: dict[str, tuple[int, ...]]) -> Arr
     _check_types(**{name: values})
     objectives.check_constant(name, api._info(values), shapes)
     return lax.stop_gradient(jnp.asarray(values))
-
-
-def _log_ratio(difference: Array) -> Array:
-    """A difference of log-probabilities, cut off where its exponential would be of no use."""
-    return jnp.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-
-
-def _aggregate(losses: Array, counted: Any, aggregation: Aggregation, normalizer: Array | float | None) -> Array:
-    """The loss from token losses [..., T] that are 0 where a token does not count."""
-    tokens = jnp.asarray(counted).astype(losses.dtype)
-    if aggregation == "sequence_mean":
-        count = tokens.sum(axis=-1)
-        losses, tokens = losses.sum(axis=-1) / jnp.maximum(count, 1), (count > 0).astype(losses.dtype)
-    return losses.sum() / (jnp.maximum(tokens.sum(), 1) if normalizer is None else normalizer)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless import objectives, spec
+from logitless import numerics, objectives, spec
 from logitless.objectives import (
-    LARGEST_LOG_RATIO,
     Aggregation,
     DistillationOptions,
     DPOOptions,
@@ -26,7 +25,7 @@ from logitless.planning import ChunkPlan, check_plan_argument
 from logitless.spec import LossOptions, Reduction
 from logitless.torch_impl import api, layouts, steps
 from logitless.torch_impl.api import linear_log_probs
-from logitless.torch_impl.call import Arrays
+from logitless.torch_impl.call import XP, Arrays
 from logitless.torch_impl.compiled import transforms
 from logitless.torch_impl.distillation import Call, DivergenceFunction
 
@@ -85,19 +84,9 @@ def dpo_loss(
         ignore_index=ignore_index, plan=plan,
         memory_budget=memory_budget, backend=backend,
     )  # fmt: skip
-    reference = reference.to(log_prob.dtype)
-    if reference.dim() == 2:
-        reference = reference.masked_fill(~counted, 0.0).sum(dim=1)
-    sums = log_prob.sum(dim=1)
-    chosen, rejected = (options.beta * (sums - reference)).chunk(2)
-    margin = chosen - rejected
     log_sigmoid = torch.nn.functional.logsigmoid
-    losses = -(1 - options.label_smoothing) * log_sigmoid(margin) - options.label_smoothing * log_sigmoid(-margin)
-    loss = losses if reduction == "none" else losses.sum()
-    if reduction == "mean":
-        loss = loss / max(1, len(losses))
-    shown: Any = (*sums.chunk(2), chosen, rejected)
-    return (loss, DPOStats(*(values.detach() for values in shown))) if return_stats else loss
+    loss, stats = numerics.dpo(XP, options, log_prob, reference.to(log_prob.dtype), counted, log_sigmoid)
+    return (loss, DPOStats(*(values.detach() for values in stats))) if return_stats else loss
 
 
 def clipped_policy_loss(
@@ -171,28 +160,14 @@ def clipped_policy_loss(
         backend=backend,
     )  # fmt: skip
 
-    def known(values: Tensor) -> Tensor:
-        values = values if values.shape == target.shape else values.unsqueeze(-1).expand(target.shape)
-        return values.to(log_prob.dtype).masked_fill(~counted, 0.0)
+    def wide(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.to(log_prob.dtype)
 
-    a = known(advantage)
-    old = log_prob.detach() if old_log_prob is None else known(old_log_prob)
-    ratio = _log_ratio(log_prob - old).exp()
-    held = ratio.detach().clamp(1 - clip_low, 1 + clip_high) * a
-    clipped = held < ratio * a
-    losses = -torch.where(clipped, held, ratio * a)
-    kl = None
-    if entropy is not None:
-        losses = losses - entropy_coef * entropy
-    if reference_log_prob is not None:
-        d = _log_ratio(known(reference_log_prob) - log_prob)
-        kl = torch.expm1(d) - d
-        losses = losses + kl_coef * kl
-    loss = _aggregate(losses.masked_fill(~counted, 0.0), counted, aggregation, normalizer)
-    if not return_stats:
-        return loss
-    shown = [None if v is None else v.detach().masked_fill(~counted, 0.0) for v in (log_prob, ratio, entropy, kl)]
-    return loss, PolicyStats(shown[0], shown[1], clipped, *shown[2:])
+    old, reference = wide(old_log_prob), wide(reference_log_prob)
+    tokens = numerics.PolicyTokens(counted, advantage.to(log_prob.dtype), old, reference)
+    losses, stats = numerics.policy_losses(XP, options, tokens, log_prob, entropy, Tensor.detach)
+    loss = numerics.aggregate(XP, losses, counted.to(losses.dtype), aggregation, normalizer)
+    return (loss, stats) if return_stats else loss
 
 
 def distillation_loss(
@@ -272,7 +247,8 @@ def distillation_loss(
     )
     losses: Tensor = _divergence(hidden, weight, bias, *constants, target, lse, teacher_lse.to(lse.dtype), call)
     if reduction == "mean":
-        return _aggregate(losses, counted.reshape(-1), "token_mean", normalizer)
+        counted = counted.reshape(-1).to(losses.dtype)
+        return numerics.aggregate(XP, losses, counted, "token_mean", normalizer)
     return losses.reshape(target.shape) if reduction == "none" else losses.sum()
 
 
@@ -341,17 +317,3 @@ def _constant(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], hid
     if tensor.requires_grad:
         raise ValueError(f"{name}: got a tensor that requires grad, allowed is a constant: detach it")
     return tensor
-
-
-def _log_ratio(difference: Tensor) -> Tensor:
-    """A difference of log-probabilities, cut off where its exponential would be of no use."""
-    return difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-
-
-def _aggregate(losses: Tensor, counted: Tensor, aggregation: Aggregation, normalizer: Tensor | float | None) -> Tensor:
-    """The loss from token losses [..., T] that are 0 where a token does not count."""
-    tokens = counted.to(losses.dtype)
-    if aggregation == "sequence_mean":
-        count = tokens.sum(dim=-1)
-        losses, tokens = losses.sum(dim=-1) / count.clamp(min=1), (count > 0).to(losses.dtype)
-    return losses.sum() / (tokens.sum().clamp(min=1) if normalizer is None else normalizer)
