@@ -1,7 +1,7 @@
 """Training on a mesh, tokens over one axis, the vocabulary over the other: ``python examples/jax_sharded_training.py``.
 
-The demo's small transformer, by jax.jit with Auto axes; only the loss is told how its arrays lie. Without GPUs the
-devices are four of the host's.
+The demo's small transformer is compiled by jax.jit with Auto axes. Only the loss is told how its arrays lie. Without
+GPUs the host stands for four devices.
 """
 
 import os

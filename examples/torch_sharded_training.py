@@ -1,8 +1,8 @@
 """The demo's model trained on several ranks: ``torchrun --nproc-per-node 2 examples/torch_sharded_training.py``.
 
-Every rank has its own sequences and a slice of everything: the body's parameters by FSDP2, the head's vocabulary by its
-DTensor placement. The head gathers the hidden states of all ranks, so that the loss is the mean over the whole batch
-and hidden's gradient comes back as this rank's share. NCCL where there are GPUs, else gloo.
+Every rank has its own sequences and a slice of everything. FSDP2 splits the body's parameters. The head is a DTensor,
+whose placement splits the vocabulary. The head gathers the hidden states of all ranks, so the loss is the mean over the
+whole batch, and hidden's gradient comes back as this rank's share. NCCL is used where there are GPUs, else gloo.
 """
 
 import torch

@@ -1,4 +1,6 @@
-"""The drawings of how it works, and the table of tolerances: ``python docs/figures/draw.py`` writes them beside itself.
+"""The drawings of docs/design.md and docs/plan.md, and the table of tolerances.
+
+``python docs/figures/draw.py`` writes them beside itself.
 
 Every number comes from :mod:`logitless.planning` and :mod:`logitless.tolerances`.
 """
@@ -53,10 +55,10 @@ def draw_plans() -> Any:
     memory.text(128, full * 1.05, "float32 logits and their gradient", color="grey", fontsize=8, ha="right")
     chosen = plan(**SIZES, fused=True)
     time.plot(chosen.scratch_bytes / 2**20, chosen.relative_cost("gpu"), "*", color=LIVE, ms=14, label="the default")
-    memory.set(xscale="log", yscale="log", xlabel="chunks", ylabel="scratch [MiB]", title="The promise")
+    memory.set(xscale="log", yscale="log", xlabel="chunks", ylabel="scratch [MiB]", title="Promised scratch")
     _plain_ticks(memory.xaxis, (1, 2, 4, 8, 16, 32, 64, 128))
-    time.set(xscale="log", ylim=(0.9, 2.5), xlabel="scratch [MiB]", ylabel="time / 6·N·D·V flops at full speed")
-    time.set_title("The model of the time, on a GPU")
+    time.set(xscale="log", ylim=(0.9, 2.5), xlabel="scratch [MiB]", ylabel="time / time of 6·N·D·V flops")
+    time.set_title("Modelled time on a GPU")
     for axis in (memory.yaxis, time.xaxis):
         _plain_ticks(axis, (256, 512, 1024, 2048, 4096, 8192, 16384))
     time.legend(fontsize=8)
@@ -74,7 +76,7 @@ def _sizes() -> str:
 
 
 def draw_orders() -> Any:
-    """How either order goes through the logits: what exists at one moment, what has been, what is to come."""
+    """How each order goes through the logits: what exists now, what is done, what is to come."""
     figure, panels = plt.subplots(1, 2, figsize=(10.5, 4.0), layout="constrained")
     for panel, (order, budget) in zip(panels, BUDGETS.items(), strict=True):
         chosen = plan(**SIZES, order=order, memory_budget=budget, fused=True)
@@ -134,7 +136,7 @@ def draw_chunk() -> Any:
     box(50, 16, 25, 13, f"E = exp(x wᵀ − a): C × V\n{chunk} × {vocab}\n{held}, nothing else is C × V", LIVE)
     box(50, 35, 25, 8, "s = Σ E,  loss = log1p(s)\nu = g / (1 + s)")
     box(85, 30, 18, 9, "dX = u ⊙ (E w)\nthe rows of this chunk")
-    box(85, 6, 18, 9, "dW += Eᵀ (u ⊙ x)\n24 bits, " + format_bytes(3 * vocab * hidden))
+    box(85, 6, 18, 9, "dW += Eᵀ (u ⊙ x)\na sum of 24 bits, " + format_bytes(3 * vocab * hidden))
     arrow((18, 34.5), (25, 34.5))
     arrow((42, 33), (50, 27.5))
     arrow((18, 31), (50, 24))
