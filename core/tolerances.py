@@ -47,6 +47,9 @@ AREAL = {
     "backward weight large": 5e-4,
 }
 
+# Of dW and of its commonest targets' rows, in place of RATIO: a dW that is rounded once has at most this.
+ROUNDED_ONCE = 1.1
+
 # Between two implementations that both pass: the sum of their allowances is what they may differ by.
 OUTPUTS = ("loss", "dhidden", "dweight", "dbias")
 # The rows of dweight that belong to the commonest targets of a problem with the tag "trained".

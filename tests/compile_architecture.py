@@ -34,7 +34,7 @@ def compiled() -> dict[str, Any]:
     names = kernel.arg_names
     switches = {name: False for name in names if name.isupper()} | {"FINAL": True, "GROUP": 8, "PROGRAMS": 108}
     constants: dict[str, Any] = switches | {name: value for name, value in own.constants.items() if name in names}
-    unread = ("sum_ptr", "low_ptr", "low_desc", "class_weight_ptr", "smooth_x_ptr")
+    unread = ("sum_ptr", "low_ptr", "low_desc", "class_weight_ptr", "smooth_x_ptr", "is_target_ptr")
     constants |= dict.fromkeys(unread)
     blocks = {
         "e_desc": (tiles.bk, tiles.bm),

@@ -31,6 +31,7 @@ READS = {
     "SUM_LOGITS": ("logit_sum_ptr",),
     "ROWS": ("factor_ptr", "target_value_ptr"),
     "SMOOTH": ("smooth_ptr", "weighted_rows_ptr", "smooth_x_ptr"),
+    "TARGETS": ("is_target_ptr",),
     "SPLIT": ("parts_ptr",),
     "PACE": ("progress_ptr",),
 }
@@ -81,6 +82,7 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
     parted = chosen.get("PARTED", False)
     t = HOPPER.tiles[WEIGHT if final and not into else WEIGHT_SUM]
     options = {"ADD": False, "FINAL": final, "INTO": False, "PARTED": False, "SMOOTH": False, "HAS_CLASS": False}
+    options["TARGETS"] = False
     high, low = (block(bits, t.block_rows, t.block_columns) for bits in ("i16", "i8"))
     summed = high if parted else block("fp32", t.block_rows, t.block_columns)
     return {
@@ -115,6 +117,8 @@ CONFIGURATIONS = {
     "hidden sum": lambda: hidden("bf16", False, ROWS=True),
     "hidden sum, add": lambda: hidden("bf16", False, ADD=True),
     "weight": lambda: weight("bf16", True, 1),
+    "weight on targets": lambda: weight("bf16", True, 4, TARGETS=True),
+    "weight on targets, all": lambda: weight("bf16", True, 4, TARGETS=True, SMOOTH=True, HAS_CLASS=True),
     "weight, all": lambda: weight("bf16", True, 4, ADD=True, SMOOTH=True, HAS_CLASS=True),
     "weight into, add": lambda: weight("bf16", True, 2, ADD=True, INTO=True),
     "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
@@ -146,12 +150,14 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
         out["sum_ptr"] = out["out_ptr"]
     if constants.get("PARTED"):
         out |= {"sum_ptr": "*i16", "low_ptr": "*i8"} | ({} if narrow else {"out_ptr": "*i16"})
-    kinds = own | dict.fromkeys(whole, "*i32") | out | what["blocks"] | {"scale": "fp32", "cap": "fp32"}
+    kinds = own | dict.fromkeys(whole, "*i32") | out | what["blocks"]
+    kinds |= {"is_target_ptr": "*i8", "scale": "fp32", "cap": "fp32"}
     signature = {
         n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names
     }
     paths = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n].startswith("*")}
+    even = [n for n in names if signature[n].startswith("*") or n == "size"]
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in even}
     source = GluonASTSource(kernel, signature, paths, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     ptx, sass = made.asm["ptx"], made.asm["sass"]

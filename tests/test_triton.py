@@ -1,7 +1,8 @@
 """The Triton kernels, interpreted on the CPU: the same problems and the same rule as everywhere.
 
-Triton's interpreter cuts float32 off where it should round it to bfloat16, so that dtype is judged on a GPU only
-(marker ``gpu``: there tests/implementations.py adds the kernels to every test).
+Triton's interpreter cuts float32 off where it should round it to bfloat16, so that dtype is judged on a GPU (marker
+``gpu``: there tests/implementations.py adds the kernels to every test). tests/test_trained.py has
+the interpreter round.
 """
 
 from __future__ import annotations

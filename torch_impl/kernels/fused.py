@@ -8,7 +8,7 @@ the epilogue of its last product. A plan with a single chunk needs no accumulato
 
 Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
 into the products, which accumulate in float32; what that rounding left out of the target's element, and of its share of
-dW, is added in float32.
+dW, is added in float32, before dW is rounded.
 """
 
 from __future__ import annotations
@@ -519,6 +519,7 @@ class _Products:
         self.high: Tensor | None = None
         self.low: Tensor | None = None
         self.parts: Tensor | None = None
+        self.is_target: Tensor | None = None  # [V]: whether dW's row holds what its targets' elements lack
         # Under sequence parallelism dX is what comes back from the sum over the ranks.
         self.hidden = self._new(c.tokens, None if c.shard.sequence_parallel else needs.hidden)
         self.weight = self._new(c.vocab, needs.weight) if needs.into is None else needs.into
@@ -531,9 +532,10 @@ class _Products:
         return None if dtype is None else self.call.empty(rows, self.call.size, dtype)
 
     @property
-    def adds_targets_last(self) -> bool:
-        """Whether the targets' elements are added to the finished dW, where no float32 sum in one matrix takes them."""
-        return self.parted or self.call.chunk >= self.call.tokens
+    def starts_from_targets(self) -> bool:
+        """Whether dW's rows hold what the targets' elements lack before the only product, which adds and rounds it."""
+        rounds = self.weight is not None and self.weight.itemsize == 2 and self.needs.into is None
+        return rounds and self.call.chunk >= self.call.tokens
 
     @property
     def lent(self) -> Tensor | None:
@@ -633,7 +635,8 @@ class _Products:
         out: Any = self.weight if final else self._weight_accumulator()
         parted = self.parted and (first > 0 or not final)
         t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
-        reads = first > 0 if not into else out.dtype != torch.float32
+        targets = self.is_target is not None
+        reads = targets or (first > 0 if not into else out.dtype != torch.float32)
         kind = WeightKind(final, parted, reads, smooth)
         aligned = (c.size * out.element_size()) % 16 == 0
         own = c.products.weight(c, t, kind, self.low, aligned)
@@ -642,9 +645,9 @@ class _Products:
             out if into else self.high if parted else self.weight_sum, self.low if parted else None, own.low,
             c.describe(out[entries], t.block_rows, t.block_columns) if own.by_descriptor else None, out, c.count, scale,
             c.class_weight, self.smooth_x_scaled if final and smooth else None,
-            first, c.chunk, entries.start, entries.stop - entries.start, c.size,
+            self.is_target, first, c.chunk, entries.start, entries.stop - entries.start, c.size,
             ADD=first > 0 or into, FINAL=final, INTO=into, PARTED=parted, SMOOTH=smooth,
-            HAS_CLASS=c.class_weight is not None, GROUP=t.group, PROGRAMS=c.programs, **own.constants,
+            HAS_CLASS=c.class_weight is not None, TARGETS=targets, GROUP=t.group, PROGRAMS=c.programs, **own.constants,
         )  # fmt: skip
 
     def _weight_accumulator(self) -> Tensor:
@@ -669,30 +672,34 @@ class _Products:
         return self.smooth_x * self.smoothing.factor
 
     def add_targets(self, factors: _Factors, scale: Tensor | None) -> None:
-        """What the products lack of the targets' elements of dW and db: into dW's accumulator, or (scale given) into
-        the finished dW."""
+        """Add what the products lack of the targets' elements of dW and db.
+
+        Without ``scale`` it goes into the sum of several chunks. With it, it goes into dW: into the finished one, or
+        into the rows that the only product will add.
+        """
         c = self.call
-        out = self.weight_sum if scale is None else self.weight
+        first = scale is not None and self.starts_from_targets
+        out = self.weight if scale is not None else self.high if self.parted else self.weight_sum
         if (out is None and self.bias is None) or not c.tokens:
             return
+        if first:
+            self.is_target = torch.zeros(c.vocab, dtype=torch.int8, device=c.device)
+        low = self.low if scale is None else None
         key, token = _sorted(c)  # what is not in the vocabulary comes last
         block = column_block(c.size, 4096)
         blocks, columns = triton.cdiv(c.tokens, TARGET_RUN), 1
         part = share = c.empty(2 * blocks)
         if out is not None:
             part, columns = c.empty(2 * blocks, c.size), triton.cdiv(c.size, block)
-        options: dict[str, int] = {
-            "WEIGHT": out is not None,
-            "BIAS": self.bias is not None,
-            "SCALED": scale is not None,
-        }
+        options: dict[str, int] = {"WEIGHT": out is not None, "BIAS": self.bias is not None}
+        options |= {"SCALED": scale is not None, "PARTED": low is not None, "FIRST": first}
         options |= {"RUN": TARGET_RUN, "BC": block, "num_warps": 8 if block > 1024 else 4}
         launch(kernels.add_targets_kernel, c.tokens, columns)(
-            key, token, factors.token_factor, factors.token_value, factors.token_stored, c.hidden, scale, out,
-            self.bias, part, share, c.tokens, c.vocab, c.hidden.stride(0), c.size, BR=4, **options,
+            key, token, factors.token_factor, factors.token_value, factors.token_stored, c.hidden, scale, out, low,
+            self.is_target, self.bias, part, share, c.tokens, c.vocab, c.hidden.stride(0), c.size, BR=4, **options,
         )  # fmt: skip
         launch(kernels.add_long_runs_kernel, blocks, columns)(
-            key, scale, out, self.bias, part, share, c.tokens, c.vocab, c.size, **options
+            key, scale, out, low, self.is_target, self.bias, part, share, c.tokens, c.vocab, c.size, **options
         )
 
     def _finish_hidden(self, out: Tensor, scale: Tensor, done_from: int, smooth: bool) -> None:
@@ -776,9 +783,12 @@ class Held:
         """dX, dW and db with the upstream scalar; may be called once."""
         p, c = self.products, self.products.call
         scale = p.unit * upstream
+        single = c.chunk >= c.tokens  # of several chunks the sum has them
         with c.on_device():
+            if single and p.starts_from_targets:
+                p.add_targets(self.factors, scale)
             p.add(self.first, self.x, self.e, slice(0, c.vocab), self.factors, scale)
-            if p.adds_targets_last:
+            if single and not p.starts_from_targets:
                 p.add_targets(self.factors, scale)
             return p.finish(scale, self.first)
 
@@ -859,7 +869,7 @@ def loss_gradients(
                 products.add(first, x, e, slice(0, c.vocab), factors, None)
         result = sums.result()
         del sums  # its partial sums make room
-        if not products.adds_targets_last:
+        if c.chunk < c.tokens:
             products.add_targets(factors, None)
     return result, Held(products, factors, slices[-1][0], x, e)
 

@@ -684,11 +684,19 @@ def hidden_kernel(
 
 
 @gluon.jit
+def rows_of_targets(out_ptr, place, is_target, column, size):
+    """The piece's rows of out where ``is_target`` (of the whole tile's rows) says that they hold something, else 0."""
+    rows: gl.constexpr = gl.SliceLayout(1, place.type.layout)
+    mask = gl.convert_layout(is_target, rows, assert_trivial=True)[:, None] & (column < size)[None, :]
+    return gl.load(out_ptr + place, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def weight_tiles(
     out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr, scale_ptr,
-    class_weight_ptr, smooth_x_ptr, count_ptr, first, chunk, start, columns, size, HALF: gl.constexpr,
-    ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
-    HAS_CLASS: gl.constexpr,
+    class_weight_ptr, smooth_x_ptr, is_target_ptr, out_ptr, count_ptr, first, chunk, start, columns, size,
+    HALF: gl.constexpr, ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr,
+    SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
@@ -700,11 +708,14 @@ def weight_tiles(
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         turns = tile // PROGRAMS
+        top = m * BM + HALF * (BM // 2)
+        if TARGETS:  # asked for before the products, so that the epilogue does not wait for it
+            row = top + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, layout))
+            is_target = gl.load(is_target_ptr + start + row, mask=row < columns, other=0) != 0
         whole = multiply(
             e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, True, True, BM, BN, STAGES, SKEW,
             layout,
         )  # fmt: skip
-        top = m * BM + HALF * (BM // 2)
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
             if FINAL or (PARTED and ADD):
@@ -729,6 +740,8 @@ def weight_tiles(
                 value = value * gl.load(scale_ptr)
                 if INTO and not IN_MEMORY:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
+                if TARGETS:
+                    value += rows_of_targets(out_ptr, place, is_target, column, size)
             if PARTED and not FINAL:
                 bits = rounded(value)
                 put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False)
@@ -741,9 +754,9 @@ def weight_tiles(
 @gluon.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    first, chunk, start, columns, size,
+    is_target_ptr, first, chunk, start, columns, size,
     ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
-    HAS_CLASS: gl.constexpr,
+    HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
     PARTS: gl.constexpr,
@@ -761,13 +774,15 @@ def weight_kernel(
         [
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
-                scale_ptr, class_weight_ptr, smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 0,
-                ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                scale_ptr, class_weight_ptr, smooth_x_ptr, is_target_ptr, out_ptr, count_ptr, first, chunk, start,
+                columns, size, 0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
-                scale_ptr, class_weight_ptr, smooth_x_ptr, count_ptr, first, chunk, start, columns, size, 1,
-                ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                scale_ptr, class_weight_ptr, smooth_x_ptr, is_target_ptr, out_ptr, count_ptr, first, chunk, start,
+                columns, size, 1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, None, count_ptr, first, chunk, columns, size,

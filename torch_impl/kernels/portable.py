@@ -792,9 +792,9 @@ def joined(high, low):
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    first, chunk, start, columns, size,
+    is_target_ptr, first, chunk, start, columns, size,
     ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, PARTED: tl.constexpr, SMOOTH: tl.constexpr,
-    HAS_CLASS: tl.constexpr,
+    HAS_CLASS: tl.constexpr, TARGETS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
@@ -804,6 +804,7 @@ def weight_kernel(
     FINAL:     out = scale · (eᵀ x + sum with ADD − k_j Σ_i smooth_i x_i)
     INTO too:  out = sum + scale · (eᵀ x − k_j Σ_i smooth_i x_i), in sum's own dtype; sum is out
     PARTED:    the sum has 24 bits of float32, in two matrices: the upper 16 (sum) and the next 8 (low)
+    TARGETS:   rows of out where is_target is not 0 hold a sum as with INTO; the other rows hold nothing yet
 
     low_desc is what hopper.py writes the lower bits through.
     """
@@ -842,6 +843,9 @@ def weight_kernel(
             value = value * tl.load(scale_ptr)
         if INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        if TARGETS:
+            is_target = tl.load(is_target_ptr + start + entry, mask=entry < columns, other=0) != 0
+            value += tl.load(out_ptr + place, mask=mask & is_target[:, None], other=0.0).to(tl.float32)
         if PARTED and not FINAL:
             bits = rounded(value)
             tl.store(sum_ptr + place, upper_bits(bits), mask=mask)
@@ -926,16 +930,29 @@ def run_sum(
 
 @triton.jit
 def add_row(
-    total, shares, target, column, size, scale_ptr, weight_ptr, bias_ptr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    total, shares, target, column, size, scale_ptr, weight_ptr, low_ptr, is_target_ptr, bias_ptr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, PARTED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """dW[target] += (scale ·) total in float32, rounded to dW's dtype; db[target] += shares."""
+    """dW[target] += (scale ·) total in float32, rounded to dW's dtype; db[target] += shares.
+
+    PARTED: dW is a sum of 24 bits in two matrices. FIRST: dW[target] holds nothing yet, is_target becomes 1.
+    """
     if WEIGHT:
         if SCALED:
             total = total * tl.load(scale_ptr)
+        mask = column < size
         place = weight_ptr + target.to(tl.int64) * size + column
-        old = tl.load(place, mask=column < size, other=0.0).to(tl.float32)
-        tl.store(place, (old + total).to(weight_ptr.dtype.element_ty), mask=column < size)
+        if PARTED:
+            low_place = low_ptr + target.to(tl.int64) * low_stride(size) + column
+            bits = rounded(total + joined(tl.load(place, mask=mask, other=0), tl.load(low_place, mask=mask, other=0)))
+            tl.store(place, upper_bits(bits), mask=mask)
+            tl.store(low_place, lower_bits(bits), mask=mask)
+        else:
+            if FIRST:
+                tl.store(is_target_ptr + target, 1, mask=tl.program_id(1) == 0)
+            else:
+                total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(place, total.to(weight_ptr.dtype.element_ty), mask=mask)
     if BIAS:
         if tl.program_id(1) == 0:
             tl.store(bias_ptr + target, tl.load(bias_ptr + target) + shares)
@@ -943,10 +960,10 @@ def add_row(
 
 @triton.jit(do_not_specialize=["tokens"])
 def add_targets_kernel(
-    key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, scale_ptr, weight_ptr, bias_ptr, part_ptr,
-    part_share_ptr, tokens, vocab, hidden_stride, size,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr, BR: tl.constexpr,
-    BC: tl.constexpr,
+    key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, scale_ptr, weight_ptr, low_ptr, is_target_ptr,
+    bias_ptr, part_ptr, part_share_ptr, tokens, vocab, hidden_stride, size,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, PARTED: tl.constexpr, FIRST: tl.constexpr,
+    RUN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """What the products lack of the targets' elements of dW and db, in float32:
 
@@ -954,7 +971,8 @@ def add_targets_kernel(
         db_y += Σ value_i − u_i stored_i
 
     The products have stored_i from e. Both terms are as large as the others' sum, which cancels them where a head
-    predicts its targets well; the difference is as small as one rounding, so it may follow dW's own.
+    predicts its targets well; the difference is as small as one rounding. So a dW of 16 bits must have it before it is
+    rounded: a sum of several chunks gets it (PARTED), or dW's rows hold it for the only product to add (FIRST).
 
     key: the tokens' targets, sorted; token: the tokens in that order, so that every sum has the order of the tokens.
     One program, one place of the list and BC of D: where a run of one target begins, and at every RUN-th place, it sums
@@ -975,7 +993,10 @@ def add_targets_kernel(
         )  # fmt: skip
         after = tl.load(key_ptr + end, mask=end < tokens, other=-1)
         if begins & (after != target):
-            add_row(total, shares, target, column, size, scale_ptr, weight_ptr, bias_ptr, WEIGHT, BIAS, SCALED)
+            add_row(
+                total, shares, target, column, size, scale_ptr, weight_ptr, low_ptr, is_target_ptr, bias_ptr,
+                WEIGHT, BIAS, SCALED, PARTED, FIRST,
+            )  # fmt: skip
         else:
             piece = 2 * (place // RUN) + tl.where(aligned, 0, 1)
             if WEIGHT:
@@ -986,8 +1007,9 @@ def add_targets_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def add_long_runs_kernel(
-    key_ptr, scale_ptr, weight_ptr, bias_ptr, part_ptr, part_share_ptr, tokens, vocab, size,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr, BC: tl.constexpr,
+    key_ptr, scale_ptr, weight_ptr, low_ptr, is_target_ptr, bias_ptr, part_ptr, part_share_ptr, tokens, vocab, size,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, PARTED: tl.constexpr, FIRST: tl.constexpr,
+    RUN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """One program, one block of RUN places and BC of D: a run that begins in it and leaves it, from its pieces."""
     block = tl.program_id(0)
@@ -1012,7 +1034,10 @@ def add_long_runs_kernel(
                 start = next_block * RUN
                 more = tl.load(key_ptr + start, mask=start < tokens, other=-1) == target
                 next_block += 1
-            add_row(total, shares, target, column, size, scale_ptr, weight_ptr, bias_ptr, WEIGHT, BIAS, SCALED)
+            add_row(
+                total, shares, target, column, size, scale_ptr, weight_ptr, low_ptr, is_target_ptr, bias_ptr,
+                WEIGHT, BIAS, SCALED, PARTED, FIRST,
+            )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
