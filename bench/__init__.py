@@ -1,1 +1,1 @@
-"""Benchmarks: one registry, one runner (``python -m bench.run``), one report (``python -m bench.report``)."""
+"""Benchmarks: one command line, ``python -m bench NAME``; ``python -m bench --help`` lists the names."""

@@ -1,64 +1,48 @@
-"""What the bridges cost: ``python bench/bridges.py --output DIR`` writes DIR/bridges.json.
+"""What the bridges cost: ``python -m bench bridges --output DIR`` writes DIR/bridges.json.
 
-A step is the loss and both gradients, in bfloat16, at 4096 × 4096 × 128256. Each bridge is timed beside the native step
+A step is the loss and both gradients, in bfloat16. Each bridge is timed beside the native step
 of the function that it wraps: the same compiled JAX function, the same torch function. Steps run in a row and the clock
 stops when the device is done, so host work counts only where the device waits for it; ``host_ms`` is how long one call
 keeps the host. Variants take turns, round after round.
 
-Needs a GPU in both frameworks. Runs from a checkout without installing anything, as gpu_check.py does.
+Needs a GPU in both frameworks.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.registry import Results, register
+from bench.shapes import Shape, named
+
 NATIVE = {"jax_in_torch": "jax", "jax_in_torch, int64 labels": "jax", "torch_in_jax": "torch"}
 
 
-def steps(tokens: int, hidden: int, vocab: int) -> dict[str, Callable[[], Any]]:
+def steps(shape: Shape) -> dict[str, Callable[[], Any]]:
     """Name → one step; what it returns becomes ready when the device is done."""
     import jax
-    import torch
 
+    from bench import gpu_torch
     from logitless import interop, jax_impl, torch_impl
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(tokens, hidden, device=device, generator=generator).bfloat16()
-    w = (torch.randn(vocab, hidden, device=device, generator=generator) * hidden**-0.5).bfloat16()
-    y = torch.randint(0, vocab, (tokens,), device=device, generator=generator)
-    arrays = interop.to_jax({"x": x, "w": w, "y": y.int()})
-    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-
-    def torch_step(loss: Callable[..., Any], labels: Any) -> Callable[[], Any]:
-        def step() -> Any:
-            x.grad = w.grad = None
-            value = loss(x, w, labels)
-            value.backward()
-            return value
-
-        return step
-
-    def jax_step(loss: Callable[..., Any], *, jit: bool) -> Callable[[], Any]:
-        both = jax.value_and_grad(lambda x, w: loss(x, w, arrays["y"]), argnums=(0, 1))
-        compiled = jax.jit(both) if jit else both
-        return lambda: compiled(arrays["x"], arrays["w"])
-
+    arrays = gpu_torch.Arrays(shape)
+    ids = arrays.y.int()
+    x, w, y = interop.to_jax((arrays.x.detach(), arrays.w.detach(), ids))
     # The native JAX step takes the labels as an argument too: as a constant they could be compiled into it.
     native = jax.jit(jax.value_and_grad(jax_impl.linear_cross_entropy, argnums=(0, 1)))
     in_torch = interop.jax_in_torch(jax_impl.linear_cross_entropy)
+    in_jax = interop.torch_in_jax(torch_impl.linear_cross_entropy)
+    both = jax.value_and_grad(lambda x, w: in_jax(x, w, y), argnums=(0, 1))
     return {
-        "jax": lambda: native(arrays["x"], arrays["w"], arrays["y"]),
-        "jax_in_torch": torch_step(in_torch, y.int()),
-        "jax_in_torch, int64 labels": torch_step(in_torch, y),
-        "torch": torch_step(torch_impl.linear_cross_entropy, y.int()),
-        "torch_in_jax": jax_step(interop.torch_in_jax(torch_impl.linear_cross_entropy), jit=False),
+        "jax": lambda: native(x, w, y),
+        "jax_in_torch": arrays.step(in_torch, target=ids),
+        "jax_in_torch, int64 labels": arrays.step(in_torch),
+        "torch": arrays.step(torch_impl.linear_cross_entropy, target=ids),
+        "torch_in_jax": lambda: both(x, w),
     }
 
 
@@ -83,9 +67,9 @@ def timed(step: Callable[[], Any], repeats: int) -> tuple[float, float]:
     return (done - start) / repeats * 1e3, (returned - start) / repeats * 1e3
 
 
-def measure(tokens: int, hidden: int, vocab: int, rounds: int, repeats: int) -> list[dict[str, Any]]:
+def measure(shape: Shape, rounds: int, repeats: int) -> list[dict[str, Any]]:
     """One row a variant: medians of all rounds, and the bridges' overhead over their native step."""
-    variants = steps(tokens, hidden, vocab)
+    variants = steps(shape)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for step in variants.values():
         _wait(step())
@@ -93,9 +77,8 @@ def measure(tokens: int, hidden: int, vocab: int, rounds: int, repeats: int) -> 
     for _ in range(rounds):
         for name, step in variants.items():
             times[name].append(timed(step, repeats))
-    sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "bfloat16"}
     rows = {
-        name: sizes | {"variant": name, "time_ms": statistics.median(t for t, _ in made)}
+        name: shape.sizes() | {"variant": name, "time_ms": statistics.median(t for t, _ in made)}
         | {"host_ms": statistics.median(h for _, h in made), "rounds": rounds, "repeats": repeats}
         for name, made in times.items()
     }  # fmt: skip
@@ -105,19 +88,12 @@ def measure(tokens: int, hidden: int, vocab: int, rounds: int, repeats: int) -> 
     return list(rows.values())
 
 
-def main() -> None:
-    from bench import checkout
-
-    parser = checkout.parser(__doc__, "bridges.json")
-    parser.add_argument("--sizes", type=int, nargs=3, default=[4096, 4096, 128256], metavar=("N", "D", "V"))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=10, help="steps in a row")
-    arguments = parser.parse_args()
-    with checkout.results(arguments.output / "bridges.json", arguments.commit) as found:
-        found["rows"] = measure(*arguments.sizes, arguments.rounds, arguments.repeats)
-        print(*found["rows"], sep="\n")
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main()
+@register(
+    "what jax_in_torch and torch_in_jax cost over the function that they wrap",
+    shapes=["liger"],
+    rounds=10,
+    arguments={"--repeats": {"type": int, "default": 10, "help": "steps in a row"}},
+)
+def run(options: argparse.Namespace, results: Results) -> None:
+    for name in options.shapes:
+        results.add(measure(named(name), options.rounds, options.repeats))

@@ -1,4 +1,4 @@
-"""Two checkouts in turn on one GPU: ``python bench/compare.py BEFORE --framework torch --output DIR``.
+"""Two checkouts in turn on one GPU: ``python -m bench compare BEFORE --framework torch --output DIR``.
 
 What a change costs is less than what a GPU's clock drifts by between two programs. Here each checkout has a process of
 its own, which keeps its arrays and kernels, and the two take turns in rows of steps of a second, in another order every
@@ -17,47 +17,32 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.checkout import ROOT, packages
+from bench.registry import Results, register
+from bench.shapes import SHAPES, named
+
 SIDES = ("before", "after")
 
 
 def variants(framework: str, name: str) -> tuple[dict[str, Callable[[], object]], Callable[[], object]]:
-    """The floor and our kernels' steps on a shape of bench/shapes.py, and what waits for them."""
-    from bench.shapes import SHAPES
+    """The floor's and our kernels' steps on a shape, and what waits for them."""
+    from bench import gpu
 
-    shape = SHAPES[name]
-    if framework == "torch":
-        import torch
-
-        from bench import gpu
-
-        arrays, plans = gpu.Arrays(shape), gpu.kernel_plans(shape)
-        steps: dict[str, Any] = {"floor": arrays.floor()}
-        steps |= {kind: gpu.step_of(arrays, chosen, "triton") for kind, chosen in plans.items()}
-        return steps, torch.cuda.synchronize
-    from bench import gpu_jax
-    from bench.floor import xla_floor
-
-    made = gpu_jax.Arrays(shape)
-    ours = {kind: step for kind, (step, _) in gpu_jax.ours(shape, made).items() if kind != "xla"}
-    floor = gpu_jax.Step(gpu_jax.Program(xla_floor, made.x, made.floor_weight))
-    ours = {"floor": floor} | ours
-    gpu_jax.compile_all(ours.values())
-    return dict(ours), lambda: [step.wait() for step in ours.values()]
+    arrays = gpu.arrays_of(framework, named(name))
+    steps = {"floor": arrays.floor()} | {kind: step for kind, (step, _) in gpu.kernel_steps(arrays).items()}
+    arrays.prepare(steps.values())
+    return dict(steps), lambda: [step.wait() for step in steps.values()]
 
 
-def serve(checkout: Path, framework: str, seconds: float) -> None:
+def serve(checkout: str, framework: str, seconds: float) -> None:
     """The first line of the standard input names a shape; every other one, a variant to be timed."""
-    from bench.gpu_check import make_overlay
     from bench.timing import burst_ms
 
-    with tempfile.TemporaryDirectory() as folder:
-        sys.path.insert(0, str(make_overlay(Path(folder), checkout)))
+    with packages(Path(checkout)):
         steps, wait = variants(framework, sys.stdin.readline().strip())
         _answer(list(steps))
         for line in sys.stdin:
@@ -71,13 +56,10 @@ def _answer(value: Any) -> None:
 class Side:
     """A checkout's process."""
 
-    def __init__(self, checkout: Path, arguments: argparse.Namespace, program: Path = Path(__file__)) -> None:
-        given = ["--framework", arguments.framework, "--seconds", str(arguments.seconds), "--serve"]
+    def __init__(self, checkout: Path, framework: str, seconds: float) -> None:
+        program = f"from bench.compare import serve; serve({str(checkout.resolve())!r}, {framework!r}, {seconds})"
         self._process = subprocess.Popen(
-            [sys.executable, str(program), str(checkout), *given],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def start(self, line: str) -> None:
@@ -98,62 +80,49 @@ class Side:
         self._process.wait()
 
 
-def compared(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def compared(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a variant: medians of both sides, and the median of all rounds' ratios, after over before."""
     times: dict[str, dict[str, list[float]]] = {}
-    order = random.Random(0)
-    for _ in range(arguments.starts):
-        sides = {side: Side(path, arguments) for side, path in zip(SIDES, (arguments.checkout, ROOT), strict=True)}
+    order = random.Random(options.seed)
+    for _ in range(options.starts):
+        sides = {
+            side: Side(path, options.framework, options.seconds)
+            for side, path in zip(SIDES, (options.checkout, ROOT), strict=True)
+        }
         for side in sides.values():
             side.start(name)
         kinds, _ = (side.answer() for side in sides.values())
-        for _ in range(arguments.rounds):
+        for _ in range(options.rounds):
             for kind in order.sample(kinds, len(kinds)):
                 for side in order.sample(SIDES, len(SIDES)):
                     sides[side].start(kind)
                     times.setdefault(kind, {side: [] for side in SIDES})[side].append(sides[side].answer())
         for side in sides.values():
             side.end()
-    return [row_of(name, kind, made) for kind, made in times.items()]
+    return [{"framework": options.framework, **row_of(name, kind, of_kind)} for kind, of_kind in times.items()]
 
 
 def row_of(name: str, variant: str, times: dict[str, list[float]]) -> dict[str, Any]:
     ratios = [after / before for before, after in zip(times["before"], times["after"], strict=True)]
-    middles = {f"{side}_ms": statistics.median(made) for side, made in times.items()}
+    middles = {f"{side}_ms": statistics.median(of_side) for side, of_side in times.items()}
     return {"shape": name, "variant": variant, **middles, "ratio": statistics.median(ratios), "ratios": ratios}
 
 
-def main() -> None:
-    from bench import machine
-    from bench.shapes import SHAPES
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, metavar="BEFORE")
-    parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--starts", type=int, default=3, help="of both processes")
-    parser.add_argument("--rounds", type=int, default=2, help="of every start")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long a row of steps is")
-    parser.add_argument("--output", type=Path, default=Path(), help="folder for compare.json")
-    parser.add_argument("--commit", help="commit of this checkout, where it has no git history")
-    parser.add_argument("--before", help="commit of the other one")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.serve:
-        return serve(arguments.checkout.resolve(), arguments.framework, arguments.seconds)
-    file = arguments.output / "compare.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    found |= {"machine": machine.describe(arguments.commit), "before": arguments.before}
-    for name in arguments.shapes:
-        rows = compared(name, arguments)
-        for row in rows:
-            print(f"{name} {row['variant']}: {row['after_ms']:.3f} ms, {row['ratio']:.4f}", flush=True)
-        found.setdefault(f"{arguments.framework}_rows", []).extend(rows)
-        file.write_text(json.dumps(found, indent=1) + "\n")
-    return None
-
-
-if __name__ == "__main__":
-    sys.path[:1] = [str(ROOT)]
-    main()
+@register(
+    "another checkout and this one in turn, in two processes: ratios of their times",
+    framework="torch",
+    shapes=list(SHAPES),
+    rounds=2,
+    seconds=1.0,
+    seed=0,
+    arguments={
+        "checkout": {"type": Path, "metavar": "BEFORE", "help": "the other checkout's folder"},
+        "--starts": {"type": int, "default": 3, "help": "of both processes; --rounds are of every start"},
+        "--before": {"help": "commit of the other checkout, for the results file"},
+    },
+)
+def run(options: argparse.Namespace, results: Results) -> None:
+    if results.file.exists():
+        results.values["rows"] = json.loads(results.file.read_text()).get("rows", [])
+    for name in options.shapes:
+        results.add(compared(name, options))

@@ -1,31 +1,30 @@
-"""Time and energy of a step in steady state: ``python bench/energy.py --output DIR`` writes DIR/energy.json.
+"""Time and energy of a step in steady state: ``python -m bench energy --output DIR`` writes DIR/energy.json.
 
 A GPU at its power limit takes as long over a step as the step's energy takes to spend. In a row of steps of seconds
 both repeat to about 0.2 %; single steps scatter with what ran before them. Timed are the floor and our kernels, in
 turn, in another order every round, each after untimed steps of its own; with ``--products`` also each product alone,
 ours and cuBLAS's on the same operands. Energy is the GPU's own counter (NVML, by the package nvidia-ml-py), which moves
 about ten times a second: the power between moves, times the time of a step.
-
-Runs from a checkout without installing anything, as gpu_check.py does.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
-import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from bench.registry import SHARED, Results, register
+from bench.shapes import SHAPES, named
+from bench.variants import in_turn
 
 if TYPE_CHECKING:
     from bench.gpu import Step
 
-ROOT = Path(__file__).resolve().parent.parent
 IN_FLIGHT = 4  # steps that the host is ahead, so that the GPU never waits for it
 EDGE_S = 0.05  # at both ends of a row of steps, where the counter may speak of what was before or after
 
@@ -133,8 +132,6 @@ class Rows:
         self, name: str, sizes: dict[str, Any], steps: dict[str, Step], restore: Step | None = None
     ) -> list[dict[str, Any]]:
         """A row a step, its ratios to the first's; ``restore`` comes before each row of steps."""
-        from bench.variants import in_turn
-
         made: dict[str, list[dict[str, float]]] = {variant: [] for variant in steps}
         for variant in in_turn(steps, self.rounds):
             if restore is not None:
@@ -143,44 +140,34 @@ class Rows:
         return rows_of(name, sizes, made)
 
 
-def measure(name: str, rows: Rows, alone: bool) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The rows of a shape of bench/shapes.py: the floor and every plan of the kernels, or each product ``alone``."""
+def measure(name: str, rows: Rows, alone: bool) -> Iterator[list[dict[str, Any]]]:
+    """The rows of a shape: the floor and every plan of the kernels, or each product ``alone``."""
     from bench import gpu
     from bench.products import products
 
-    shape = gpu.SHAPES[name]
-    arrays, plans = gpu.Arrays(shape), gpu.kernel_plans(shape)
+    arrays = gpu.arrays_of("torch", named(name))
+    steps = {kind: gpu.step_of(arrays, chosen, "triton") for kind, chosen in gpu.kernel_plans(arrays).items()}
     if alone:
-        for product in products(arrays, gpu.step_of(arrays, plans["triton"], "triton")).values():
-            yield "products", rows.of(name, shape.sizes(), product.steps, product.restore)
+        for product in products(arrays, steps["triton"]).values():
+            yield rows.of(name, arrays.shape.sizes(), product.steps, product.restore)
     else:
-        steps = {"floor": arrays.floor()}
-        steps |= {kind: gpu.step_of(arrays, chosen, "triton") for kind, chosen in plans.items()}
-        yield "rows", rows.of(name, shape.sizes(), steps)
+        yield rows.of(name, arrays.shape.sizes(), {"floor": arrays.floor(), **steps})
 
 
-def main() -> None:
-    from bench import checkout
-    from bench.shapes import SHAPES
-
-    parser = checkout.parser(__doc__, "energy.json")
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES), help="of whole steps")
-    parser.add_argument("--products", nargs="*", default=[], choices=list(SHAPES), help="shapes of products alone")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warm", type=float, default=0.5, metavar="S", help="untimed steps before each row of steps")
-    parser.add_argument("--window", type=float, default=1.5, metavar="S", help="a row of steps")
-    arguments = parser.parse_args()
-    with checkout.results(arguments.output / "energy.json", arguments.commit) as found:
-        found |= {"warm_s": arguments.warm, "window_s": arguments.window, "rows": [], "products": []}
-        with Meter(nvml_joules()) as meter:
-            rows = Rows(meter, arguments.rounds, arguments.warm, arguments.window)
-            for alone, shapes in ((False, arguments.shapes), (True, arguments.products)):
-                for name in shapes:
-                    for key, made in measure(name, rows, alone):
-                        print(json.dumps(made, indent=1), flush=True)
-                        found[key] += made
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main()
+@register(
+    "time and energy of a step in steady state, and of each product alone",
+    shapes=list(SHAPES),
+    rounds=3,
+    seconds=1.5,
+    arguments={
+        "--products": {**SHARED["shapes"], "default": [], "help": "shapes of products alone; --shapes are of steps"},
+        "--warm": {"type": float, "default": 0.5, "metavar": "S", "help": "untimed steps before each row of steps"},
+    },
+)
+def run(options: argparse.Namespace, results: Results) -> None:
+    with Meter(nvml_joules()) as meter:
+        rows = Rows(meter, options.rounds, options.warm, options.seconds)
+        for key, shapes in (("rows", options.shapes), ("products", options.products)):
+            for name in shapes:
+                for measured in measure(name, rows, alone=key == "products"):
+                    results.add(measured, key)

@@ -63,3 +63,19 @@ def xla_floor(x: Any, w: Any) -> tuple[Any, Any]:
     dx, dw = products(parts[0])
     dw, others = lax.scan(add, dw, parts[1:])
     return jnp.concatenate([dx, others.reshape(-1, size)]), dw
+
+
+def torch_four_products(x: Any, w: Any) -> Callable[[], object]:
+    """The logits once more before the three: the floor of a gradient that arrives per token."""
+    import torch
+
+    gradients = torch_floor(x, w)
+    z = torch.empty(FLOOR_CHUNK, len(w), device=x.device, dtype=x.dtype)
+
+    def step() -> None:
+        for start in range(0, len(x), FLOOR_CHUNK):
+            part = x[start : start + FLOOR_CHUNK]
+            torch.mm(part, w.t(), out=z[: len(part)])
+        gradients()
+
+    return step

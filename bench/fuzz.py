@@ -1,13 +1,14 @@
 """Random problems over every option, layout, dtype, backend, transform and framework, held against float64.
 
-    python bench/fuzz.py --problems 20000 --seed 7 --shard 0/2 --output fuzz.json    # on a CPU: eager, Triton, XLA
-    python bench/fuzz.py --problems 500 --seed 7 --device cuda --processes 12 --output fuzz_gpu.json
-    python bench/fuzz.py --seed 7 --only 1234    # one problem again
+    python -m bench fuzz --problems 20000 --seed 7 --shard 0/2 --output DIR    # on a CPU: eager, Triton, XLA
+    python -m bench fuzz --problems 500 --seed 7 --device cuda --processes 12 --output DIR
+    python -m bench fuzz --seed 7 --only 1234    # one problem again
 
-A problem is a function of (seed, number, device, backends). A run that was stopped goes on where it was: what is done
-is in FILE.part, a line a batch. On a CPU the Triton kernels are interpreted, but for bfloat16, which their interpreter
-cuts off where it is to be rounded; the Pallas kernels run on a GPU only. What is judged, and how strictly, is in
-bench/fuzzing/truth.py.
+A problem is a function of (seed, number, device, backends). Writes fuzz_cpu.json, fuzz_gpu.json or, of a shard,
+fuzz_cpu_0_of_2.json; its rows are the problems with a wrong result. A run that was stopped goes on where it was: what
+is done is in a file with .part behind its name, a line a batch. On a CPU the Triton kernels are interpreted, but for
+bfloat16, which their interpreter cuts off where it is to be rounded; the Pallas kernels run on a GPU only. What is
+judged, and how strictly, is in bench/fuzzing/truth.py.
 """
 
 from __future__ import annotations
@@ -27,28 +28,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:1] = [str(ROOT)] if sys.path[:1] == [str(ROOT / "bench")] else sys.path[:1]
-
-from bench import checkout  # noqa: E402 (the folder above is where it is)
+from bench.registry import Results, register
 
 BATCH = 50
 BATCHES_PER_PROCESS = 30
 SHOWN = 40
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--problems", type=int, default=200)
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--shard", default="0/1", help="K/S: of S equal shares of the problems, the one with number K")
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    made.add_argument("--backends", default="", help="only these, with commas between: eager, triton, xla, pallas")
-    made.add_argument("--processes", type=int, default=1)
-    made.add_argument("--output", type=Path, help="the results file")
-    made.add_argument("--only", type=int, metavar="NUMBER", help="this problem alone; nothing is written")
-    made.add_argument("--commit", help="commit of this checkout, where it has no git history")
-    return made
 
 
 def prepare(device: str) -> None:
@@ -93,7 +77,7 @@ def reproducing(seed: int, number: int, device: str, backends: tuple[str, ...]) 
     """The command that carries out this problem alone."""
     more = f" --device {device}" if device != "cpu" else ""
     more += f" --backends {','.join(backends)}" if backends else ""
-    return f"python bench/fuzz.py --seed {seed}{more} --only {number}"
+    return f"python -m bench fuzz --seed {seed}{more} --only {number}"
 
 
 def batches(problems: int, shard: str, size: int = BATCH) -> list[list[int]]:
@@ -116,27 +100,27 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
         "problems": sum(part["problems"] for part in parts),
         "wrong": len(wrong),
         "counts": {name: dict(sorted(values.items())) for name, values in sorted(counts.items())},
-        "wrong_ones": wrong,
+        "rows": wrong,
     }
 
 
-def fuzz(arguments: argparse.Namespace, header: dict[str, Any], part_file: Path | None) -> dict[str, Any]:
+def fuzz(options: argparse.Namespace, header: dict[str, Any], part_file: Path | None) -> dict[str, Any]:
     """All batches that are not in the part file yet; the results of all."""
     # On a GPU most problems compile kernels: with larger batches the last process would run alone for long.
-    todo = batches(arguments.problems, arguments.shard, 5 if arguments.device == "cuda" else BATCH)
+    todo = batches(options.problems, options.shard, 5 if options.device == "cuda" else BATCH)
     done = _begun(part_file, header)
     known = {tuple(part["numbers"]) for part in done}
-    backends = tuple(filter(None, arguments.backends.split(",")))
+    backends = tuple(filter(None, options.backends.split(",")))
     left = [numbers for numbers in todo if (numbers[0], numbers[-1]) not in known]
     started, total = time.perf_counter(), sum(map(len, left))
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(part_file.open("a")) if part_file else None
-        for part in _carried_out(arguments, left, backends):
+        for part in _carried_out(options, left, backends):
             done.append(part)
             if lines is not None:
                 lines.write(json.dumps(part) + "\n")
                 lines.flush()
-            _progress(arguments, done, known, total, time.perf_counter() - started)
+            _progress(options, done, known, total, time.perf_counter() - started)
     if known:  # in the order of their numbers, however they came
         done.sort(key=lambda part: part["numbers"])
     return merged(done)
@@ -156,25 +140,23 @@ def _begun(part_file: Path | None, header: dict[str, Any]) -> list[dict[str, Any
 
 
 def _carried_out(
-    arguments: argparse.Namespace, left: list[list[int]], backends: tuple[str, ...]
+    options: argparse.Namespace, left: list[list[int]], backends: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
-    if arguments.processes == 1:
+    if options.processes == 1:
         for numbers in left:
-            yield run_batch(arguments.seed, numbers, arguments.device, backends)
+            yield run_batch(options.seed, numbers, options.device, backends)
         return
-    paths = [str(ROOT), *sys.path]  # what is started anew finds the same packages
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
-    prepare(arguments.device)
+    prepare(options.device)
     with concurrent.futures.ProcessPoolExecutor(
-        arguments.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=BATCHES_PER_PROCESS
+        options.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=BATCHES_PER_PROCESS
     ) as pool:
-        waiting = [pool.submit(run_batch, arguments.seed, n, arguments.device, backends) for n in left]
+        waiting = [pool.submit(run_batch, options.seed, n, options.device, backends) for n in left]
         for finished in concurrent.futures.as_completed(waiting):
             yield finished.result()
 
 
 def _progress(
-    arguments: argparse.Namespace, done: list[dict[str, Any]], known: set[Any], total: int, seconds: float
+    options: argparse.Namespace, done: list[dict[str, Any]], known: set[Any], total: int, seconds: float
 ) -> None:
     made = sum(part["problems"] for part in done if tuple(part["numbers"]) not in known)
     wrong = sum(len(part["wrong"]) for part in done)
@@ -182,42 +164,48 @@ def _progress(
     for one in done[-1]["wrong"] if wrong <= SHOWN else []:
         print(f"\nwrong: {one['command']}\n  " + "\n  ".join(one["wrong"]), file=sys.stderr)
     end = "\n" if made == total else ""
-    line = f"seed {arguments.seed}: {made} of {total} problems, {wrong} wrong, {rest:.0f} s left   "
+    line = f"seed {options.seed}: {made} of {total} problems, {wrong} wrong, {rest:.0f} s left   "
     print("\r" + line, end=end, file=sys.stderr, flush=True)
 
 
-def show_one(arguments: argparse.Namespace) -> int:
+def show_one(options: argparse.Namespace) -> int:
     """Carry out one problem and print it; 1 if it is wrong."""
-    prepare(arguments.device)
+    prepare(options.device)
     from bench.fuzzing.judge import judged
     from bench.fuzzing.problems import draw
 
-    backends = tuple(filter(None, arguments.backends.split(",")))
-    verdict = judged(draw(arguments.seed, arguments.only, arguments.device, backends))
+    backends = tuple(filter(None, options.backends.split(",")))
+    verdict = judged(draw(options.seed, options.only, options.device, backends))
     print(verdict.problem)
     print("\n".join(verdict.wrong) if verdict.wrong else "right")
     return 1 if verdict.wrong else 0
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Carry out what the arguments ask for; 1 if anything is wrong."""
-    prepare(arguments.device)
-    output = arguments.output
-    if arguments.only is None and output is None:
-        raise SystemExit("--output: the results file has to be named")
-    with contextlib.ExitStack() as stack:
-        file = output or Path(os.devnull)
-        if arguments.only is not None:
-            stack.enter_context(checkout.packages())
-            return show_one(arguments)
-        found = stack.enter_context(checkout.results(file, arguments.commit))
-        asked = {name: getattr(arguments, name) for name in ("problems", "seed", "shard", "device", "backends")}
-        header = found | {"asked": asked}
-        part_file = file.with_suffix(file.suffix + ".part")
-        found |= {"asked": asked} | fuzz(arguments, header, part_file)
-        part_file.unlink()
-    return 1 if found["wrong"] else 0
+def file_of(options: argparse.Namespace) -> str:
+    shard = "" if options.shard == "0/1" else f"_{options.shard.replace('/', '_of_')}"
+    return f"fuzz_{'gpu' if options.device == 'cuda' else 'cpu'}{shard}.json"
 
 
-if __name__ == "__main__":
-    sys.exit(main(parser().parse_args()))
+@register(
+    "random problems over every option, layout, dtype and backend, against float64",
+    file=file_of,
+    seed=0,
+    arguments={
+        "--problems": {"type": int, "default": 200},
+        "--shard": {"default": "0/1", "help": "K/S: of S equal shares of the problems, the one with number K"},
+        "--device": {"choices": ("cpu", "cuda"), "default": "cpu"},
+        "--backends": {"default": "", "help": "only these, with commas between: eager, triton, xla, pallas"},
+        "--processes": {"type": int, "default": 1},
+        "--only": {"type": int, "metavar": "NUMBER", "help": "this problem alone; nothing is written"},
+    },
+)
+def run(options: argparse.Namespace, results: Results) -> int:
+    """1 if anything is wrong."""
+    prepare(options.device)
+    if options.only is not None:
+        return show_one(options)
+    asked = {name: getattr(options, name) for name in ("problems", "seed", "shard", "device", "backends")}
+    part_file = results.file.with_suffix(".json.part")
+    results.write(**fuzz(options, {"machine": results.machine, "asked": asked}, part_file))
+    part_file.unlink()
+    return 1 if results.values["wrong"] else 0

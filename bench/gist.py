@@ -1,36 +1,17 @@
-"""Ways to compute a head's loss, side by side: ``python -m bench.gist`` writes bench/results/gist.json and a plot.
+"""Ways to compute a head's loss, side by side: ``python -m bench gist`` writes gist.json, and a plot beside it.
 
-A head with a bias on B × T tokens, forward and all gradients, at 32 × 1024 × 768 × 128256 unless told otherwise. Five
-ways that people write themselves, Liger-Kernel where it is installed, and ours. All of them are a mean over the tokens
-that count, also where the tokens are no multiple of the chunk. A time is the median of interleaved rounds, host
-included; scratch is the peak beyond inputs and gradients. Runs on a CUDA device, or at small sizes on a CPU.
+A head with a bias on B × T tokens, forward and all gradients. Five ways that people write themselves, Liger-Kernel
+where it is installed, and ours. All of them are a mean over the tokens that count, also where the tokens are no
+multiple of the chunk. A time is the median of interleaved rounds, host included; scratch is the peak beyond inputs and
+gradients. Runs on a CUDA device, or at small sizes on a CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import gc
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
 
-import torch
-import typer
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-
-from bench import machine, timing
-from bench.run import RESULTS
-from logitless.torch_impl import linear_cross_entropy
-from logitless.torch_impl.memory import peak_scratch_bytes
-
-Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-IGNORED = -100
-console = Console()
+from bench.registry import Results, register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,225 +30,34 @@ class Sizes:
         return self.batch * self.length
 
 
-def full_logits(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> Tensor:
-    return functional.cross_entropy(functional.linear(x, w, b).float(), y, ignore_index=IGNORED)
+@register(
+    "time and memory of a head's loss, the ways people write it and ours",
+    rounds=7,
+    seed=0,
+    arguments={
+        "--batch": {"type": int, "default": 32},
+        "--length": {"type": int, "default": 1024},
+        "--hidden": {"type": int, "default": 768},
+        "--vocab": {"type": int, "default": 128256},
+        "--bias": {"action": argparse.BooleanOptionalAction, "default": True},
+        "--ignored": {"type": float, "default": 0.0, "help": "share of tokens without a loss"},
+        "--dtype": {"help": "default: bfloat16 on a GPU, float32 on a CPU"},
+        "--chunk": {"type": int, "default": 4096, "help": "tokens in a chunk of the chunked variants"},
+        "--memory-budget": {"type": int, "metavar": "MIB", "help": "ours once more, within it"},
+        "--compile": {"action": argparse.BooleanOptionalAction, "default": True},
+        "--device": {"help": "default: cuda where there is one"},
+    },
+)
+def run(options: argparse.Namespace, results: Results) -> None:
+    import torch
 
+    from bench import head_losses, plots
 
-def valid_count(y: Tensor) -> Tensor:
-    """The mean's denominator, on the device; 1 where no token counts."""
-    return (y != IGNORED).sum().clamp(min=1)
-
-
-def chunked_with_checkpoint(chunk: int) -> Loss:
-    """A chunk's logits are thrown away and made again in the backward: 8·N·D·V flops."""
-
-    def part(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> Tensor:
-        z = functional.linear(x, w, b).float()
-        return functional.cross_entropy(z, y, ignore_index=IGNORED, reduction="sum")
-
-    def loss(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> Tensor:
-        parts = zip(x.split(chunk), y.split(chunk), strict=True)
-        sums: list[Any] = [checkpoint(part, rows, w, b, ids, use_reentrant=False) for rows, ids in parts]
-        return torch.stack(sums).sum() / valid_count(y)
-
-    return loss
-
-
-class GradientInForward(torch.autograd.Function):
-    """Every chunk's gradients are made with its loss, 6·N·D·V flops, and wait for the upstream scalar.
-
-    With ``narrow`` as Liger does it: the logits' gradient in the input dtype, in the logits' place, and dW summed in
-    the weight's dtype. Without: the logits' gradient in float32 until it enters the products, and dW's chunks summed in
-    float32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, chunk: int, narrow: bool) -> Tensor:
-        count, total = valid_count(y), torch.zeros((), device=x.device)
-        sum_dtype = w.dtype if narrow else torch.float32
-        dx, dw = torch.empty_like(x), torch.zeros_like(w, dtype=sum_dtype)
-        db = None if b is None else torch.zeros_like(b, dtype=sum_dtype)
-        for start in range(0, len(y), chunk):
-            rows, ids = x[start : start + chunk], y[start : start + chunk]
-            counts, safe = ids != IGNORED, ids.clamp(min=0).unsqueeze(1)
-            z = functional.linear(rows, w, b)
-            log_p = torch.log_softmax(z.float(), dim=1)
-            total -= log_p.gather(1, safe).squeeze(1).masked_fill(~counts, 0.0).sum()
-            dz = log_p.exp_()
-            dz.scatter_add_(1, safe, torch.full_like(safe, -1, dtype=dz.dtype))
-            dz.masked_fill_(~counts.unsqueeze(1), 0.0).div_(count)
-            if narrow:
-                dz = z.copy_(dz)
-            dx[start : start + chunk] = dz.to(x.dtype) @ w
-            dw += dz.to(x.dtype).t() @ rows
-            if db is not None:
-                db += dz.sum(dim=0)
-        ctx.save_for_backward(dx, dw.to(w.dtype), None if db is None else db.to(w.dtype))
-        return total / count
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        made = (None if gradient is None else gradient * upstream for gradient in ctx.saved_tensors)
-        return *made, None, None, None
-
-
-def gradient_in_forward(chunk: int) -> Loss:
-    apply: Any = GradientInForward.apply
-    return lambda x, w, b, y: apply(x, w, b, y, chunk, False)
-
-
-def liger_chunk(tokens: int, hidden: int, vocab: int) -> int:
-    """So many tokens that a chunk of logits is about as large as the hidden states: N · D / V, up to a power of two."""
-    return 1 << max(0, -(-tokens // -(-vocab // hidden)) - 1).bit_length()
-
-
-def liger_style(sizes: Sizes) -> Loss:
-    chunk, apply = liger_chunk(sizes.tokens, sizes.hidden, sizes.vocab), GradientInForward.apply
-    return lambda x, w, b, y: apply(x, w, b, y, chunk, True)  # type: ignore[no-untyped-call]
-
-
-def variants(sizes: Sizes, chunk: int, compiled: bool, budget: int | None) -> dict[str, Loss]:
-    """Name → loss(x, w, b, y), a mean over the tokens that count."""
-    made: dict[str, Loss] = {"full logits": full_logits}
-    if compiled:
-        made["full logits, torch.compile"] = torch.compile(full_logits)
-    made["chunks, checkpoint"] = chunked_with_checkpoint(chunk)
-    made["chunks, gradient in the forward"] = gradient_in_forward(chunk)
-    made["chunks, as Liger"] = liger_style(sizes)
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
-    except ImportError:
-        pass
-    else:
-        made["Liger-Kernel"] = lambda x, w, b, y: liger(x, w, y, bias=b, ignore_index=IGNORED)
-    made["logitless"] = lambda x, w, b, y: linear_cross_entropy(x, w, y, b)
-    if budget is not None:
-        made[f"logitless, {budget >> 20} MiB"] = lambda x, w, b, y: linear_cross_entropy(
-            x, w, y, b, memory_budget=budget
-        )
-    return made
-
-
-def arrays(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """x [N, D], w [V, D], b [V] or None, y [N]: random, the same on every machine of a kind."""
-    generator, dtype = torch.Generator(device).manual_seed(0), getattr(torch, sizes.dtype)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    x, w = normal(sizes.tokens, sizes.hidden), normal(sizes.vocab, sizes.hidden) * sizes.hidden**-0.5
-    b = normal(sizes.vocab).to(dtype).requires_grad_() if sizes.bias else None
-    y = torch.randint(0, sizes.vocab, (sizes.tokens,), generator=generator, device=device)
-    dropped = torch.rand(sizes.tokens, generator=generator, device=device) < sizes.ignored
-    return x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_(), b, y.masked_fill(dropped, IGNORED)
-
-
-def measure(sizes: Sizes, losses: dict[str, Loss], device: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for every variant; one that does not fit into the memory has no time."""
-    *leaves, y = arrays(sizes, device)
-    given = [leaf for leaf in leaves if leaf is not None]
-    inputs, gradients = sum(t.nbytes for t in (*given, y)), sum(t.nbytes for t in given)
-
-    def step_of(loss: Loss) -> Callable[[], float]:
-        def step() -> float:
-            for leaf in given:
-                leaf.grad = None
-            made = loss(*leaves, y)
-            made.backward()
-            return float(made.detach())  # waits for the device
-
-        return step
-
-    rows: dict[str, dict[str, Any]] = {}
-    steps: dict[str, Callable[[], float]] = {}
-    for name, loss in losses.items():
-        row: dict[str, Any] = {"variant": name, **dataclasses.asdict(sizes), "input_bytes": inputs}
-        step = step_of(loss)
-        try:
-            row["loss"] = step()
-            for leaf in given:
-                leaf.grad = None
-            gc.collect()
-            row["scratch_bytes"] = peak_scratch_bytes(step) - gradients
-            steps[name] = step
-        except torch.OutOfMemoryError as failure:
-            row["error"] = str(failure)[:300]
-        rows[name] = row
-    times: dict[str, list[float]] = {}
-    for _, times in timing.interleaved_ms(steps, rounds):  # noqa: B007
-        pass
-    for name in steps:
-        rows[name] |= {"time_ms": timing.median_ms(times[name]), "times_ms": times[name]}
-    return list(rows.values())
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table("variant", "ms", "scratch MiB", "loss")
-    for row in rows:
-        if "error" in row:
-            made.add_row(row["variant"], "out of memory", "", "")
-        else:
-            scratch = f"{row['scratch_bytes'] / 2**20:.1f}"
-            made.add_row(row["variant"], f"{row['time_ms']:.2f}", scratch, f"{row['loss']:.6f}")
-    return made
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Time and scratch of every variant that ran."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in result["rows"] if "error" not in row]
-    names, colours = (
-        [row["variant"] for row in rows],
-        ["#00798c" if "logitless" in r["variant"] else "#8d6b94" for r in rows],
-    )
-    figure, (time, memory) = plt.subplots(1, 2, figsize=(11, 0.5 * len(rows) + 1.6), layout="constrained", sharey=True)
-    for panel, values, label in (
-        (time, [row["time_ms"] for row in rows], "time of a step [ms]"),
-        (memory, [row["scratch_bytes"] / 2**20 for row in rows], "scratch [MiB]"),
-    ):
-        panel.bar_label(panel.barh(names, values, color=colours), fmt="%.1f", padding=3)
-        panel.set(xlabel=label)
-        panel.margins(x=0.2)
-    time.invert_yaxis()
-    sizes, where = result["rows"][0], result["machine"]["gpu"] or result["machine"]["cpu"]
-    shape = " × ".join(str(sizes[key]) for key in ("batch", "length", "hidden", "vocab"))
-    figure.suptitle(f"{shape} {sizes['dtype']}, {where}")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def main(
-    batch: int = 32,
-    length: int = 1024,
-    hidden: int = 768,
-    vocab: int = 128256,
-    bias: bool = True,
-    ignored: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of tokens without a loss")] = 0.0,
-    dtype: Annotated[str | None, typer.Option(help="default: bfloat16 on a GPU, float32 on a CPU")] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="tokens in a chunk of the chunked variants")] = 4096,
-    memory_budget: Annotated[int | None, typer.Option(help="MiB: ours once more, within it")] = None,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile")] = True,
-    rounds: Annotated[int, typer.Option(min=1)] = 7,
-    device: Annotated[str | None, typer.Option(help="default: cuda where there is one")] = None,
-    output: Annotated[Path, typer.Option(help="results; the plot lies beside them as .png")] = RESULTS / "gist.json",
-) -> None:
-    """Time and memory of one head's loss, the ways people write it and ours."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-    sizes = Sizes(batch, length, hidden, vocab, dtype, bias, ignored)
-    budget = None if memory_budget is None else memory_budget << 20
-    rows = measure(sizes, variants(sizes, chunk, compiled, budget), device, rounds)
-    result = {"machine": machine.describe(), "device": device, "rounds": rounds, "chunk": chunk, "rows": rows}
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, output.with_suffix(".png"))
-    console.print(table(rows))
-    console.print(f"written to {output} and {output.with_suffix('.png').name}")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
+    sizes = Sizes(options.batch, options.length, options.hidden, options.vocab, dtype, options.bias, options.ignored)
+    budget = None if options.memory_budget is None else options.memory_budget << 20
+    losses = head_losses.variants(sizes, options.chunk, options.compile, budget)
+    results.add(head_losses.measure(sizes, losses, device, options.rounds, options.seed))
+    plots.gist(results.values, results.file.with_suffix(".png"))
+    print(f"written to {results.file} and {results.file.with_suffix('.png').name}")

@@ -1,220 +1,252 @@
-"""PyTorch on a GPU: time, scratch and error of our backends and of other implementations, side by side.
+"""Time, scratch and error of our backends and of other implementations on a GPU, side by side, in both frameworks.
 
-Inputs are random. A peer that is not installed is left out. bench/gpu_jax.py is the mirror of this.
+Here is what the frameworks share. Each has a class of arrays with steps on them: bench/gpu_torch.py, bench/gpu_jax.py.
+Inputs are random. An implementation that is not installed is left out.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
-import torch
+import numpy as np
 
-from bench.floor import torch_floor
-from bench.shapes import MIB, SHAPES, SWEEPS, Shape
-from bench.variants import Variant, described, measured_rows, output_errors
-from logitless import plan
-from logitless.torch_impl import linear_cross_entropy
-from logitless.torch_impl.memory import peak_scratch_bytes
+from bench.shapes import MIB, SHAPES, SWEEPS, Shape, named
+from bench.variants import Variant, described, measured_rows
+from logitless import ChunkPlan, plan
 
-Step = Callable[[], Any]
+Loss = Callable[..., Any]
+PerToken = Callable[..., tuple[Any, ...]]
+
+# Values per token: the shape, and the budgets. They are the default, what the fastest plan in two passes takes, and
+# what holds the exponentials of all tokens.
+TOKEN_SHAPE = Shape(8192, 4096, 131072)
+TOKEN_BUDGETS = (None, 1200 * MIB, 2400 * MIB)
 
 
-class Arrays:
-    """x, w and y of a shape on the current GPU."""
+class Step(Protocol):
+    """A function of arrays, forward and backward, that is run again and again."""
 
-    def __init__(self, shape: Shape) -> None:
-        generator = torch.Generator("cuda").manual_seed(0)
-        x = torch.randn(shape.tokens, shape.hidden, device="cuda", generator=generator)
-        w = torch.randn(shape.vocab, shape.hidden, device="cuda", generator=generator) * shape.hidden**-0.5
-        self.x, self.w = x.bfloat16().requires_grad_(), w.bfloat16().requires_grad_()
-        self.y = torch.randint(0, shape.vocab, (shape.tokens,), device="cuda", generator=generator)
+    def __call__(self) -> Any: ...
+    def variant(self, promised_bytes: int | None = None) -> Variant: ...
+    def results(self) -> tuple[Any, Any, Any]:
+        """Loss, dX [N, D] and dW [V, D] of one run, in NumPy."""
+
+
+Planned = tuple[Step, ChunkPlan | None]
+
+
+class Arrays(Protocol):
+    """x [N, D], w [V, D] and y [N] of a shape in one framework, and the steps on them."""
+
+    shape: Shape
+    budgets: tuple[int, ...]  # those of the shape that are this framework's
+    kernels: str  # the backend of kernels, and the one without
+    portable: str
+    padded: bool  # whether the kernels' plans have whole tiles only
+    floor_name: str
+    prefix: str  # of the names of values per token
+    loss: Loss  # linear_cross_entropy, which also takes options
 
     def floor(self) -> Step:
         """Three bare products of these sizes, the vocabulary rounded up to what cuBLAS likes."""
-        w = self.w.detach()
-        missing = -len(w) % 64
-        return torch_floor(self.x.detach(), torch.cat([w, w[:missing]]) if missing else w)
 
-    def step(self, loss: Callable[[Any, Any, Any], Any], y: Any = None) -> Step:
-        """Forward and backward of ``loss(x, w, y)``, the gradients left in x.grad and w.grad."""
+    def more_floors(self) -> dict[str, Variant]:
+        """Other ways to the same products."""
 
-        def run() -> Any:
-            self.x.grad = self.w.grad = None
-            value = loss(self.x, self.w, self.y if y is None else y)
-            value.backward()
-            return value
+    def step(self, loss: Loss, *, target: Any = None, transposed: bool = False) -> Step:
+        """``loss(x, w, y)`` and its gradients in x and w; ``transposed``: the loss takes w as [D, V]."""
 
-        return run
+    def forward(self, loss: Loss) -> Step:
+        """The loss alone."""
 
-    def variant(self, step: Step, promised_bytes: int | None = None, *, gradients: bool = True) -> Variant:
-        """``step`` as a variant; ``gradients``: whether it leaves x.grad and w.grad, which are no scratch."""
+    def first_step(self, loss: Loss) -> Callable[[], object]:
+        """A step that traces and compiles what it needs, and returns when the device is done."""
 
-        def scratch_bytes() -> int:
-            try:
-                step(), step()
-                self.x.grad = self.w.grad = None
-                return peak_scratch_bytes(step) - (self.x.nbytes + self.w.nbytes if gradients else 0)
-            finally:
-                self.x.grad = self.w.grad = None
+    def half_ignored(self) -> Any:
+        """y with every second token ignored."""
 
-        return Variant(scratch_bytes, lambda: event_ms(step), promised_bytes)
+    def peers(self) -> Iterator[tuple[str, Loss, bool]]:
+        """Other implementations that are installed here: name, loss(x, w, y), and whether w is [D, V] there."""
 
+    def per_token(self) -> dict[str, PerToken]:
+        """Our functions of (x, w, y, options) with values per token: a tuple of them."""
 
-def _full_logits(x: Any, w: Any, y: Any) -> Any:
-    return torch.nn.functional.cross_entropy(x @ w.t(), y)
+    def token_peers(self) -> dict[str, PerToken]: ...
+    def token_floor(self) -> Variant:
+        """Four bare products: a gradient per token arrives only in the backward, so the logits are made twice."""
 
+    def token_step(self, values: PerToken) -> Step:
+        """``values(x, w, y)`` and its gradients for a random upstream gradient of each value."""
 
-def _full_logits_float32(x: Any, w: Any, y: Any) -> Any:
-    return torch.nn.functional.cross_entropy((x @ w.t()).float(), y)
+    def numpy(self) -> tuple[Any, Any, Any]:
+        """x and w in float64, and y."""
 
+    def wait(self) -> None:
+        """Return when the device has done all that was started."""
 
-def _quack_rows(tokens: int, hidden: int) -> int:
-    """QuACK's own chunk of 4096 rows, or else 8192, 2048 or 1024: version 0.6.5 refuses as many rows as D."""
-    return next(rows for rows in (4096, 8192, 2048, 1024) if min(rows, tokens) != hidden)
+    def prepare(self, steps: Iterable[Step]) -> None:
+        """Compile the steps, where the framework can do that before they run."""
 
 
-def peers() -> Iterator[tuple[str, Callable[[Any, Any, Any], Any]]]:
-    """Other implementations that are installed here, as loss(x, w, y)."""
-    yield "torch, full logits", _full_logits
-    yield "torch.compile, full logits", torch.compile(_full_logits_float32)
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
-    except ImportError:
-        pass
-    else:
-        yield "Liger-Kernel", lambda x, w, y: liger(x, w, y)
-    try:
-        from cut_cross_entropy import linear_cross_entropy as cce
-    except ImportError:
-        pass
-    else:
-        yield "cut-cross-entropy", lambda x, w, y: cce(x, w, y)
-    try:
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack
-    except ImportError:
-        pass
-    else:
-        yield "QuACK", lambda x, w, y: quack(x, w, y, chunk_size=_quack_rows(*x.shape), reduction="mean")
+def arrays_of(framework: str, shape: Shape) -> Arrays:
+    made: Arrays = importlib.import_module(f"bench.gpu_{framework}").Arrays(shape)
+    return made
 
 
-def kernel_plans(shape: Shape) -> dict[str, Any]:
+def forget(framework: str) -> None:
+    """Give back memory that no array uses any more, where the framework keeps it."""
+    if framework == "torch":
+        importlib.import_module("torch").cuda.empty_cache()
+
+
+def kernel_plans(arrays: Arrays) -> dict[str, ChunkPlan]:
     """The kernels' plans by a variant's name: the default, and one for each budget."""
-    made = {"triton": plan(**shape.sizes(), fused=True)}
-    for budget in shape.budgets:
-        made[f"triton, {budget // MIB} MiB"] = plan(**shape.sizes(), fused=True, memory_budget=budget)
-    return made
+    planned = functools.partial(plan, **arrays.shape.sizes(), fused=True, padded=arrays.padded)
+    budgets = {f"{arrays.kernels}, {budget // MIB} MiB": budget for budget in arrays.budgets}
+    return {name: planned(memory_budget=budget) for name, budget in {arrays.kernels: None, **budgets}.items()}
 
 
-def step_of(arrays: Arrays, chosen: Any, backend: str) -> Step:
+def step_of(arrays: Arrays, chosen: ChunkPlan, backend: str) -> Step:
     """Our step by a plan."""
-    return arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, plan=chosen, backend=backend))
+    return arrays.step(functools.partial(arrays.loss, plan=chosen, backend=backend))
 
 
-def ours(shape: Shape, arrays: Arrays) -> dict[str, Variant]:
-    """Our variants by name."""
-
-    def with_plan(chosen: Any, backend: str) -> Variant:
-        return arrays.variant(step_of(arrays, chosen, backend), chosen.scratch_bytes)
-
-    made = {name: with_plan(chosen, "triton") for name, chosen in kernel_plans(shape).items()}
-    if shape.extras:
-        x, w, y = arrays.x, arrays.w, arrays.y
-        half = torch.where(torch.arange(len(y), device="cuda") % 2 == 0, y, -100)
-        ignored = arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y), half)
-        made["triton, half ignored"] = arrays.variant(ignored)
-        made["triton, forward only"] = arrays.variant(
-            lambda: linear_cross_entropy(x.detach(), w.detach(), y), gradients=False
-        )
-    made["eager"] = with_plan(plan(**shape.sizes()), "eager")
+def kernel_steps(arrays: Arrays) -> dict[str, Planned]:
+    """Our kernels' steps by a variant's name, each with its plan where scratch is promised."""
+    made: dict[str, Planned] = {
+        name: (step_of(arrays, chosen, arrays.kernels), chosen) for name, chosen in kernel_plans(arrays).items()
+    }
+    if arrays.shape.extras:
+        loss = functools.partial(arrays.loss, backend=arrays.kernels)
+        made[f"{arrays.kernels}, half ignored"] = arrays.step(loss, target=arrays.half_ignored()), None
+        made[f"{arrays.kernels}, forward only"] = arrays.forward(loss), None
     return made
 
 
-def event_ms(step: Step, warm_s: float = 0.4, repeats: int = 6) -> list[float]:
-    """CUDA-event times of single steps in a row, after as many untimed ones as settle the clock: power limits it, and
-    what ran before would be seen in it."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    while time.perf_counter() - start < warm_s:
-        step()
-        torch.cuda.synchronize()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for first, last in pairs:
-        first.record()
-        step()
-        last.record()
-    torch.cuda.synchronize()
-    return [first.elapsed_time(last) for first, last in pairs]
+def _peers(arrays: Arrays, left_out: str | None = None) -> dict[str, Planned]:
+    return {
+        name: (arrays.step(loss, transposed=transposed), None)
+        for name, loss, transposed in arrays.peers()
+        if left_out is None or left_out not in name
+    }
 
 
-def measure(name: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
-    """One row for every variant of the shape: median time, ratio to the floor, scratch beyond inputs and gradients."""
-    shape = SHAPES[name]
-    arrays = Arrays(shape)
-    variants = {"floor": arrays.variant(arrays.floor(), gradients=False)} | ours(shape, arrays)
-    if with_peers:
-        variants |= {peer: arrays.variant(arrays.step(loss)) for peer, loss in peers()}
-    return measured_rows(name, shape, variants, rounds)
+def _variants(arrays: Arrays, steps: dict[str, Planned]) -> dict[str, Variant]:
+    arrays.prepare(step for step, _ in steps.values())
+    return {name: step.variant(chosen and chosen.scratch_bytes) for name, (step, chosen) in steps.items()}
 
 
-def sweep(kind: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
-    """Rows of one sweep: the kernels and the peers that compile nothing for a new size."""
+def _rows(arrays: Arrays, name: str, steps: dict[str, Planned], rounds: int) -> list[dict[str, Any]]:
+    """One row for the floors and every step: median time, ratio to the fastest floor, scratch."""
+    steps = {arrays.floor_name: (arrays.floor(), None), **steps}
+    variants = _variants(arrays, steps)
+    more = arrays.more_floors()
+    return measured_rows(name, arrays.shape, variants | more, rounds, (arrays.floor_name, *more))
+
+
+def measure(framework: str, name: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
+    """The rows of a shape."""
+    arrays = arrays_of(framework, named(name))
+    chosen = plan(**arrays.shape.sizes())
+    steps = kernel_steps(arrays) | {arrays.portable: (step_of(arrays, chosen, arrays.portable), chosen)}
+    return _rows(arrays, name, steps | (_peers(arrays) if with_peers else {}), rounds)
+
+
+def sweep(framework: str, kind: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
+    """Rows of one sweep: the kernels, and the peers that compile nothing for a new size."""
+
+    def rows(shape: Shape) -> list[dict[str, Any]]:
+        arrays = arrays_of(framework, shape)
+        return _rows(arrays, kind, kernel_steps(arrays) | (_peers(arrays, "compile") if with_peers else {}), rounds)
+
     made = []
     for shape in SWEEPS[kind]:
-        arrays = Arrays(shape)
-        variants = {"floor": arrays.variant(arrays.floor(), gradients=False)}
-        variants |= {name: what for name, what in ours(shape, arrays).items() if name != "eager"}
-        if with_peers:
-            variants |= {name: arrays.variant(arrays.step(loss)) for name, loss in peers() if "compile" not in name}
-        made += measured_rows(kind, shape, variants, rounds)
-        del arrays, variants
-        torch.cuda.empty_cache()
+        made += rows(shape)
+        forget(framework)
     return made
 
 
-def errors(tokens: int = 2048, hidden: int = 1024, vocab: int = 32768) -> list[dict[str, Any]]:
+def measure_tokens(framework: str, rounds: int, with_peers: bool, shape: Shape = TOKEN_SHAPE) -> list[dict[str, Any]]:
+    """Rows of values per token and their gradients, for a random upstream gradient of each token.
+
+    The floor of a step is four products, where that of a mean is three; our step has three as well where the budget
+    holds the exponentials until the gradient arrives.
+    """
+    arrays = arrays_of(framework, shape)
+    steps: dict[str, Planned] = {}
+    for budget in TOKEN_BUDGETS:
+        for name, values in arrays.per_token().items():
+            hold = budget is not None and "entropy" not in name
+            sizes = shape.sizes() | {"fused": True, "padded": arrays.padded}
+            chosen = plan(**sizes, one_pass=False, memory_budget=budget, hold=hold)
+            name = arrays.prefix + name + ("" if budget is None else f", {budget // MIB} MiB")
+            given = functools.partial(values, memory_budget=budget, backend=arrays.kernels)
+            steps[name] = arrays.token_step(given), chosen
+    if with_peers:
+        steps |= {name: (arrays.token_step(values), None) for name, values in arrays.token_peers().items()}
+    variants = _variants(arrays, steps)
+    floor = f"{arrays.prefix}floor"
+    return measured_rows("per token", shape, {floor: arrays.token_floor()} | variants, rounds, (floor,))
+
+
+def errors(framework: str, shape: Shape = SHAPES["small"]) -> list[dict[str, Any]]:
     """‖· − truth‖ / ‖truth‖ of loss, dX and dW against float64, for every implementation and the ideal bf16 path."""
-    shape = Shape(tokens, hidden, vocab)
-    arrays = Arrays(shape)
-    x, w, y = arrays.x.detach().double(), arrays.w.detach().double(), arrays.y
-    z = x @ w.t()
-    true_loss = torch.nn.functional.cross_entropy(z, y)
-    dz = torch.softmax(z, 1)
-    dz[torch.arange(tokens), y] -= 1
-    truth = true_loss, dz @ w / tokens, dz.t() @ x / tokens
-    low = dz.float().bfloat16().double()
-    ideal = true_loss.float(), (low @ w / tokens).bfloat16(), (low.t() @ x / tokens).bfloat16()
-    rows = [{"variant": "ideal: float32 logits, their gradient rounded once", **_errors(ideal, truth)}]
+    arrays = arrays_of(framework, shape)
+    truth, ideal = truth_and_ideal(*arrays.numpy())
+    rows = [{"variant": "ideal: float32 logits, their gradient rounded once", **output_errors(ideal, truth)}]
     steps = {
-        "triton": arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, backend="triton")),
-        "eager": arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, backend="eager")),
-        **{peer: arrays.step(loss) for peer, loss in peers()},
+        backend: arrays.step(functools.partial(arrays.loss, backend=backend))
+        for backend in (arrays.kernels, arrays.portable)
     }
+    steps |= {name: step for name, (step, _) in _peers(arrays).items()}
+    arrays.prepare(steps.values())
     for variant, step in steps.items():
         try:
-            loss = step()
+            rows.append({"variant": variant, **output_errors(step.results(), truth)})
         except Exception as failure:
             rows.append({"variant": variant, "error": described(failure)})
-            continue
-        rows.append({"variant": variant, **_errors((loss.detach(), arrays.x.grad, arrays.w.grad), truth)})
     return [{**shape.sizes(), **row} for row in rows]
 
 
-def _errors(made: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
-    return output_errors(*(tuple(tensor.double().cpu().numpy() for tensor in side) for side in (made, truth)))
+def truth_and_ideal(x: Any, w: Any, y: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(loss, dX, dW) in float64, and of the path that rounds only the logits' gradient and the results."""
+    from logitless.rounding import round_to
+
+    rows, z = np.arange(len(y)), x @ w.T
+    z -= z.max(1, keepdims=True)
+    dz = np.exp(z)
+    sums = dz.sum(1)
+    loss = np.mean(np.log(sums) - z[rows, y])
+    dz /= sums[:, None]
+    dz[rows, y] -= 1
+    low = round_to(dz, "bfloat16").astype(np.float64)
+    truth = loss, dz @ w / len(y), dz.T @ x / len(y)
+    ideal = np.float32(loss), *(round_to(d, "bfloat16") for d in (low @ w / len(y), low.T @ x / len(y)))
+    return truth, ideal
 
 
-def first_call_seconds() -> dict[str, float]:
+def output_errors(made: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
+    """‖· − truth‖ / ‖truth‖ of loss, dX and dW, from what NumPy can read as float64."""
+    from logitless.tolerances import error
+
+    names = ("loss_error", "dhidden_error", "dweight_error")
+    pairs = zip(names, made, truth, strict=True)
+    return {name: error(np.asarray(a, np.float64), np.asarray(b, np.float64)) for name, a, b in pairs}
+
+
+def first_call_seconds(framework: str) -> dict[str, float]:
     """Wall time of this process's first forward and backward, then of the first at another shape, with all that has to
-    be compiled."""
+    be traced and compiled."""
     made = {}
     for name in ("small", "odd"):
-        arrays = Arrays(SHAPES[name])
-        step = arrays.step(lambda x, w, y: linear_cross_entropy(x, w, y, backend="triton"))
-        torch.cuda.synchronize()
+        arrays = arrays_of(framework, SHAPES[name])
+        step = arrays.first_step(functools.partial(arrays.loss, backend=arrays.kernels))
+        arrays.wait()
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
         made[name] = time.perf_counter() - start
     return made

@@ -1,22 +1,23 @@
 """Training steps of a Llama of transformers with random weights: its own loss, Liger-Kernel's and ours.
 
-``python bench/hf.py --output DIR`` needs transformers, runs from a checkout without installing anything, and writes
-DIR/hf.json: milliseconds a step (forward, backward, AdamW), tokens per second, peak memory and, where asked for, the
-largest batch that fits. Every variant runs in a process of its own: Liger-Kernel changes transformers' modules for all
-models. A variant that fails, or is not installed, says so in its row. ``--tiny`` is for a look on a CPU.
+``python -m bench hf --output DIR`` needs transformers and writes DIR/hf.json: milliseconds a step (forward, backward,
+AdamW), tokens per second, peak memory and, where asked for, the largest batch that fits. Every variant runs in a
+process of its own: Liger-Kernel changes transformers' modules for all models. A variant that fails, or is not
+installed, says so in its row. ``--tiny`` is for a look on a CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.registry import Results, register
+from bench.timing import median_ms
+from bench.variants import described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +135,6 @@ class Trainee:
 
 def measure(variant: str, settings: Settings) -> list[dict[str, Any]]:
     """One row for every batch, and one with ``largest_batch`` where asked for."""
-    from bench.variants import described
-
     common = {"variant": variant, **dataclasses.asdict(settings)}
     try:
         trainee = Trainee(settings, variant)
@@ -154,8 +153,6 @@ def measure(variant: str, settings: Settings) -> list[dict[str, Any]]:
 
 
 def _timed(trainee: Trainee, batch: int) -> dict[str, Any]:
-    from bench.timing import median_ms
-
     on_gpu, torch = trainee.settings.device == "cuda", trainee.torch
     loss = trainee.step(batch)  # the first one also makes the optimiser's state
     trainee.step(batch)
@@ -187,35 +184,27 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     return good
 
 
-def main() -> None:
-    from bench import checkout
-
-    parser = checkout.parser(__doc__, "hf.json")
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--batches", nargs="*", type=int)
-    parser.add_argument("--sequence", type=int)
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of the layers")
-    parser.add_argument("--largest", action="store_true", help="search for the largest batch, on a GPU")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
-    arguments = parser.parse_args()
-    given = {name: getattr(arguments, name) for name in ("sequence", "rounds") if getattr(arguments, name) is not None}
-    if arguments.batches is not None:
-        given["batches"] = tuple(arguments.batches)
+@register(
+    "training steps of a Llama of transformers, with its own loss, Liger-Kernel's and ours",
+    rounds=5,
+    arguments={
+        "--variants": {"nargs": "*", "default": list(VARIANTS), "choices": list(VARIANTS)},
+        "--batches": {"nargs": "*", "type": int, "help": f"default: {Settings.batches}"},
+        "--sequence": {"type": int, "help": f"default: {Settings.sequence}"},
+        "--checkpointing": {"action": "store_true", "help": "gradient checkpointing of the layers"},
+        "--largest": {"action": "store_true", "help": "search for the largest batch, on a GPU"},
+        "--tiny": {"action": "store_true", "help": "a tiny model on the CPU"},
+    },
+)
+def run(options: argparse.Namespace, results: Results) -> None:
     settings = dataclasses.replace(
-        TINY if arguments.tiny else Settings(), **given,
-        checkpointing=arguments.checkpointing, largest=arguments.largest and not arguments.tiny,
+        TINY if options.tiny else Settings(),
+        rounds=options.rounds, checkpointing=options.checkpointing, largest=options.largest and not options.tiny,
     )  # fmt: skip
-    with checkout.results(arguments.output / "hf.json", arguments.commit) as found:
-        found["rows"] = []
-        for variant in arguments.variants:
-            with multiprocessing.get_context("spawn").Pool(1) as process:
-                rows = process.apply(measure, (variant, settings))
-            found["rows"] += rows
-            for row in rows:
-                print({key: value for key, value in row.items() if key not in dataclasses.asdict(settings)}, flush=True)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main()
+    if options.batches is not None:
+        settings = dataclasses.replace(settings, batches=tuple(options.batches))
+    if options.sequence is not None:
+        settings = dataclasses.replace(settings, sequence=options.sequence)
+    for variant in options.variants:
+        with multiprocessing.get_context("spawn").Pool(1) as process:
+            results.add(process.apply(measure, (variant, settings)))

@@ -1,23 +1,26 @@
-"""The loss on given logits: ``python bench/logits.py --output DIR`` writes DIR/logits.json.
+"""The loss on given logits: ``python -m bench logits --output DIR`` writes DIR/logits.json.
 
-A step is the loss and its gradient, N × V logits in bfloat16. It cannot do with less than two reads of the logits and a
-write of their gradient, so the floor is a bare copy that moves as many bytes: one copy of all and one of half of them.
-``gb_per_s`` counts those bytes for every variant, whatever it moves itself. Variants take turns, round after round.
+A step is the loss and its gradient, N × V logits in bfloat16; a shape's hidden size plays no part. It cannot do with
+less than two reads of the logits and a write of their gradient, so the floor is a bare copy that moves as many bytes:
+one copy of all and one of half of them. ``gb_per_s`` counts those bytes for every variant, whatever it moves itself.
+Variants take turns, round after round.
 
 In place, PyTorch's gradient is written over the logits and JAX's logits are donated; the next step's logits are then
-the last one's gradient, which takes no less work. Peers that are not installed are left out. Runs from a checkout
-without installing anything, as gpu_check.py does; without a GPU for small sizes alone.
+the last one's gradient, which takes no less work. Without a GPU for small sizes alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.registry import Results, register
+from bench.shapes import Shape, named
+from bench.timing import burst_ms
+from bench.variants import Variant, measured_rows, peer
+
 PASSES = 3  # two reads and a write
 LogitLoss = Callable[[Any, Any], Any]
 
@@ -71,9 +74,7 @@ class TorchArrays:
         given: Any = Given.apply
         return lambda: torch.autograd.grad(loss(given(seed, own), self.target), seed)
 
-    def variant(self, step: Callable[[], Any], gradient_bytes: int) -> Any:
-        from bench.timing import burst_ms
-        from bench.variants import Variant
+    def variant(self, step: Callable[[], Any], gradient_bytes: int) -> Variant:
         from logitless.torch_impl.memory import peak_scratch_bytes
 
         def scratch_bytes() -> int:
@@ -88,12 +89,8 @@ def torch_peers() -> Iterator[tuple[str, LogitLoss, bool]]:
     import torch
 
     yield "torch.compile", torch.compile(torch.nn.functional.cross_entropy), False
-    try:
-        from liger_kernel.transformers.functional import liger_cross_entropy
-    except ImportError as failure:
-        print("left out: Liger-Kernel:", failure)
-    else:
-        yield "Liger-Kernel, in place", lambda z, y: liger_cross_entropy(z, y), True
+    if liger := peer("liger_kernel.transformers.functional", "liger_cross_entropy"):
+        yield "Liger-Kernel, in place", lambda z, y: liger(z, y), True
 
 
 def torch_variants(tokens: int, vocab: int, with_peers: bool) -> dict[str, Any]:
@@ -156,7 +153,7 @@ def jax_variants(tokens: int, vocab: int) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from bench.gpu_jax import Program, Step, compile_all
+    from bench.gpu_jax import Step, compile_all
     from logitless.jax_impl import cross_entropy
 
     keys = jax.random.split(jax.random.key(0), 2)
@@ -164,7 +161,7 @@ def jax_variants(tokens: int, vocab: int) -> dict[str, Any]:
     target = jax.random.randint(keys[1], (tokens,), 0, vocab)
     losses = {f"jax, {backend}": functools.partial(cross_entropy, backend=backend) for backend in ("pallas", "xla")}
     steps = {
-        name: Step(Program(jax.value_and_grad(loss), logits, target))
+        name: Step(jax.value_and_grad(loss), logits, target)
         for name, loss in {**losses, "jnp, log_softmax": _log_softmax}.items()
     }
     compile_all(steps.values())
@@ -176,9 +173,6 @@ def jax_variants(tokens: int, vocab: int) -> dict[str, Any]:
 
 def _donated_variant(loss: LogitLoss, logits: Any, target: Any) -> Any:
     """Made when it is metered: what cannot run here is one row."""
-    from bench.timing import burst_ms
-    from bench.variants import Variant
-
     made: list[DonatedStep] = []
 
     def scratch_bytes() -> int:
@@ -194,9 +188,6 @@ def _donated_variant(loss: LogitLoss, logits: Any, target: Any) -> Any:
 
 def measure(tokens: int, vocab: int, rounds: int, with_peers: bool) -> list[dict[str, Any]]:
     """One row for every variant: median time, its ratio to the floor, GB/s, scratch."""
-    from bench.shapes import Shape
-    from bench.variants import measured_rows
-
     shape = Shape(tokens, 0, vocab)
     variants = torch_variants(tokens, vocab, with_peers) | jax_variants(tokens, vocab)
     rows = measured_rows("logits", shape, variants, rounds)
@@ -207,19 +198,7 @@ def measure(tokens: int, vocab: int, rounds: int, with_peers: bool) -> list[dict
     return rows
 
 
-def main() -> None:
-    from bench import checkout
-
-    parser = checkout.parser(__doc__, "logits.json")
-    parser.add_argument("--sizes", type=int, nargs=2, default=[16384, 128256], metavar=("N", "V"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="without torch.compile and Liger-Kernel")
-    arguments = parser.parse_args()
-    with checkout.results(arguments.output / "logits.json", arguments.commit) as found:
-        found["rows"] = measure(*arguments.sizes, arguments.rounds, arguments.peers)
-        print(*found["rows"], sep="\n")
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main()
+@register("the loss on given logits, beside a bare copy of as many bytes", shapes=["llama"], rounds=5, peers=True)
+def run(options: argparse.Namespace, results: Results) -> None:
+    for shape in map(named, options.shapes):
+        results.add(measure(shape.tokens, shape.vocab, options.rounds, options.peers))

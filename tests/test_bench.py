@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,8 +17,8 @@ from implementations import interpreted
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import checkout, compare, energy, gpu_check, machine, products, report, sanitize, timing
-from bench.shapes import SHAPES, Shape
+from bench import check, checkout, compare, energy, machine, products, registry, report, sanitize, timing
+from bench.shapes import Shape, named
 from bench.variants import Variant, measured_rows
 from logitless import plan
 
@@ -159,11 +159,14 @@ def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
     kept = {"machine": {"commit": "old"}, "rows": [{"a": 1}], "errors": [], "tests_exit_status": 0}
     earlier.write_text(json.dumps(kept | {"jax_machine": {"commit": "old"}, "jax_rows": [{"b": 1}], "jax_errors": [3]}))
-    results = gpu_check.Results(tmp_path / "gpu_check.json", [str(earlier)])
-    results.run(gpu_check.JAX_KEYS, {"commit": "new"}, iter([("jax_rows", [{"b": 2}]), ("jax_rows", [{"b": 3}])]))
+    results = check.Parts(tmp_path / "gpu_check.json", [str(earlier)])
+    results.run("jax", {"commit": "new"}, iter([("jax_rows", [{"b": 2}]), ("jax_rows", [{"b": 3}])]))
     written = json.loads((tmp_path / "gpu_check.json").read_text())
     # What the part did not come to is left out, not taken from the earlier file.
-    assert written == kept | {"jax_machine": {"commit": "new"}, "jax_rows": [{"b": 2}, {"b": 3}]}
+    assert written == {"benchmark": "check"} | kept | {
+        "jax_machine": {"commit": "new"},
+        "jax_rows": [{"b": 2}, {"b": 3}],
+    }
 
 
 def test_rows_only_keep_the_other_shapes(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_rows_only_keep_the_other_shapes(tmp_path: Path) -> None:
     rows = [{"shape": shape, "time_ms": 1} for shape in ("liger", "llama", "odd")]
     earlier = tmp_path / "earlier.json"
     earlier.write_text(json.dumps({"machine": machine, "rows": rows, "errors": [{"a": 1}], "sweeps": [2]}))
-    results = gpu_check.Results(tmp_path / "gpu_check.json", [str(earlier)])
+    results = check.Parts(tmp_path / "gpu_check.json", [str(earlier)])
     now = {"gpu": "H200", "versions": {"torch": "2", "quack-kernels": "1"}, "commit": "new"}
     made = {"shape": "llama", "time_ms": 3}
     results.replace_rows("machine", now, iter([("rows", [made]), ("errors", [{"a": 4}])]))
@@ -192,22 +195,21 @@ def test_rows_of_a_shape_from_another_file(tmp_path: Path) -> None:
     made = [rows[0] | {"time_ms": 2}, *(row | {"time_ms": 2, "commit": "new"} for row in rows[1:])]
     there = machine | {"commit": "there"}
     second.write_text(json.dumps({"machine": there, "rows": made, "token_rows": [2], "token_machine": 3}))
-    gpu_check.Results(tmp_path / "gpu_check.json", [str(first), f"{second}:liger,llama,tokens"])
+    check.Parts(tmp_path / "gpu_check.json", [str(first), f"{second}:liger,llama,tokens"])
     written = json.loads((tmp_path / "gpu_check.json").read_text())
     assert written["rows"] == [made[0] | {"commit": "there"}, made[1], rows[2]]
     assert (written["token_rows"], written["token_machine"], written["machine"]) == ([2], 3, machine)
     second.write_text(json.dumps({"machine": machine | {"gpu": "H100"}, "rows": made}))
     with pytest.raises(ValueError, match="rows: got"):
-        gpu_check.Results(tmp_path / "gpu_check.json", [str(first), f"{second}:llama"])
+        check.Parts(tmp_path / "gpu_check.json", [str(first), f"{second}:llama"])
 
 
 @pytest.mark.parametrize("more", [[], ["--update", "earlier.json", "--sweeps", "memory"]])
 def test_rows_only_refuse_what_they_would_leave_out(
-    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    more: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--output", str(tmp_path), "--rows-only", *more])
     with pytest.raises(SystemExit):
-        gpu_check.main()
+        registry.main(["check", "--output", str(tmp_path), "--rows-only", *more])
     assert "--rows-only: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -216,15 +218,15 @@ def test_first_calls_are_each_in_a_process_that_finds_nothing_compiled(monkeypat
     caches = []
 
     def run(command: list[str], *, env: dict[str, str], **options: Any) -> SimpleNamespace:
-        assert "gpu.first_call_seconds()" in command[-1]
+        assert "gpu.first_call_seconds(" in command[-1]
         cache = Path(env["TRITON_CACHE_DIR"])
         assert not list(cache.iterdir())
         (cache / "kernel").touch()
         caches.append(cache)
         return SimpleNamespace(stdout=b'a warning\n{"small": 2.5}\n')
 
-    monkeypatch.setattr(gpu_check.subprocess, "run", run)
-    assert list(gpu_check.first_call_part(2)) == [("first_call_s", [{"small": 2.5}])] * 2
+    monkeypatch.setattr(check.subprocess, "run", run)
+    assert list(check.first_call_part(2)) == [("first_call_s", [{"small": 2.5}])] * 2
     assert len(set(caches)) == 2
     assert not any(cache.exists() for cache in caches)
 
@@ -236,29 +238,77 @@ def test_an_update_takes_parts_of_several_files(tmp_path: Path) -> None:
         values = dict.fromkeys(("machine", "token_machine"), number) | {"rows": [number], "jax_rows": [number]}
         files[-1].write_text(json.dumps(values | {"tests_commit": "a"}))
     first, second, third = map(str, files)
-    made = gpu_check.Results(tmp_path / "made.json", [first, f"{second}:tokens", f"{third}:torch,tokens"]).values
+    made = check.Parts(tmp_path / "made.json", [first, f"{second}:tokens", f"{third}:torch,tokens"]).values
     assert made == {"machine": 2, "rows": [2], "token_machine": 2, "jax_rows": [0], "tests_commit": "a"}
-    assert gpu_check.Results(tmp_path / "made.json", []).values == {}
+    assert check.Parts(tmp_path / "made.json", []).values == {}
 
 
-def test_the_results_folder_is_there_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_results_folder_is_there_before_anything_is_measured(tmp_path: Path) -> None:
     """Otherwise what took minutes would be lost at its end."""
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    gpu_check.Results(tmp_path / "a" / "b" / "gpu_check.json", [])
-    assert json.loads((tmp_path / "a" / "b" / "gpu_check.json").read_text()) == {}
-    with checkout.results(tmp_path / "c" / "found.json", "abc") as found:
-        assert (tmp_path / "c").is_dir()
-        found["rows"] = [1]
-    assert json.loads((tmp_path / "c" / "found.json").read_text())["rows"] == [1]
+    check.Parts(tmp_path / "a" / "b" / "gpu_check.json", [])
+    assert json.loads((tmp_path / "a" / "b" / "gpu_check.json").read_text()) == {"benchmark": "check"}
+    registry.Results(tmp_path / "c" / "found.json", "found", {})
+    assert (tmp_path / "c").is_dir()
+
+
+def test_a_results_file_has_the_machine_the_options_and_what_there_is_so_far(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    options = {"rounds": 2, "checkout": Path("a"), "output": tmp_path, "commit": "abc"}
+    results = registry.Results(file, "found", options)
+    for count in (1, 2):
+        results.add([{"time_ms": count}])
+        written = json.loads(file.read_text())
+        assert list(written) == ["benchmark", "machine", "options", "rows"]
+        assert written["rows"] == [{"time_ms": 1}, {"time_ms": 2}][:count]
+    assert (written["machine"]["commit"], written["options"]) == ("abc", {"rounds": 2, "checkout": "a"})
+    results.add([{"b": 1}], "products")
+    assert json.loads(file.read_text())["products"] == [{"b": 1}]
+
+
+def test_the_command_lists_every_benchmark_without_a_framework(tmp_path: Path) -> None:
+    """As does the help of each."""
+    code = "import sys\nfrom bench import registry\nregistry.parser().print_help()\n"
+    code += "assert not {'torch', 'jax', 'matplotlib', 'logitless'} & set(sys.modules), 'imported'"
+    told = subprocess.run([sys.executable, "-c", code], cwd=registry.ROOT, capture_output=True, text=True, check=True)
+    lines = [line.split()[0] for line in told.stdout.splitlines() if line.startswith("    ") and line[4] != " "]
+    assert lines == ["NAME", *registry.MODULES] or lines == list(registry.MODULES)
+    for name in registry.MODULES:
+        with pytest.raises(SystemExit) as ended:
+            registry.main([name, "--help"])
+        assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("shape", ["liger", "4096x512x32768", "big", "4096x512"])
+def test_shapes_are_named_or_have_three_sizes(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if shape in ("big", "4096x512"):
+        with pytest.raises(SystemExit):
+            registry.parser().parse_args(["energy", "--shapes", shape])
+        assert f"--shapes: got '{shape}', allowed are liger, " in capsys.readouterr().err
+    else:
+        assert registry.parser().parse_args(["energy", "--shapes", shape]).shapes == [shape]
+        assert named(shape).hidden in (512, 4096)
+
+
+def test_the_checkouts_packages_are_found_by_other_processes(tmp_path: Path) -> None:
+    """Every folder and file of them; of another checkout before this one's."""
+    for name in ("torch_impl/kernels", "jax_impl", "interop", "core/pipelines"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "core" / "__init__.py").write_text("where = 'there'")
+    (tmp_path / "core" / "pipelines" / "__init__.py").touch()
+    (tmp_path / "torch_impl" / "kernels" / "hopper.py").write_text("value = 7")
+    code = "import logitless.pipelines; from logitless.torch_impl.kernels import hopper; import bench.shapes\n"
+    code += "print(logitless.where, hopper.value)"
+    before = list(sys.path), os.environ.get("PYTHONPATH")
+    with checkout.packages(), checkout.packages(tmp_path):
+        told = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["there", "7"]
+    assert (list(sys.path), os.environ.get("PYTHONPATH")) == before
 
 
 def test_a_models_table_and_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A variant that failed at a batch, one that is not installed, one without a peak, the largest batch of one."""
     pytest.importorskip("matplotlib", reason="the report draws with it")
-    from bench import report
+    from bench import plots
 
     common = {"layers": 2, "hidden": 32, "vocab": 64, "sequence": 16, "dtype": "float32"}
     rows = [
@@ -275,33 +325,26 @@ def test_a_models_table_and_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "| logitless | 4 | 2.0 | 32000 | – | – |",
     ]
     drawn = []
-    monkeypatch.setattr(report.plt, "close", drawn.append)
-    monkeypatch.setattr(report, "FIGURES", tmp_path)
-    report.hf({"machine": {"gpu": None, "cpu": "a CPU"}, "rows": [common | row for row in rows]})
+    monkeypatch.setattr(plots.plt, "close", drawn.append)
+    path = tmp_path / "hf.png"
+    plots.hf({"machine": {"gpu": None, "cpu": "a CPU"}, "rows": [common | row for row in rows]}, path)
     speed, memory = drawn[0].axes
     assert [label.get_text() for label in speed.get_yticklabels()] == ["transformers\nlargest batch 3", "logitless"]
     assert [bar.get_width() for bar in speed.patches] == [1990.6, 32000.0]
     assert [bar.get_width() for bar in memory.patches] == [1.5, 0.0]
-    assert (tmp_path / "hf.png").stat().st_size > 1000
+    assert path.stat().st_size > 1000
 
 
 def test_a_heads_table() -> None:
-    pytest.importorskip("matplotlib", reason="the report draws with it")
-    from bench.report import gist_table
-
     sizes = {"batch": 2, "length": 33, "hidden": 8, "vocab": 101}
     rows = [
         sizes | {"variant": "full logits", "error": "CUDA out of memory"},
         sizes | {"variant": "logitless", "time_ms": 1.234, "scratch_bytes": 5 << 19, "loss": 4.5},
     ]
-    assert gist_table(rows).splitlines()[2:] == [
+    assert report.gist_table(rows).splitlines()[2:] == [
         "| 2 × 33 × 8 × 101 | full logits | out of memory | – | – |",
         "| 2 × 33 × 8 × 101 | logitless | 1.23 | 2 | 4.500000 |",
     ]
-
-
-def test_the_shapes_by_name() -> None:
-    assert set(gpu_check.SHAPES) == set(SHAPES)
 
 
 @pytest.mark.parametrize("chunk", [16, 64])
@@ -313,7 +356,7 @@ def test_a_jax_step_writes_over_its_last_results(chunk: int, monkeypatch: pytest
     monkeypatch.setattr(floor, "FLOOR_CHUNK", chunk)
     arrays = gpu_jax.Arrays(Shape(64, 24, 96))
     # A function of its own: what JAX has traced once it does not trace again.
-    step = gpu_jax.Step(gpu_jax.Program(lambda x, w: floor.xla_floor(x, w), arrays.x, arrays.w))
+    step = gpu_jax.Step(lambda x, w: floor.xla_floor(x, w), arrays.x, arrays.w)
     gpu_jax.compile_all([step])
     first = step()
     dx, dw = step()
@@ -332,7 +375,7 @@ def test_a_step_that_does_not_compile_says_so_when_it_runs() -> None:
     def wrong(x: Any) -> Any:
         raise NotImplementedError("not here")
 
-    step = gpu_jax.Step(gpu_jax.Program(wrong, jax.numpy.ones(2)))
+    step = gpu_jax.Step(wrong, jax.numpy.ones(2))
     gpu_jax.compile_all([step])
     with pytest.raises(NotImplementedError, match="not here"):
         step()
@@ -397,7 +440,7 @@ def test_a_run_of_tests_that_is_cut_short_has_told_its_failures(
     )
     more = ["-n", str(workers)] if workers else []
     log = tmp_path / "tests.txt"
-    assert gpu_check.run_tests(tmp_path, [str(tests), *more], log) != 0
+    assert check.run_tests([str(tests), *more], log) != 0
     for told in (capfd.readouterr().out, log.read_text()):
         assert "assert 1 == 2" in told
         assert "failed in" not in told
@@ -450,12 +493,18 @@ def test_a_comparison_is_of_rounds_and_not_of_medians() -> None:
 
 
 def test_a_comparisons_process_answers_what_it_was_asked(tmp_path: Path) -> None:
-    program = tmp_path / "checkout.py"
-    program.write_text(
-        'import sys\nfor line in sys.stdin:\n    print("noise")\n    print("answer", len(line), flush=True)\n'
-    )
-    arguments = argparse.Namespace(framework="torch", seconds=1.0)
-    side = compare.Side(tmp_path, arguments, program)
-    side.start("abc")
-    assert side.answer() == 4
-    side.end()
+    """On a checkout of an imaginary version, whose process is told the shape first and then each variant."""
+    pytest.importorskip("torch", reason="the comparison is of PyTorch's steps")
+    steps = 'import bench.compare; bench.compare.variants = lambda *asked: ({"a": dict, "b": dict}, lambda: asked)'
+    site = tmp_path / "site"
+    for folder in ("core", "torch_impl", "jax_impl", "interop", "site"):
+        (tmp_path / folder).mkdir()
+    (site / "sitecustomize.py").write_text(steps)
+    with checkout.packages(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ["PYTHONPATH"]]))
+        side = compare.Side(tmp_path, "torch", 0.01)
+        side.start("liger")
+        assert side.answer() == ["a", "b"]
+        side.start("b")
+        assert 0 < side.answer() < 1000
+        side.end()

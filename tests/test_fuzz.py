@@ -1,5 +1,5 @@
-"""Random problems against float64 (bench/fuzz.py), with another seed in every run; and that the fuzzer finds what is
-wrong, goes on where it was stopped, and can repeat a problem."""
+"""Random problems against float64 (``python -m bench fuzz``), with another seed in every run; and that the fuzzer
+finds what is wrong, goes on where it was stopped, and can repeat a problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from logitless.doctor import cuda_device_count
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import fuzz
+from bench import fuzz, registry
 from bench.fuzzing import data, judge
 from bench.fuzzing.problems import Problem, draw
 
@@ -32,7 +32,7 @@ needs_torch = pytest.mark.skipif(not HAVE_TORCH, reason="breaks and runs a funct
 
 
 @pytest.mark.case(4, 5, 6, 33, 34, 35, 36)
-@pytest.mark.skipif(cuda_device_count() > 0, reason="on a GPU bench/fuzz.py --device cuda is run by itself")
+@pytest.mark.skipif(cuda_device_count() > 0, reason="on a GPU python -m bench fuzz --device cuda is run by itself")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_problems_are_right(part: int) -> None:
     seed = int(os.environ["LOGITLESS_FUZZ_SEED"])
@@ -120,9 +120,14 @@ def test_a_problem_is_a_function_of_its_numbers() -> None:
 @pytest.mark.parametrize(("device", "backends"), [("cpu", ()), ("cpu", ("xla",)), ("cuda", ("triton", "pallas"))])
 def test_the_printed_command_is_that_problem(device: str, backends: tuple[str, ...]) -> None:
     command = fuzz.reproducing(11, 42, device, backends)
-    asked = fuzz.parser().parse_args(command.split()[2:])
+    asked = registry.parser().parse_args(command.split()[3:])
     again = draw(asked.seed, asked.only, asked.device, tuple(filter(None, asked.backends.split(","))))
     assert again == draw(11, 42, device, backends)
+
+
+def test_a_shards_results_have_their_own_file() -> None:
+    for more, name in (([], "fuzz_cpu"), (["--shard", "1/2"], "fuzz_cpu_1_of_2"), (["--device", "cuda"], "fuzz_gpu")):
+        assert fuzz.file_of(registry.parser().parse_args(["fuzz", *more])) == f"{name}.json"
 
 
 def test_a_stopped_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -137,7 +142,7 @@ def test_a_stopped_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         return {"numbers": [numbers[0], numbers[-1]], "problems": len(numbers), "counts": counts, "wrong": wrong}
 
     monkeypatch.setattr(fuzz, "run_batch", run_batch)
-    asked = fuzz.parser().parse_args(["--problems", "330", "--seed", "3", "--shard", "1/2"])
+    asked = registry.parser().parse_args(["fuzz", "--problems", "330", "--seed", "3", "--shard", "1/2"])
     part, header = tmp_path / "fuzz.json.part", {"machine": {"commit": "a"}}
     stop_at = 2
     with pytest.raises(KeyboardInterrupt):
@@ -149,7 +154,7 @@ def test_a_stopped_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert carried_out == [1, 101, 201, 301]
     assert made["problems"] == 165
     assert made["counts"] == {"seed": {"3": 165}}
-    assert [one["command"] for one in made["wrong_ones"]] == ["97", "291"]
+    assert [one["command"] for one in made["rows"]] == ["97", "291"]
     with pytest.raises(SystemExit, match="other arguments or at another commit"):
         fuzz.fuzz(asked, {"machine": {"commit": "b"}}, part)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the benchmark is of PyTorch")
 pytest.importorskip("matplotlib", reason="it draws a plot")
 
-from bench import gist  # noqa: E402
+from bench import gist, head_losses, registry  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,16 +27,16 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_every_variant_is_the_same_mean(batch: int, length: int, ignored: float, bias: bool) -> None:
     """Over the tokens that count, for any number of them and of all."""
     sizes = gist.Sizes(batch, length, 16, 203, "float32", bias=bias, ignored=ignored)
-    *leaves, y = gist.arrays(sizes, "cpu")
-    assert (y != gist.IGNORED).any()
-    assert (y == gist.IGNORED).any() == (ignored > 0)
+    *leaves, y = head_losses.arrays(sizes, "cpu")
+    assert (y != head_losses.IGNORED).any()
+    assert (y == head_losses.IGNORED).any() == (ignored > 0)
 
     def outcome(loss: Any) -> list[Any]:
         made = loss(*leaves, y)
         return [made, *torch.autograd.grad(made * 3, [leaf for leaf in leaves if leaf is not None])]
 
-    truth = outcome(gist.full_logits)
-    made = gist.variants(sizes, chunk=16, compiled=False, budget=1 << 20)
+    truth = outcome(head_losses.full_logits)
+    made = head_losses.variants(sizes, chunk=16, compiled=False, budget=1 << 20)
     assert len(made) >= 6
     for name, loss in made.items():
         for value, true in zip(outcome(loss), truth, strict=True):
@@ -45,11 +44,11 @@ def test_every_variant_is_the_same_mean(batch: int, length: int, ignored: float,
 
 
 def test_the_command_writes_its_files(tmp_path: Path) -> None:
-    path = tmp_path / "made.json"
+    path = tmp_path / "gist.json"
     sizes = {"batch": 2, "length": 33, "hidden": 8, "vocab": 101, "chunk": 16, "ignored": 0.2, "rounds": 2}
     given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    given += ["--no-compile", "--device", "cpu", "--output", str(path)]
-    subprocess.run([sys.executable, "-m", "bench.gist", *given], cwd=ROOT, check=True, timeout=300)
+    given += ["--no-compile", "--device", "cpu", "--output", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "bench", "gist", *given], cwd=ROOT, check=True, timeout=300)
     made = json.loads(path.read_text())
     assert made["machine"]["cores"] >= 1
     assert len({row["variant"] for row in made["rows"]}) == len(made["rows"]) >= 5
@@ -62,9 +61,8 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
 
 def test_the_results_are_those_of_the_command_alone() -> None:
     """Where it writes them, at its own sizes."""
-    defaults = {name: argument.default for name, argument in inspect.signature(gist.main).parameters.items()}
-    assert defaults["output"] == ROOT / "bench" / "results" / "gist.json"
-    result = json.loads(defaults["output"].read_text())
+    defaults = vars(registry.parser().parse_args(["gist"]))
+    result = json.loads((defaults["output"] / "gist.json").read_text())
     for row in result["rows"]:
         names = ("batch", "length", "hidden", "vocab", "bias", "ignored")
         assert {name: row[name] for name in names} == {name: defaults[name] for name in names}, row["variant"]

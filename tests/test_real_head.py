@@ -30,7 +30,7 @@ Grads = dict[str, Any]
 def head() -> tuple[Any, Any, Any]:
     """Hidden states [N, D] and weight [V, D] in bfloat16, targets [N]."""
     if not FILE.exists():
-        pytest.skip("no .scratch/real_head.npz: bench/real_head.py makes it")
+        pytest.skip("no .scratch/real_head.npz: python -m bench real_head makes it")
     arrays = np.load(FILE)
     weight = torch.from_numpy(arrays["weight"]).float() * torch.from_numpy(arrays["scale"])
     hidden = torch.from_numpy(arrays["hidden"]).view(torch.bfloat16)

@@ -1,0 +1,247 @@
+"""Everything that is judged on a GPU, in one call: ``python -m bench check --output DIR``.
+
+Runs from a checkout without installing anything: first pytest on everything marked for the GPU (its output also in
+DIR/tests.txt), then timings beside the floor, written as DIR/gpu_check.json.
+
+There are two parts, PyTorch's (``--shapes``, ``--sweeps``) and JAX's (``--jax-shapes``). A part without a shape is left
+out, as JAX's is by default. ``--first-calls N``: PyTorch's first calls in N fresh processes. JAX alone, and both:
+
+    python -m bench check --output DIR --peers --shapes --jax-shapes liger gist gemma llama --rounds 4
+    python -m bench check --output DIR --peers --jax-shapes liger gist gemma llama
+
+``--update FILE`` takes what this call does not run from an earlier results file: each part keeps the machine, versions
+and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``first_call_machine``;
+``tests_commit``). More files may follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in
+place of what came before. (With ``--tests "" --shapes`` nothing is run, and they are put together.) ``--rows-only``
+keeps the other shapes of a part, too: the rows of this call's shapes (and with "small" the errors) take the place of
+the earlier ones, and say their own commit; ``FILE:llama`` gives PyTorch's rows of that shape alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.checkout import ROOT
+from bench.registry import SHARED, Results, register, write_json
+from bench.shapes import SHAPES, SWEEPS, place
+
+# What a results file holds of each part: first the machine that it was measured on.
+PARTS = {
+    "torch": ("machine", "rows", "sweeps", "errors"),
+    "first_calls": ("first_call_machine", "first_call_s"),
+    "tokens": ("token_machine", "token_rows"),
+    "jax": ("jax_machine", "jax_first_call_s", "jax_rows", "jax_errors"),
+    "jax_tokens": ("jax_token_machine", "jax_token_rows"),
+}
+Part = Iterator[tuple[str, Any]]
+"""(key, value) of a part as they become known; lists come in pieces."""
+
+
+def run_tests(selection: list[str], log: Path) -> int:
+    """pytest with the tests' folder on the path, its output also in ``log``; 0 when everything passed."""
+    paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(ROOT / "tests")]))
+    environment = os.environ | {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    plugins = ["-p", "no:cacheprovider", "-p", "bench.tracebacks"]
+    command = [sys.executable, "-m", "pytest", *plugins, "--no-header", *selection]
+    with (
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
+        log.open("w") as file,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            for out in (sys.stdout, file):
+                print(line, end="", file=out, flush=True)
+    return process.returncode
+
+
+def rows_part(framework: str, shapes: list[str], rounds: int, peers: bool, errors: bool) -> Part:
+    """The rows of these shapes, and the errors."""
+    from bench import gpu
+
+    prefix = "jax_" if framework == "jax" else ""
+    for name in shapes:
+        yield f"{prefix}rows", gpu.measure(framework, name, rounds, peers)
+    if errors:
+        yield f"{prefix}errors", gpu.errors(framework)
+
+
+def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -> Part:
+    from bench import gpu
+
+    yield from (("rows", []), ("sweeps", []))
+    yield from rows_part("torch", shapes, rounds, peers, errors=False)
+    for name in sweeps:
+        yield "sweeps", gpu.sweep("torch", name, max(2, rounds // 2), peers)  # for plots
+    yield "errors", gpu.errors("torch") if shapes else []
+    gpu.forget("torch")
+
+
+def first_call_part(processes: int) -> Part:
+    """PyTorch's first calls, each time in a fresh process that finds nothing compiled."""
+    command = "import json; from bench import gpu; print(json.dumps(gpu.first_call_seconds('torch')))"
+    for _ in range(processes):
+        with tempfile.TemporaryDirectory() as cache:
+            environment = os.environ | {"TRITON_CACHE_DIR": cache}
+            done = subprocess.run([sys.executable, "-c", command], env=environment, stdout=subprocess.PIPE, check=True)
+        yield "first_call_s", [json.loads(done.stdout.splitlines()[-1])]
+
+
+def jax_part(shapes: list[str], rounds: int, peers: bool) -> Part:
+    from bench import gpu
+
+    yield "jax_first_call_s", gpu.first_call_seconds("jax")
+    yield "jax_rows", []
+    yield from rows_part("jax", shapes, rounds, peers, errors=True)
+
+
+def token_part(rounds: int, peers: bool) -> Part:
+    """PyTorch's values per token, then statistics beside what costs none."""
+    from bench import gpu, gpu_torch
+
+    rows = gpu.measure_tokens("torch", rounds, peers)
+    gpu.forget("torch")
+    yield "token_rows", rows + gpu_torch.measure_statistics(rounds)
+    gpu.forget("torch")
+
+
+def jax_token_part(rounds: int) -> Part:
+    from bench import gpu
+
+    yield "jax_token_rows", gpu.measure_tokens("jax", rounds, with_peers=False)
+
+
+class Parts:
+    """The results file: what earlier ones hold, and over it the parts of this call, written piece by piece."""
+
+    def __init__(self, file: Path, update: list[str]) -> None:
+        """``update``: earlier files, the first whole, of the others whole or the parts that are named after a colon."""
+        self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.values: dict[str, Any] = {}
+        for given in update:
+            name, _, parts = given.partition(":")
+            values = json.loads(Path(name).read_text())
+            named = parts.split(",") if parts else []
+            keys = [key for part in named if part not in SHAPES for key in PARTS[part]] if parts else list(values)
+            self.values |= {key: values[key] for key in keys if key in values}
+            shapes = [part for part in named if part in SHAPES]
+            if shapes:
+                made = values["machine"]
+                self._compare("machine", made)
+                # A row that does not say its commit has its own file's, which is no longer beside it.
+                rows = [{"commit": made["commit"]} | row for row in values["rows"] if row["shape"] in shapes]
+                self._put_rows("rows", rows)
+        self._write()
+
+    def run(self, name: str, machine: dict[str, Any], part: Part) -> None:
+        """A part instead of what there was of it."""
+        for key in PARTS[name]:
+            self.values.pop(key, None)
+        self.add(PARTS[name][0], machine)
+        for key, value in part:
+            self.add(key, value)
+
+    def replace_rows(self, machine_key: str, machine: dict[str, Any], part: Part) -> None:
+        """The rows of some shapes alone, and errors; the others were measured on such a machine (``machine_key``)."""
+        self._compare(machine_key, machine)
+        for key, made in part:
+            self._put_rows(key, [row | {"commit": machine["commit"]} for row in made])
+            self._write()
+            print(key, *{row.get("shape") for row in made}, flush=True)
+
+    def _compare(self, machine_key: str, machine: dict[str, Any]) -> None:
+        """Rows beside others were measured on such a GPU and with the same versions."""
+        earlier = self.values[machine_key]
+        here = {name: machine["versions"].get(name) for name in earlier["versions"]}
+        if (earlier["gpu"], earlier["versions"]) != (machine["gpu"], here):
+            raise ValueError(f"rows: got {machine}, allowed is what the other rows were measured with: {earlier}")
+
+    def _put_rows(self, key: str, made: list[dict[str, Any]]) -> None:
+        """``made`` in place of the rows of its shapes."""
+        shapes = {row.get("shape") for row in made}
+        others = [row for row in self.values[key] if row.get("shape") not in shapes]
+        self.values[key] = sorted(others + made, key=lambda row: place(row.get("shape", "")))
+
+    def add(self, key: str, value: Any) -> None:
+        if isinstance(value, list):
+            for row in value:
+                print({k: v for k, v in row.items() if k not in ("hidden", "dtype")}, flush=True)
+            value = self.values.get(key, []) + value
+        else:
+            print(key, value, flush=True)
+        self.values[key] = value
+        self._write()
+
+    def _write(self) -> None:
+        write_json(self.file, {"benchmark": "check"} | self.values)
+
+
+@register(
+    "everything that is judged on a GPU: its tests, time, scratch and error beside other implementations",
+    file="gpu_check.json",
+    rounds=5,
+    shapes=list(SHAPES),
+    peers=False,
+    arguments={
+        "--tests": {"default": "tests -m gpu", "help": "pytest's arguments in one string; empty: no tests"},
+        "--jax-shapes": {**SHARED["shapes"], "default": [], "help": "of JAX's part; --shapes are of PyTorch's"},
+        "--sweeps": {"nargs": "*", "default": [], "choices": list(SWEEPS), "help": "in half as many rounds"},
+        "--first-calls": {"type": int, "default": 0, "metavar": "N", "help": "PyTorch's, in N fresh processes"},
+        "--per-token": {"action": "store_true", "help": "also log-probs, entropy and statistics"},
+        "--jax-per-token": {"action": "store_true", "help": "also log-probs and entropy in JAX"},
+        "--rows-only": {"action": "store_true", "help": "with --update: keep the other shapes' rows"},
+        "--update": {"nargs": "*", "default": [], "metavar": "FILE[:PARTS]", "help": "earlier results to keep"},
+    },
+)
+def run(options: argparse.Namespace, results: Results) -> int:
+    others = (options.sweeps, options.first_calls, options.per_token, options.jax_per_token)
+    if options.rows_only and not options.update:
+        raise argparse.ArgumentError(None, "--rows-only: got no --update FILE, allowed is one: its other rows are kept")
+    if options.rows_only and any(others):
+        raise argparse.ArgumentError(
+            None, "--rows-only: allowed beside it are --shapes and --jax-shapes, whose rows it replaces"
+        )
+    parts = Parts(results.file, options.update)
+    with tempfile.TemporaryDirectory() as cache:
+        failed = run_tests(shlex.split(options.tests), options.output / "tests.txt") if options.tests else 0
+        os.environ["TRITON_CACHE_DIR"] = cache  # nothing is left behind
+        if options.tests:
+            parts.add("tests_exit_status", failed)
+            parts.add("tests_commit", results.machine["commit"])
+        (replace_rows if options.rows_only else run_parts)(parts, options, results.machine)
+    return failed
+
+
+def replace_rows(parts: Parts, options: argparse.Namespace, machine: dict[str, Any]) -> None:
+    for framework, key, shapes in (
+        ("jax", "jax_machine", options.jax_shapes),
+        ("torch", "machine", options.shapes),
+    ):
+        if shapes:  # errors are taken at the sizes of "small"
+            rows = rows_part(framework, shapes, options.rounds, options.peers, errors="small" in shapes)
+            parts.replace_rows(key, machine, rows)
+
+
+def run_parts(parts: Parts, options: argparse.Namespace, machine: dict[str, Any]) -> None:
+    how = options.rounds, options.peers
+    wanted: dict[str, tuple[Any, Part]] = {
+        "first_calls": (options.first_calls, first_call_part(options.first_calls)),
+        "torch": (options.shapes or options.sweeps, torch_part(options.shapes, options.sweeps, *how)),
+        "tokens": (options.per_token, token_part(*how)),
+        "jax_tokens": (options.jax_per_token, jax_token_part(options.rounds)),
+        "jax": (options.jax_shapes, jax_part(options.jax_shapes, *how)),
+    }
+    for name, (asked, part) in wanted.items():
+        if asked:
+            parts.run(name, machine, part)
