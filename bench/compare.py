@@ -35,7 +35,7 @@ def variants(framework: str, name: str) -> tuple[dict[str, Callable[[], object]]
     arrays = gpu.arrays_of(framework, named(name))
     steps = {"floor": arrays.floor()} | {kind: step for kind, (step, _) in gpu.kernel_steps(arrays).items()}
     arrays.prepare(steps.values())
-    return dict(steps), lambda: [step.wait() for step in steps.values()]
+    return dict(steps), lambda: arrays.wait(steps.values())
 
 
 def serve(checkout: str, framework: str, seconds: float) -> None:

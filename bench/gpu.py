@@ -85,8 +85,8 @@ class Arrays(Protocol):
     def numpy(self) -> tuple[Any, Any, Any]:
         """x and w in float64, and y."""
 
-    def wait(self) -> None:
-        """Return when the device has done all that was started."""
+    def wait(self, steps: Iterable[Any] = ()) -> None:
+        """Return when the device has the arrays, and has done all that was started of the steps."""
 
     def prepare(self, steps: Iterable[Step]) -> None:
         """Compile the steps, where the framework can do that before they run."""

@@ -199,8 +199,10 @@ class Arrays:
     def numpy(self) -> tuple[Any, Any, Any]:
         return np.asarray(self.x, np.float64), np.asarray(self.w, np.float64), np.asarray(self.y)
 
-    def wait(self) -> None:
+    def wait(self, steps: Iterable[Step] = ()) -> None:
         jax.block_until_ready((self.x, self.w, self.y))
+        for step in steps:
+            step.wait()
 
     def prepare(self, steps: Iterable[Step]) -> None:
         compile_all(steps)

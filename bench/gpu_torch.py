@@ -149,7 +149,7 @@ class Arrays:
         x, w = (tensor.detach().double().cpu().numpy() for tensor in (self.x, self.w))
         return x, w, self.y.cpu().numpy()
 
-    def wait(self) -> None:
+    def wait(self, steps: Iterable[gpu.Step] = ()) -> None:
         wait()
 
     def prepare(self, steps: Iterable[gpu.Step]) -> None: ...

@@ -508,3 +508,19 @@ def test_a_comparisons_process_answers_what_it_was_asked(tmp_path: Path) -> None
         side.start("b")
         assert 0 < side.answer() < 1000
         side.end()
+
+
+@pytest.mark.parametrize(("framework", "kernels"), [("torch", "eager"), ("jax", "xla")])
+def test_what_is_compared_are_steps_that_can_be_waited_for(
+    framework: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The portable backend stands in for the kernels."""
+    pytest.importorskip(framework, reason="the steps are this framework's")
+    from bench import gpu
+
+    monkeypatch.setattr(gpu.importlib.import_module(f"bench.gpu_{framework}").Arrays, "kernels", kernels)
+    steps, wait = compare.variants(framework, "64x24x96")
+    assert list(steps) == ["floor", kernels]
+    for step in steps.values():
+        step()
+    wait()
