@@ -36,10 +36,10 @@ def test_the_backend_is_then_the_portable_one(monkeypatch: pytest.MonkeyPatch) -
     """As api chooses it, and as an error names it, which is what doctor shows."""
     torch = pytest.importorskip("torch", reason="needs torch")
     pytest.importorskip("triton", reason="the refusal would be about triton")
-    from logitless.torch_impl import api
+    from logitless.torch_impl.backend import chosen_backend
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
-    hidden = SimpleNamespace(device=torch.device("cuda", 0))
-    assert api._backend(None, hidden, torch.bfloat16) == "eager"  # type: ignore[arg-type]
+    device = torch.device("cuda", 0)
+    assert chosen_backend(None, device, torch.bfloat16) == "eager"
     with pytest.raises(NotImplementedError, match=r"Hopper.*not 12\.0; backend='eager' can"):
-        api._backend("triton", hidden, torch.bfloat16)  # type: ignore[arg-type]
+        chosen_backend("triton", device, torch.bfloat16)

@@ -99,11 +99,11 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, broken: Any, o
 
 @needs_torch
 def test_an_id_outside_that_is_not_refused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from logitless.torch_impl import api
+    from logitless.torch_impl import checks
 
     problem = drawn(1, function="linear_cross_entropy", transform="plain", blemish="outside")[0]
     assert judge.judged(problem).wrong == ()
-    monkeypatch.setattr(api, "_check_targets", lambda *_: None)
+    monkeypatch.setattr(checks, "check_ids", lambda *_: None)
     assert judge.judged(problem).wrong != ()
 
 

@@ -287,10 +287,10 @@ def test_a_budget_too_small_for_the_next_power_of_two(monkeypatch: pytest.Monkey
 @pytest.mark.case(22)
 @in_every_torch_place
 def test_a_changing_number_of_chunks(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from logitless.torch_impl import api
+    from logitless.torch_impl import checks
 
     monkeypatch.setattr(tracing, "TOKEN_TILE", 16)
-    monkeypatch.setattr(api, "make_plan", lambda *, tokens, **_: few_chunks(tokens))
+    monkeypatch.setattr(checks, "make_plan", lambda *, tokens, **_: few_chunks(tokens))
     counter = CompileCounterWithBackend("aot_eager")
     function = loss_with(backend, label_smoothing=0.1)
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)

@@ -1,8 +1,8 @@
 """Linear cross-entropy for PyTorch; the same names as :mod:`logitless.jax_impl`."""
 
 from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
-from logitless.torch_impl.deferred import DeferredWeightGrad
-from logitless.torch_impl.distributed.parallel import global_normalizer
+from logitless.torch_impl.distributed.deferred import DeferredWeightGrad
+from logitless.torch_impl.distributed.normalizer import global_normalizer
 from logitless.torch_impl.gather import padded_index_gather
 from logitless.torch_impl.given_logits.api import cross_entropy
 from logitless.torch_impl.huggingface.capture import CapturedHead, capture_lm_head

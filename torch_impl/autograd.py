@@ -1,36 +1,168 @@
 """The steps of a call as differentiable functions. Mirror of jax_impl/vjp.py.
 
 Eager mode runs steps.py directly; torch.compile sees the same steps as the opaque operations of ops.py.
+
+Backwards are differentiable once, and say so. torch's ``once_differentiable`` refuses a second derivative only where
+the upstream gradient requires one, and hangs the refusal on a leaf of its own, which the engine prunes when the inputs
+are named: ``torch.autograd.grad``, and all of ``torch.autograd.functional``, would then give 0 or None without a word.
+Here the refusal hangs on what the gradient depends on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from logitless.torch_impl import layouts, steps
+from logitless.torch_impl import steps
+from logitless.torch_impl.backend import Waiting
 from logitless.torch_impl.call import NO_GRADIENTS, Arrays, Call, Gradients, Needs
 from logitless.torch_impl.compiled import ops
-from logitless.torch_impl.once import differentiable_once, reverse_only
 
 
-def _needs(ctx: Any, call: Call, *arguments: Tensor | None) -> Needs:
-    """Gradients are made in the dtype of the argument, which under autocast is not the products'."""
+def own(result: Tensor) -> Tensor:
+    """A fresh result of a forward, which the caller may change in place.
+
+    Autograd refuses that for a view, such as reshape gives, when an autograd.Function returns it.
+    """
+    return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
+
+
+Derivatives = tuple[Tensor | None, ...]
+"""The gradient of each argument of an autograd.Function, or None."""
+
+
+class Context(torch.autograd.function.FunctionCtx):
+    """What a backward finds of its forward."""
+
+    call: Call
+    waiting: Waiting | None
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """torch's own, which takes None too."""
+        super().save_for_backward(*tensors)  # type: ignore[arg-type]
+
+
+class Steps(Protocol):
+    """A call's forward and backward: the modules steps.py and compiled/ops.py."""
+
+    def loss(self, arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs, /) -> steps.Loss: ...
+
+    def loss_gradients(
+        self, arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None,
+        upstream: Tensor, /,
+    ) -> Gradients: ...  # fmt: skip
+
+    def log_probs(self, arrays: Arrays, call: Call, needs: Needs, /) -> steps.LogProbs: ...
+
+    def log_probs_gradients(
+        self, arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None,
+        g_log_prob: Tensor, g_entropy: Tensor | None, /,
+    ) -> Gradients: ...  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Derivatives that there are not, and results that are the caller's
+
+
+class _Refused(torch.autograd.Function):
+    """The first ``count`` tensors themselves, whose derivative in the others is an error."""
+
+    @staticmethod
+    def forward(name: str, count: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(own(tensor.detach()) for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:  # ctx takes any attribute
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
+        raise RuntimeError(
+            f"{ctx.name} is differentiable once: the gradient of its gradient was asked for (create_graph=True); "
+            f"detach the gradient, or compute the loss from full logits"
+        )
+
+
+def differentiable_once(
+    name: str, check: Callable[..., None] | None = None
+) -> Callable[[Callable[..., Derivatives]], Callable[..., Derivatives]]:
+    """A decorator for an autograd.Function's ``backward(ctx, saved, *upstream)``; ``name``: of the function, for the
+    error. ``saved`` are the saved tensors, differentiable inputs among them, unpacked once, after ``check(ctx)``."""
+
+    def decorate(backward: Callable[..., Derivatives]) -> Callable[..., Derivatives]:
+        @functools.wraps(backward)
+        def wrapper(ctx: Context, *upstream: Tensor | None) -> Derivatives:
+            if check is not None:
+                check(ctx)
+            saved = ctx.saved_tensors
+            with torch.no_grad():
+                gradients = backward(ctx, saved, *upstream)
+            if not torch.is_grad_enabled():
+                return gradients
+            depends = [v for v in (*saved, *upstream) if v is not None and v.requires_grad]
+            present = [gradient for gradient in gradients if gradient is not None]
+            if not (depends and present):
+                return gradients
+            refused = iter(_Refused.apply(name, len(present), *present, *depends))  # type: ignore[no-untyped-call]
+            return tuple(None if gradient is None else next(refused) for gradient in gradients)
+
+        return wrapper
+
+    return decorate
+
+
+def reverse_only(name: str) -> staticmethod[..., NoReturn]:
+    """An autograd.Function's ``jvp`` that says which mode there is; ``name``: of the function, for the error."""
+
+    def jvp(*_: object) -> NoReturn:
+        raise NotImplementedError(
+            f"{name}: got a call in forward mode (torch.autograd.forward_ad), allowed is reverse mode: "
+            f"torch.autograd.grad"
+        )
+
+    return staticmethod(jvp)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps
+
+
+def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tuple[Tensor, ...]:
+    """The loss and, if asked for, the eight statistics; or the log-probabilities and, if asked for, the entropies."""
+    if call.log_probs:
+        results = LinearLogProbsFunction.apply(call, *arrays[:4])  # type: ignore[no-untyped-call]
+    else:
+        results = LinearCrossEntropyFunction.apply(call, normalizer, *arrays)  # type: ignore[no-untyped-call]
+    return tuple(value for value in results if value is not None)
+
+
+def _steps(call: Call) -> Steps:
+    return ops if call.traced else steps
+
+
+def _needs(wanted: tuple[bool, ...], call: Call, arrays: Arrays) -> Needs:
+    """``wanted``: for which arrays, in their order, autograd wants gradients.
+
+    A gradient has the dtype of its argument, which under autocast is not the products'.
+    """
     if not call.differentiate:
         return NO_GRADIENTS
-    wanted = zip(ctx.needs_input_grad[:3], arguments, strict=True)
-    dtypes = [tensor.dtype if needed and tensor is not None else None for needed, tensor in wanted]
+    pairs = zip(wanted, arrays, strict=False)
+    dtypes = [tensor.dtype if needed and tensor is not None else None for needed, tensor in pairs]
     needs = Needs(dtypes[0], dtypes[1], dtypes[2])
     if call.into is not None and needs.weight:
         needs = dataclasses.replace(needs, weight=call.into.dtype, into=call.into)
     return needs
 
 
-def _take(ctx: Any) -> Any:
+def _take(ctx: Context) -> Waiting | None:
     """What waits for the upstream gradient, for this backward alone: finishing it writes to it.
 
     Where the graph is retained, plain operations' gradients are copied, so that every backward has the same bits.
@@ -44,7 +176,7 @@ def _take(ctx: Any) -> Any:
 
 
 def _weight_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], upstream: Tensor
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], upstream: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW and db of a loss whose backward has left them for later."""
     if not needs.any:
@@ -61,43 +193,33 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        token_weight: Tensor | None,
-        class_weight: Tensor | None,
-        normalizer: Tensor | float | None,
-        call: Call,
-    ) -> tuple[Any, ...]:
-        arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
-        run: Any = ops if call.traced else steps
-        needs = _needs(ctx, call, hidden, weight, bias)
-        made = run.loss(arrays, normalizer, call, needs if call.deferred is None else needs.hidden_alone)
-        ctx.call, ctx.waiting = call, made.waiting
-        ctx.save_for_backward(*arrays, *made.saved)
-        loss, *stats = map(layouts.own, (made.loss, *made.stats))
+        ctx: Context, call: Call, normalizer: Tensor | float | None, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        arrays = Arrays(*tensors)  # type: ignore[arg-type]
+        needs = _needs(ctx.needs_input_grad[2:], call, arrays)
+        step = _steps(call).loss(arrays, normalizer, call, needs if call.deferred is None else needs.hidden_alone)
+        ctx.call, ctx.waiting = call, step.waiting
+        ctx.save_for_backward(*arrays, *step.saved)
+        stats = [None if value is None else own(value) for value in step.stats]
         ctx.mark_non_differentiable(*(value for value in stats if value is not None))
-        return (loss, *stats)
+        return (own(step.loss), *stats)
 
     jvp = reverse_only("linear_cross_entropy")
 
     @staticmethod
     @differentiable_once("linear_cross_entropy")
-    def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, kept: tuple[Tensor, ...], upstream: Tensor, *_: Tensor | None) -> Derivatives:
         waiting, call = _take(ctx), ctx.call
         arrays, saved = Arrays(*kept[:6]), kept[6:]
-        run: Any = ops if call.traced else steps
-        needs = _needs(ctx, call, *arrays[:3])
+        needs = _needs(ctx.needs_input_grad[2:], call, arrays)
         if call.deferred is not None:
             rest = dataclasses.replace(needs, hidden=None)
             call.deferred.arrived(upstream, arrays, functools.partial(_weight_gradients, arrays, call, rest, saved))
             needs = needs.hidden_alone
             if not needs.any:
                 return (None,) * 8
-        grads = run.loss_gradients(arrays, call, needs, saved, waiting, upstream)
-        return grads.hidden, grads.weight, grads.bias, *(None,) * 5
+        gradients = _steps(call).loss_gradients(arrays, call, needs, saved, waiting, upstream)
+        return None, None, gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
 class LinearLogProbsFunction(torch.autograd.Function):
@@ -105,25 +227,20 @@ class LinearLogProbsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, call: Call
+        ctx: Context, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        run: Any = ops if call.traced else steps
         arrays = Arrays(hidden, weight, bias, target)
-        made = run.log_probs(arrays, call, _needs(ctx, call, hidden, weight, bias))
-        ctx.call, ctx.waiting = call, made.waiting
-        ctx.save_for_backward(hidden, weight, bias, target, *made.saved)
-        return layouts.own(made.log_prob), layouts.own(made.entropy)
+        step = _steps(call).log_probs(arrays, call, _needs(ctx.needs_input_grad[1:], call, arrays))
+        ctx.call, ctx.waiting = call, step.waiting
+        ctx.save_for_backward(hidden, weight, bias, target, *step.saved)
+        return own(step.log_prob), None if step.entropy is None else own(step.entropy)
 
     jvp = reverse_only("linear_log_probs")
 
     @staticmethod
     @differentiable_once("linear_log_probs")
-    def backward(
-        ctx: Any, kept: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        waiting, call = _take(ctx), ctx.call
-        arrays = Arrays(*kept[:4])
-        run: Any = ops if call.traced else steps
-        needs = _needs(ctx, call, *arrays[:3])
-        grads = run.log_probs_gradients(arrays, call, needs, kept[4:], waiting, g_log_prob, g_entropy)
-        return grads.hidden, grads.weight, grads.bias, None, None
+    def backward(ctx: Context, kept: tuple[Tensor, ...], g_log_prob: Tensor, g_entropy: Tensor | None) -> Derivatives:
+        waiting, call, arrays = _take(ctx), ctx.call, Arrays(*kept[:4])
+        needs = _needs(ctx.needs_input_grad[1:], call, arrays)
+        gradients = _steps(call).log_probs_gradients(arrays, call, needs, kept[4:], waiting, g_log_prob, g_entropy)
+        return None, gradients.hidden, gradients.weight, gradients.bias, None

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from logitless import numerics
 from logitless.planning import ChunkPlan
-from logitless.spec import LossOptions, TokenStats
-from logitless.torch_impl.deferred import DeferredWeightGrad
+from logitless.spec import LossOptions, Reduction, TokenStats
+from logitless.torch_impl.distributed.deferred import DeferredWeightGrad
 from logitless.torch_impl.distributed.parallel import Shard
 
 XP = cast("numerics.Namespace[Tensor]", torch)
@@ -32,6 +32,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of tensors, by name."""
+
+
 class Arrays(NamedTuple):
     """A call's arrays as the caller gave them, the normalizer apart."""
 
@@ -41,6 +45,36 @@ class Arrays(NamedTuple):
     target: Tensor  # [...]
     token_weight: Tensor | None = None  # [...]
     class_weight: Tensor | None = None  # [V]
+
+
+class Request(NamedTuple):
+    """What a call asks for beside arrays and a normalizer, as the caller wrote it.
+
+    Constants only, but for the last four fields, so that torch.compile can put it into a graph.
+    """
+
+    reduction: Reduction
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    logit_scale: float
+    softcap: float | None
+    temperature: float
+    plan: tuple[Any, ...] | None
+    """The fields of a ChunkPlan."""
+    memory_budget: int | None
+    backend: str | None
+    statistics: bool
+    """Of a loss its statistics, of log-probabilities the entropy."""
+    log_probs: bool = False
+    """Whether log-probabilities are asked for, and not a loss."""
+    group: Any = None
+    """The torch.distributed.ProcessGroup whose ranks share the vocabulary, or None."""
+    sequence_parallel: bool = False
+    into: Tensor | None = None
+    """The buffer that the backward adds dW to, or None."""
+    deferred: bool = False
+    """Whether dW and db are computed after the backward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +110,8 @@ class Call:
     """The buffer that the backward adds dW to, or None."""
     deferred: DeferredWeightGrad | None = None
     """What computes dW and db after the backward, or None."""
+    log_probs: bool = False
+    """Whether log-probabilities are asked for, and not a loss."""
 
     @property
     def fields(self) -> int:

@@ -30,8 +30,8 @@ from logitless import numerics
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
+from logitless.torch_impl.autograd import differentiable_once, reverse_only
 from logitless.torch_impl.call import XP, Arrays, Inputs
-from logitless.torch_impl.once import differentiable_once, reverse_only
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from logitless.torch_impl.call import (
     Gradients,
     Inputs,
     KnownRows,
+    Layout,
     Needs,
     TokenSums,
     accumulation_dtype,
@@ -459,6 +460,12 @@ def holds(dtype: torch.dtype) -> bool:
     return False
 
 
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why plain operations cannot run there: they can anywhere."""
+    del device, dtype
+    return None
+
+
 def loss_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:
@@ -508,18 +515,26 @@ def loss_gradients(
     return _concatenate(parts, torch.empty(0, dtype=dtype, device=device)), gradients.finish()
 
 
-# A compiler may have the end of what is held as it is: elementwise, to be fused and done in place.
-ELEMENTWISE_END = True
+def token_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, needs: Needs, statistics: bool
+) -> tuple[TokenSums, Gradients]:
+    """Exponentials that wait for upstream gradients per token: not here, see :func:`holds`."""
+    raise NotImplementedError
+
+
+# Whole gradients wait for the upstream scalar. A compiler may fuse what is left with other elementwise operations.
+PRODUCTS_WAIT = False
+BUFFER_ALIGNMENT = 1
 
 
 def held_layout(
     tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+) -> Layout:
     """Shape and dtype of the gradients that wait for the upstream scalar, by name; ``tokens`` may be a symbol."""
     del options, token_chunk
     made = accumulation_dtype(dtype)
     vocab, size = arrays.weight.shape
-    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    layout: Layout = {}
     if needs.hidden:
         layout["hidden"] = ((tokens, size), made)
     if needs.weight:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.planning import round_up
-from logitless.torch_impl import api
+from logitless.torch_impl import checks
 from logitless.torch_impl.call import accumulation_dtype
 from logitless.torch_impl.compiled import tracing
 
@@ -36,12 +36,10 @@ def padded_index_gather(input: Tensor, index: Tensor, *, pad_to_multiple: int = 
 
     Raises ValueError or TypeError naming the argument, what came and what is allowed.
     """
-    for name, tensor in (("input", input), ("index", index)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, allowed is a torch.Tensor")
-    spec.check_gather(api._info(input), api._info(index), pad_to_multiple)
-    if index.device != input.device:
-        raise ValueError(f"index: got device {index.device}, allowed is input's {input.device}")
+    checks.check_type("input", input, strided=False)
+    checks.check_type("index", index, strided=False)
+    spec.check_gather(checks.info(input), checks.info(index), pad_to_multiple)
+    checks.check_device("index", index, "input's", input.device)
     looked_at = index.device.type == "cpu" and not tracing.is_traced(index)
     if looked_at:
         outside = (index < 0) | (index >= input.shape[0])

@@ -6,7 +6,6 @@ distillation, which looks at whole distributions (torch_impl/distillation.py).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -23,10 +22,11 @@ from logitless.objectives import (
 )
 from logitless.planning import ChunkPlan, check_plan_argument
 from logitless.spec import LossOptions, Reduction
-from logitless.torch_impl import api, layouts, steps
+from logitless.torch_impl import checks, steps
 from logitless.torch_impl.api import linear_log_probs
-from logitless.torch_impl.call import XP, Arrays
-from logitless.torch_impl.compiled import transforms
+from logitless.torch_impl.backend import BACKENDS
+from logitless.torch_impl.call import XP, Arrays, Request
+from logitless.torch_impl.compiled import tracing
 from logitless.torch_impl.distillation import Call, DivergenceFunction
 
 
@@ -74,9 +74,9 @@ def dpo_loss(
     """
     options = DPOOptions(beta, label_smoothing, reduction)
     spec.check_flags(return_stats=return_stats)
-    api._check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
+    checks.check_tensors(Arrays(hidden, weight, bias, target))
     target, counted = _counted(target, mask, ignore_index, hidden)
-    objectives.check_pairs(api._info(target))
+    objectives.check_pairs(checks.info(target))
     shapes = {"[2 B, T] =": tuple(target.shape), "[2 B] =": tuple(target.shape[:1])}
     reference = _constant("reference_log_prob", reference_log_prob, shapes, hidden)
     log_prob, _ = linear_log_probs(
@@ -144,8 +144,8 @@ def clipped_policy_loss(
     options = PolicyOptions(clip_low, clip_high, entropy_coef, kl_coef, aggregation)
     options.check_reference(reference_log_prob is not None)
     spec.check_flags(return_stats=return_stats)
-    api._check_tensors({"hidden": hidden, "weight": weight, "target": target, "bias": bias}, {})
-    api._check_normalizer(normalizer, "mean", hidden.device)
+    checks.check_tensors(Arrays(hidden, weight, bias, target))
+    checks.check_normalizer(normalizer, "mean", hidden.device)
     target, counted = _counted(target, mask, ignore_index, hidden)
     per_token = {"target's shape": tuple(target.shape)}
     per_sequence = {"one per sequence": tuple(target.shape[:-1])}
@@ -221,11 +221,11 @@ def distillation_loss(
     options = DistillationOptions(
         beta, temperature, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap
     )
-    transforms.check("distillation_loss", takes_one=False)
+    tracing.check_transforms("distillation_loss", takes_one=False)
     _check_types(hidden=hidden, weight=weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
-    api._check_normalizer(normalizer, reduction, hidden.device)
+    checks.check_normalizer(normalizer, reduction, hidden.device)
     teacher = teacher_hidden, teacher_weight
-    objectives.check_sides(*map(api._info, (hidden, weight, *teacher)))
+    objectives.check_sides(*map(checks.info, (hidden, weight, *teacher)))
     target = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
     target, counted = _counted(target, mask, -100, hidden)
     passes = {"memory_budget": memory_budget, "backend": backend}
@@ -236,7 +236,7 @@ def distillation_loss(
         raise type(error)(objectives.of_teacher(str(error))) from None
     tile = objectives.distillation_tile(
         tokens=target.numel(), hidden=hidden.shape[-1], teacher_hidden=teacher_hidden.shape[-1],
-        vocab=weight.shape[0], dtype=api._dtype_name(dtype), memory_budget=memory_budget,
+        vocab=weight.shape[0], dtype=checks.dtype_name(dtype), memory_budget=memory_budget,
     )  # fmt: skip
     own, other = (LossOptions("none", **options.logits(side)) for side in (False, True))
     call = Call(options.beta, own, other, dtype, teacher_dtype, tile)
@@ -256,14 +256,14 @@ def distillation_loss(
 # Shared
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@tracing.outside_graphs
 def _divergence(*arguments: Any) -> Tensor:
     # Loops over tiles: a graph would hold every one of them.
     made: Tensor = DivergenceFunction.apply(*arguments)  # type: ignore[no-untyped-call]
     return made
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@tracing.outside_graphs
 @torch.no_grad()
 def _logsumexp(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: dict[str, Any]
@@ -274,15 +274,17 @@ def _logsumexp(
     divergences need, and so would parts from a logit far below the largest.
     """
     memory_budget, backend = options.pop("memory_budget"), options.pop("backend")
-    if api._placed(hidden) or api._placed(weight):
+    if checks.is_placed(hidden) or checks.is_placed(weight):
         raise NotImplementedError(
             "hidden, weight: got a DTensor, allowed are one device's tensors: to_local() gives them"
         )
-    spec.check_backend(backend, api.BACKENDS)
+    spec.check_backend(backend, BACKENDS)
     check_plan_argument(None, memory_budget)
-    given = (*dataclasses.astuple(LossOptions("none", **options)), 1.0)  # the temperature is in them
-    call = api._loss_call(Arrays(hidden, weight, bias, target), None, given, None, memory_budget, False, backend)
-    plain = layouts.plain(Arrays(hidden, weight, bias, target))
+    request = Request(
+        "none", -100, 0.0, 0.0, temperature=1.0, plan=None, memory_budget=memory_budget, backend=backend,
+        statistics=False, **options,
+    )  # fmt: skip
+    plain, call = checks.ready(Arrays(hidden, weight, bias, target), None, request)
     detached: Any = [None if array is None else array.detach() for array in plain]  # from forward mode, too
     arrays = Arrays(*detached)
     return steps.logsumexp(arrays, call), call.compute_dtype
@@ -295,7 +297,7 @@ def _counted(target: Tensor, mask: Tensor | None, ignore_index: int, hidden: Ten
     if mask is not None:
         if not isinstance(mask, Tensor):
             raise TypeError(f"mask: got {type(mask).__name__}, allowed is a torch.Tensor or None")
-        objectives.check_mask(api._info(mask), tuple(target.shape))
+        objectives.check_mask(checks.info(mask), tuple(target.shape))
         if mask.device != hidden.device:
             raise ValueError(f"mask: got device {mask.device}, allowed is hidden's {hidden.device}")
         counted = counted & (mask != 0)
@@ -311,7 +313,7 @@ def _check_types(**tensors: Any) -> None:
 def _constant(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], hidden: Tensor) -> Tensor:
     """A tensor of known numbers, checked."""
     _check_types(**{name: tensor})
-    objectives.check_constant(name, api._info(tensor), shapes)
+    objectives.check_constant(name, checks.info(tensor), shapes)
     if tensor.device != hidden.device:
         raise ValueError(f"{name}: got device {tensor.device}, allowed is hidden's {hidden.device}")
     if tensor.requires_grad:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from logitless import numerics
 from logitless.planning import ChunkPlan
 from logitless.spec import TokenStats
-from logitless.torch_impl import eager
+from logitless.torch_impl.backend import Waiting, adds_in_one_pass, backend_named
 from logitless.torch_impl.call import (
     NO_GRADIENTS,
     XP,
@@ -31,33 +31,23 @@ from logitless.torch_impl.call import (
     TokenSums,
     accumulation_dtype,
 )
-from logitless.torch_impl.kernels import fused
 
 Result = TypeVar("Result")
-
-# Backends are modules with the same functions.
-MODULES: dict[str, Any] = {"eager": eager, "triton": fused}
 
 
 def one_pass(call: Call) -> bool:
     """Whether a loss's gradients are made with its forward, if there are any."""
     possible = call.plan.one_pass and call.options.separable and call.options.reduction != "none"
     if call.into is not None and call.deferred is None:
-        possible = possible and adds_in_one_pass(call.backend, call.chunk_plan)
-    return possible and bool(MODULES[call.backend].one_pass(call.compute_dtype, call.options))
+        possible = possible and adds_in_one_pass(backend_named(call.backend), call.chunk_plan)
+    return possible and backend_named(call.backend).one_pass(call.compute_dtype, call.options)
 
 
 def holds(call: Call) -> bool:
     """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
-    if call.traced or call.shard is not None or not MODULES[call.backend].holds(call.compute_dtype):
+    if call.traced or call.shard is not None or not backend_named(call.backend).holds(call.compute_dtype):
         return False
     return call.chunk_plan.holds_all and call.options.separable and call.options.reduction == "none"
-
-
-def adds_in_one_pass(backend: str, plan: ChunkPlan) -> bool:
-    """Whether a one-pass plan can add dW to a buffer: where no part of it is made before the upstream scalar arrives,
-    which is where products wait for the backward and there is one chunk."""
-    return backend == "triton" and len(plan.token_slices) <= 1
 
 
 class Loss(NamedTuple):
@@ -67,7 +57,7 @@ class Loss(NamedTuple):
     stats: tuple[Tensor | None, ...]
     saved: tuple[Tensor | None, ...]
     """For the backward: what autograd may save as it does any tensor."""
-    waiting: Any
+    waiting: Waiting | None
     """Gradients that wait for the upstream scalar and may be finished once, or None."""
 
 
@@ -77,7 +67,7 @@ class LogProbs(NamedTuple):
     log_prob: Tensor
     entropy: Tensor | None
     saved: tuple[Tensor | None, ...]
-    waiting: Any
+    waiting: Waiting | None
     """As in :class:`Loss`."""
 
 
@@ -88,8 +78,7 @@ def _no_autocast(arrays: Arrays) -> torch.autocast:
 
 def _run_step(name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result]) -> Result:
     """The result of a whole step, run by the call's backend."""
-    result: Result = MODULES[call.backend].run_step(name, arrays, call, needs, step)
-    return result
+    return backend_named(call.backend).run_step(name, arrays, call, needs, step)
 
 
 def _cast(gradients: Gradients, arrays: Arrays) -> Gradients:
@@ -110,13 +99,12 @@ def shaped(values: Tensor, shape: torch.Size) -> Tensor:
     return values if values.shape == shape else values.reshape(shape)
 
 
-def _prepare(arrays: Arrays, call: Call) -> Any:
+def _prepare(arrays: Arrays, call: Call) -> Inputs:
     """The backend's inputs; under sequence parallelism from the hidden states of all ranks."""
-    if call.shard is None:
-        return MODULES[call.backend].prepare(arrays, call.options, call.compute_dtype)
-    if call.shard.sequence_parallel:
+    if call.shard is not None and call.shard.sequence_parallel:
         arrays = arrays._replace(hidden=call.shard.gather(arrays.hidden.to(call.compute_dtype)))
-    return MODULES[call.backend].prepare(arrays, call.options, call.compute_dtype, call.shard)
+    inputs: Inputs = backend_named(call.backend).prepare(arrays, call.options, call.compute_dtype, call.shard)
+    return inputs
 
 
 def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
@@ -125,7 +113,8 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: N
 
 
 def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
-    options, backend, waiting = call.options, MODULES[call.backend], None
+    options, backend = call.options, backend_named(call.backend)
+    waiting: Waiting | None = None
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         norm = backend.normalizer(inputs, options, normalizer)
@@ -147,7 +136,7 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
 
 
 def loss_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: Any, upstream: Tensor
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: Waiting | None, upstream: Tensor
 ) -> Gradients:
     """The gradients: finished from what waits, else recomputed (the per-token upstream has just arrived, or what waited
     is used up)."""
@@ -168,12 +157,13 @@ def _known_loss(arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...]
         g = numerics.row_upstream(XP, inputs, options, inputs.wide(per_token))
         sums = TokenSums(target_logit, anchor, log_total)
         known = numerics.known_loss_rows(XP, inputs, options, sums, g)
-        return _cast(MODULES[call.backend].known_gradients(inputs, options, call.chunk_plan, known, g, needs), arrays)
+        backend = backend_named(call.backend)
+        return _cast(backend.known_gradients(inputs, options, call.chunk_plan, known, g, needs), arrays)
 
 
 def held_gradients(arrays: Arrays, call: Call, needs: Needs, held: list[Tensor], upstream: Tensor) -> Gradients:
     """The gradients from what waited as a list of tensors (``waiting.tensors()``), none of which is written to."""
-    backend = MODULES[call.backend]
+    backend = backend_named(call.backend)
 
     def inputs(weight: Tensor | None) -> Inputs:
         """Made where they are read; ``weight``: autocast's copy, if it waited too."""
@@ -184,7 +174,8 @@ def held_gradients(arrays: Arrays, call: Call, needs: Needs, held: list[Tensor],
     with _no_autocast(arrays):
         dtype = call.compute_dtype
         upstream = upstream.to(accumulation_dtype(dtype))
-        made = backend.held_gradients(inputs, arrays, call.options, dtype, call.chunk_plan, needs, held, upstream)
+        plan = cast(ChunkPlan, call.plan)  # a LatePlan if no products wait: then nobody reads it
+        made = backend.held_gradients(inputs, arrays, call.options, dtype, plan, needs, held, upstream)
         return _cast(made, arrays)
 
 
@@ -194,7 +185,7 @@ def logsumexp(arrays: Arrays, call: Call) -> Tensor:
 
 
 def _logsumexp(arrays: Arrays, call: Call) -> Tensor:
-    backend = MODULES[call.backend]
+    backend = backend_named(call.backend)
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         sums = backend.token_sums(inputs, call.options, call.chunk_plan, False)
@@ -207,9 +198,10 @@ def log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
 
 
 def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
-    backend = MODULES[call.backend]
+    backend = backend_named(call.backend)
+    waiting: Waiting | None = None
     with _no_autocast(arrays):
-        inputs, waiting = _prepare(arrays, call), None
+        inputs = _prepare(arrays, call)
         if needs.any and holds(call) and not call.statistics:
             sums, waiting = backend.token_gradients(inputs, call.options, call.chunk_plan, needs, False)
         else:
@@ -222,7 +214,7 @@ def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: Any, g_log_prob: Tensor,
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: Waiting | None, g_log_prob: Tensor,
     g_entropy: Tensor | None,
 ) -> Gradients:  # fmt: skip
     """The gradients, when both upstream gradients have arrived: finished from what waits, else recomputed."""
@@ -237,7 +229,7 @@ def _known_log_probs(
     arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
 ) -> Gradients:
     target_logit, anchor, log_total, entropy = saved
-    backend = MODULES[call.backend]
+    backend = backend_named(call.backend)
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         sums = TokenSums(target_logit, anchor, log_total, entropy=entropy)

@@ -16,16 +16,17 @@ import dataclasses
 import functools
 import json
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from logitless.planning import ChunkPlan
-from logitless.planning import plan as make_plan
 from logitless.spec import LossOptions, TokenStats
-from logitless.torch_impl import layouts, steps
-from logitless.torch_impl.call import Arrays, Call, Gradients, LatePlan, Needs, accumulation_dtype
+from logitless.torch_impl import steps
+from logitless.torch_impl.backend import WaitingLoss, backend_named
+from logitless.torch_impl.call import Arrays, Call, Gradients, LatePlan, Layout, Needs, accumulation_dtype
+from logitless.torch_impl.checks import plain, planner
 
 _ARRAYS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? class_weight"
 _CALL = "str call, SymInt token_chunk"
@@ -93,18 +94,9 @@ class Recipe:
         if order is not None:
             sizes = tokens, size, vocab, self.compute_dtype
             return ChunkPlan(*sizes, order, one_pass, token_chunk, number or 0, fused, eager=not fused)
-        return make_plan(
-            tokens=tokens,
-            hidden=size,
-            vocab=vocab,
-            dtype=self.compute_dtype,
-            memory_budget=number,
-            order="tokens" if one_pass else None,
-            one_pass=one_pass,
-            device="cpu" if arrays.hidden.device.type == "cpu" else "gpu",
-            fused=fused,
-            eager=not fused,
-        )
+        order = "tokens" if one_pass else None
+        planned = planner(arrays, self.dtype, self.backend)
+        return planned(tokens=tokens, memory_budget=number, order=order, one_pass=one_pass)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -124,12 +116,12 @@ def _recipe(text: str) -> Recipe:
 def _loss(*arguments: Any) -> list[Tensor]:
     """[loss, the eight statistics if asked for, and for the backward: what waits, or what known sums there are]."""
     *given, normalizer, text, token_chunk = arguments
-    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
+    arrays, recipe = plain(Arrays(*given)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     made = steps.loss(arrays, normalizer, call, needs)
     saved: Any = made.saved
     if recipe.held:
-        saved = made.waiting.tensors(_held_layout(arrays, recipe, token_chunk))
+        saved = cast(WaitingLoss, made.waiting).tensors(_held_layout(arrays, recipe, token_chunk))
     return [value for value in (made.loss, *made.stats, *saved) if value is not None]
 
 
@@ -158,7 +150,7 @@ def _(*arguments: Any) -> list[Tensor]:
 def _loss_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_loss` left for them."""
     *given, saved, upstream, text, token_chunk = arguments
-    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
+    arrays, recipe = plain(Arrays(*given)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     if recipe.held:
         return _present(steps.held_gradients(arrays, call, needs, saved, upstream))
@@ -173,7 +165,7 @@ def _loss_gradients(*arguments: Any) -> list[Tensor]:
 def _log_probs(*arguments: Any) -> list[Tensor]:
     """[log p, entropy if asked for, and for the backward the known sums]."""
     *given, text, token_chunk = arguments
-    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
+    arrays, recipe = plain(Arrays(*given)), _recipe(text)
     made = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
     values = (made.log_prob, made.entropy, *made.saved)
     if not recipe.statistics:  # without tokens, sums may have an entropy that nobody asked for
@@ -203,7 +195,7 @@ def _(*arguments: Any) -> list[Tensor]:
 def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_log_probs` left for them."""
     *given, saved, g_log_prob, g_entropy, text, token_chunk = arguments
-    arrays, recipe = layouts.plain(Arrays(*given)), _recipe(text)
+    arrays, recipe = plain(Arrays(*given)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     sums = saved if recipe.statistics else [*saved, None]
     return _present(steps.log_probs_gradients(arrays, call, needs, tuple(sums), None, g_log_prob, g_entropy))
@@ -221,11 +213,9 @@ def _new(arrays: Arrays, shape: Any, dtype: torch.dtype) -> Tensor:
     return arrays.hidden.new_empty(shape, dtype=dtype)
 
 
-def _held_layout(arrays: Arrays, recipe: Recipe, token_chunk: int) -> dict[str, Any]:
-    made: dict[str, Any] = steps.MODULES[recipe.backend].held_layout(
-        arrays.target.numel(), arrays, recipe.loss_options, recipe.dtype, token_chunk, recipe.needs(arrays)
-    )
-    return made
+def _held_layout(arrays: Arrays, recipe: Recipe, token_chunk: int) -> Layout:
+    backend, needs = backend_named(recipe.backend), recipe.needs(arrays)
+    return backend.held_layout(arrays.target.numel(), arrays, recipe.loss_options, recipe.dtype, token_chunk, needs)
 
 
 def _present(gradients: Gradients) -> list[Tensor]:
@@ -263,7 +253,7 @@ def loss_gradients(
     """:func:`steps.loss_gradients`; what waits is in ``saved``, and may be used more than once."""
     del waiting
     recipe = Recipe.of(call, needs)
-    if recipe.held and steps.MODULES[call.backend].ELEMENTWISE_END:
+    if recipe.held and not backend_named(call.backend).PRODUCTS_WAIT:
         return steps.held_gradients(arrays, call, needs, list(saved), upstream)
     made = torch.ops.logitless.loss_gradients(*arrays, list(saved), upstream, recipe.text(), _chunk(call))
     return _named(made, needs)

@@ -1,4 +1,4 @@
-"""What torch.compile asks of a call's Python: numbers that may be symbols, and a plan for a symbolic number of tokens.
+"""What torch.compile and torch.func ask of a call's Python: numbers that may be symbols, and who is looking.
 
 Comparing a symbol makes a guard: the compiled code is for the sizes that compare as this one did, and another size
 compiles again. So a plan is chosen here by few comparisons.
@@ -6,25 +6,101 @@ compiles again. So a plan is chosen here by few comparisons.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import is_fake
 
 from logitless.planning import TOKEN_TILE, ChunkPlan
 from logitless.torch_impl.call import LatePlan
+from logitless.torch_impl.compiled import KEPT_WHOLE
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 # One graph serves at most this many tokens in one chunk; a doubling has one of its own above.
 MOST_TOKENS = 2**17
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who is looking
+
 
 def is_traced(tensor: Tensor) -> bool:
     """Whether there is no data to look at: inside torch.compile, or on fake tensors."""
     return torch.compiler.is_compiling() or is_fake(tensor)
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_looked_at(tensor: Tensor) -> bool:
+    """Whether torch.compile or torch.func is looking."""
+    return is_traced(tensor) or in_transform()
+
+
+def check_transforms(name: str, *, takes_one: bool = True) -> None:
+    """Refuse the transforms that the function ``name`` cannot be part of; ``takes_one``: whether it takes any."""
+    if not in_transform():
+        return
+    kinds = [level.key() for level in get_interpreter_stack() or ()]
+    if takes_one and kinds == [TransformType.Grad]:
+        return
+    names = " in ".join(kind.name.lower() for kind in reversed(kinds))
+    allowed = "allowed is one torch.func.grad, grad_and_value or vjp" if takes_one else "use torch.autograd.grad"
+    raise NotImplementedError(
+        f"{name}: got a call inside of torch.func's transforms ({names}), {allowed}; loop over what vmap would"
+    )
+
+
+def kept_whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A decorator: torch.compile puts calls of ``function`` into its graph as they are, and traces their tensor
+    operations later, which are those of ops.py. Choosing a plan is Python over integers, and nothing for a graph.
+
+    As torch.compiler.allow_in_graph, which would import torch's compiler at once. Arguments are tensors, constants and
+    tuples of them.
+    """
+    KEPT_WHOLE.append(function)
+
+    @functools.wraps(function)
+    def wrapper(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+        if torch.compiler.is_compiling():  # whoever traces this imports what marks the function, before the call
+            from logitless.torch_impl.compiled import marks  # noqa: F401
+        return function(*arguments, **named)
+
+    return wrapper
+
+
+def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A decorator: torch.compile leaves its graph for ``function``, and sees nothing of it.
+
+    As torch.compiler.disable, which would import torch's compiler at once. Where nobody has imported it, nobody is
+    compiling.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+        # Whoever traces this looks at the first condition alone.
+        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
+            return function(*arguments, **named)
+        from logitless.torch_impl.compiled import marks
+
+        result: Result = marks.outside(function, *arguments, **named)
+        return result
+
+    return wrapper
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Symbols
 
 
 def is_symbol(value: Any) -> bool:

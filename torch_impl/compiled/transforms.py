@@ -10,30 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
 
+from logitless.torch_impl.autograd import differentiable_once
 from logitless.torch_impl.call import Arrays, Call, Needs
 from logitless.torch_impl.compiled import ops
-from logitless.torch_impl.once import differentiable_once
-
-
-def active() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return bool(torch._C._are_functorch_transforms_active())
-
-
-def check(name: str, *, takes_one: bool = True) -> None:
-    """Refuse the transforms that the function ``name`` cannot be part of; ``takes_one``: whether it takes any."""
-    if not active():
-        return
-    kinds = [level.key() for level in get_interpreter_stack() or ()]
-    if takes_one and kinds == [TransformType.Grad]:
-        return
-    names = " in ".join(kind.name.lower() for kind in reversed(kinds))
-    allowed = "allowed is one torch.func.grad, grad_and_value or vjp" if takes_one else "use torch.autograd.grad"
-    raise NotImplementedError(
-        f"{name}: got a call inside of torch.func's transforms ({names}), {allowed}; loop over what vmap would"
-    )
 
 
 def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
@@ -89,15 +69,13 @@ class TransformedLogProbs(torch.autograd.Function):
         return grads.hidden, grads.weight, grads.bias, *(None,) * 3
 
 
-def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tuple[Tensor, ...]:
-    """The loss and, if asked for, the statistics."""
-    apply: Any = TransformedLoss.apply
-    made: tuple[Tensor, ...] = apply(*arrays, normalizer, call, wanted(*arrays[:3]))
-    return made[: 1 + call.fields]
-
-
-def log_probs(arrays: Arrays, call: Call) -> tuple[Tensor, ...]:
-    """log p(target) and, if asked for, the entropy."""
-    apply: Any = TransformedLogProbs.apply
-    made: tuple[Tensor, ...] = apply(*arrays[:4], call, wanted(*arrays[:3]))
-    return made[: 2 if call.statistics else 1]
+def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tuple[Tensor, ...]:
+    """:func:`autograd.values`."""
+    needs = wanted(*arrays[:3])
+    if call.log_probs:
+        log_probs: Any = TransformedLogProbs.apply
+        of_tokens: tuple[Tensor, ...] = log_probs(*arrays[:4], call, needs)
+        return of_tokens[: 2 if call.statistics else 1]
+    loss: Any = TransformedLoss.apply
+    results: tuple[Tensor, ...] = loss(*arrays, normalizer, call, needs)
+    return results[: 1 + call.fields]

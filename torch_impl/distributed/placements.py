@@ -21,11 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def is_dtensor(value: object) -> bool:
-    """Whether ``value`` is a DTensor; the module that knows them is not imported for it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+from logitless.torch_impl.call import Arrays
+from logitless.torch_impl.distributed.dtensors import is_dtensor, spec_of, wrapped
 
 
 class _Local(torch.autograd.Function):
@@ -46,29 +43,31 @@ class _Local(torch.autograd.Function):
         return None if gradient is None else wrapped(gradient, ctx.spec)
 
 
-def spec_of(given: Any) -> tuple[Any, ...]:
-    """(mesh, placements, shape, stride) of a DTensor."""
-    return given.device_mesh, given.placements, given.shape, given.stride()
-
-
-def wrapped(local: Tensor, spec: tuple[Any, ...]) -> Any:
-    """``local`` as a DTensor of (mesh, placements, shape, stride)."""
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements, shape, stride = spec
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
 @dataclasses.dataclass(frozen=True)
 class Placed:
     """A call's tensors as this rank has them."""
 
-    arrays: dict[str, Any]
-    """By name: plain tensors (or whatever was given that is no tensor)."""
+    arrays: Arrays
+    """Plain tensors (or whatever was given that is no tensor)."""
     group: Any
     """The ranks that share the vocabulary, or None."""
     token_axis: int | None
     """The axis of hidden that the ranks share under sequence parallelism, or None."""
+
+    @property
+    def device(self) -> torch.device:
+        return next((array.device for array in self.arrays if isinstance(array, Tensor)), torch.device("cpu"))
+
+    @property
+    def tokens_first(self) -> Arrays:
+        """The arrays with the shared axis of the tokens as their first."""
+        axis, (hidden, _, _, target, token_weight, _) = self.token_axis, self.arrays
+        if not axis:
+            return self.arrays
+        token_weight = None if token_weight is None else token_weight.movedim(axis, 0)
+        return self.arrays._replace(
+            hidden=hidden.movedim(axis, 0), target=target.movedim(axis, 0), token_weight=token_weight
+        )
 
 
 def is_fsdp_shard(weight: Any) -> bool:
@@ -86,10 +85,11 @@ def is_fsdp_shard(weight: Any) -> bool:
     return False
 
 
-def localize(arrays: dict[str, Any], group: Any, sequence_parallel: bool) -> Placed:
+def localize(arrays: Arrays, group: Any, sequence_parallel: bool) -> Placed:
     """Plain local tensors, and the group and the axis that their placements say. Raises ValueError naming a placement
     that is not taken, and what is."""
-    weight, hidden = arrays["weight"], arrays["hidden"]
+    weight: Any = arrays.weight
+    hidden = arrays.hidden
     axis = 0 if sequence_parallel else None
     sharded = False
     if is_dtensor(weight):
@@ -115,8 +115,8 @@ def localize(arrays: dict[str, Any], group: Any, sequence_parallel: bool) -> Pla
         axis = None if kind == "Replicate()" else leading.index(kind)
         if sequence_parallel and axis is None:
             raise ValueError("sequence_parallel: got True beside a replicated DTensor hidden, allowed is False")
-    local = dict(arrays)
-    for name, array in arrays.items():
+    local: dict[str, Tensor] = {}
+    for name, array in arrays._asdict().items():
         if is_dtensor(array):
             if name in ("bias", "class_weight"):
                 _kind(array, name, ("Shard(0)" if group is not None else "Replicate()",))
@@ -124,7 +124,7 @@ def localize(arrays: dict[str, Any], group: Any, sequence_parallel: bool) -> Pla
                 _kind(array, name, ("Replicate()",))
             _check_mesh(array, name, group)
             local[name] = _Local.apply(array)  # type: ignore[no-untyped-call]
-    return Placed(local, group, axis)
+    return Placed(arrays._replace(**local), group, axis)
 
 
 def _kind(array: Any, name: str, allowed: tuple[str, ...]) -> str:

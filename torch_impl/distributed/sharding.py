@@ -1,7 +1,7 @@
 """Calls that one device's graph cannot hold: a sharded vocabulary, DTensors, a buffer for dW, a deferred dW.
 
-Called by api.py with its arguments; checks once, has the ranks agree, plans for the largest shard, and calls the same
-autograd functions. torch.compile leaves its graph here.
+Made ready as checks.py does, but for the parts: DTensors become local tensors, the ranks agree on what they were given,
+and the plan is for the largest shard. Then the same autograd functions run. torch.compile leaves its graph here.
 """
 
 from __future__ import annotations
@@ -13,31 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.planning import ChunkPlan, check_plan_sizes
-from logitless.planning import plan as make_plan
-from logitless.spec import LossOptions, TokenStats
-from logitless.torch_impl import api, layouts, steps
-from logitless.torch_impl.autograd import LinearCrossEntropyFunction, LinearLogProbsFunction
-from logitless.torch_impl.call import Arrays, Call, accumulation_dtype
-from logitless.torch_impl.deferred import DeferredWeightGrad
-from logitless.torch_impl.distributed import agreement, parallel, placements
+from logitless.planning import ChunkPlan
+from logitless.spec import LossOptions
+from logitless.torch_impl import autograd, checks
+from logitless.torch_impl.backend import adds_in_one_pass, backend_named
+from logitless.torch_impl.call import Arrays, Call, Request, accumulation_dtype
+from logitless.torch_impl.compiled import tracing
+from logitless.torch_impl.distributed import agreement, dtensors, parallel, placements
+from logitless.torch_impl.distributed.deferred import DeferredWeightGrad
 from logitless.torch_impl.distributed.parallel import Shard
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """Everything about a call that is no array."""
-
-    options: LossOptions
-    statistics: bool
-    log_probs: bool
-    plan: ChunkPlan | None
-    memory_budget: int | None
-    backend: str | None
-    group: Any
-    sequence_parallel: bool
-    into: Any = None
-    deferred: bool = False
 
 
 class _AddedToMainGrad(torch.autograd.Function):
@@ -61,110 +45,77 @@ class _AddedToMainGrad(torch.autograd.Function):
         return make(parameter, requires_grad=False), None
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="process_group, DTensors, accumulate_into and defer_weight_grad run outside of a graph"
-)
-def linear_cross_entropy(
-    arrays: dict[str, Any], normalizer: Tensor | float | None, request: Request
-) -> tuple[Any, ...]:
-    """(loss, TokenStats or None, DeferredWeightGrad or None); ``arrays`` by the names of the arguments."""
-    given = arrays["weight"], arrays["bias"]
-    placed, call = _prepared(arrays, normalizer, request)
-    a = placed.arrays
-    if call.into is not None and not request.deferred and hasattr(given[0], "grad_added_to_main_grad"):
-        a["weight"] = _AddedToMainGrad.apply(a["weight"], given[0])  # type: ignore[no-untyped-call]
+def is_apart(arrays: Arrays, request: Request) -> bool:
+    """Whether a call is made ready here."""
+    asked = request.group is not None or request.sequence_parallel or request.into is not None or request.deferred
+    return asked or checks.is_placed(arrays.weight) or checks.is_placed(arrays.hidden)
+
+
+@tracing.outside_graphs
+def values(
+    arrays: Arrays, normalizer: Tensor | float | None, request: Request
+) -> tuple[tuple[Tensor, ...], DeferredWeightGrad | None]:
+    """What :func:`autograd.values` gives, and what computes dW later, if asked for."""
+    placed, call = _ready(arrays, normalizer, request)
+    local, axis = placed.arrays, placed.token_axis
     if request.deferred:
-        _check_leaves(given)
-        call = dataclasses.replace(call, deferred=DeferredWeightGrad(*given))
-    apply: Any = LinearCrossEntropyFunction.apply
-    loss, *stats = apply(
-        a["hidden"], a["weight"], a["bias"], a["target"], a["token_weight"], a["class_weight"], normalizer, call
-    )
-    if request.options.reduction == "none":
-        loss = _moved(loss, placed)
-    made = TokenStats(*(_moved(value, placed) for value in stats)) if request.statistics else None
-    return loss, made, call.deferred
+        _check_leaves(arrays)
+        call = dataclasses.replace(call, deferred=DeferredWeightGrad(arrays.weight, arrays.bias))
+    elif call.into is not None and hasattr(arrays.weight, "grad_added_to_main_grad"):
+        weight = _AddedToMainGrad.apply(local.weight, arrays.weight)  # type: ignore[no-untyped-call]
+        local = local._replace(weight=weight)
+    results = autograd.values(local, normalizer, call)
+    # The tokens' axes in the order they were given; a loss that is one number has none.
+    return tuple(value.movedim(0, axis) if axis and value.dim() else value for value in results), call.deferred
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="process_group and DTensors run outside of a graph"
-)
-def linear_log_probs(arrays: dict[str, Any], request: Request) -> tuple[Tensor, Tensor | None]:
-    """(log p, entropy or None)."""
-    placed, call = _prepared(arrays | {"token_weight": None, "class_weight": None}, None, request)
-    a = placed.arrays
-    apply: Any = LinearLogProbsFunction.apply
-    log_prob, entropy = apply(a["hidden"], a["weight"], a["bias"], a["target"], call)
-    return _moved(log_prob, placed), None if entropy is None else _moved(entropy, placed)
-
-
-def _moved(value: Tensor, placed: placements.Placed) -> Tensor:
-    """The tokens' axes in the order they were given."""
-    return value.movedim(0, placed.token_axis) if placed.token_axis else value
-
-
-def _prepared(
-    arrays: dict[str, Any], normalizer: Tensor | float | None, request: Request
-) -> tuple[placements.Placed, Call]:
-    """Plain checked tensors, tokens' shared axis first, and the call on them."""
+def _ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -> tuple[placements.Placed, Call]:
+    """Plain checked tensors, tokens' shared axis first, and the call on them. As :func:`checks.ready`."""
+    options = checks.loss_options(request)
     if request.group is not None:
         parallel.check_member(request.group)
-    elif request.sequence_parallel and not placements.is_dtensor(arrays["weight"]):
+    elif request.sequence_parallel and not dtensors.is_dtensor(arrays.weight):
         raise ValueError("sequence_parallel: got True without a process_group, allowed is False")
-    placed = placements.localize(arrays, request.group, request.sequence_parallel)
-    device = next((a.device for a in placed.arrays.values() if isinstance(a, Tensor)), torch.device("cpu"))
-    shard = None
+    placed, shard = placements.localize(arrays, request.group, request.sequence_parallel), None
     if placed.group is None:
         dtype, backend = _checked(placed, normalizer, request)
     else:
         try:
             dtype, backend = _checked(placed, normalizer, request)
-            facts = _facts(placed.arrays, dtype, backend, request)
+            facts = _facts(placed, dtype, backend, request, options)
         except (TypeError, ValueError, NotImplementedError):
-            agreement.refuse(placed.group, device, 1 + FACTS)
+            agreement.refuse(placed.group, placed.device, 1 + FACTS)
             raise
-        vocab = placed.arrays["weight"].shape[0]
-        shard = agreement.agree(placed.group, device, facts, vocab, placed.token_axis is not None)
-    a = placed.arrays
-    a.update(layouts.plain(Arrays(**{name: a[name] for name in Arrays._fields}))._asdict())
-    vocab = a["weight"].shape[0]
-    api._check_targets(a["target"], shard.vocab if shard else vocab, request.options.ignore_index)
-    plan = _plan(a, dtype, backend, request, shard, shard.largest if shard else vocab)
+        vocab = placed.arrays.weight.shape[0]
+        shard = agreement.agree(placed.group, placed.device, facts, vocab, placed.token_axis is not None)
+    local = checks.plain(placed.tokens_first)
+    vocab = local.weight.shape[0]
+    checks.check_ids(local.target, shard.vocab if shard else vocab, options.ignore_index)
+    plan = _plan(local, request, options, dtype, backend, shard)
     grad = torch.is_grad_enabled()
-    into: Any = request.into if grad else None
     call = Call(
-        request.options, plan, dtype, request.statistics, grad, backend, shard=shard,
-        into=into._local_tensor if placements.is_dtensor(into) else into,
+        options, plan, dtype, request.statistics, grad, backend, shard=shard,
+        into=dtensors.local(request.into) if grad else None, log_probs=request.log_probs,
     )  # fmt: skip
-    return placed, call
+    return dataclasses.replace(placed, arrays=local), call
 
 
 def _checked(placed: placements.Placed, normalizer: Tensor | float | None, request: Request) -> tuple[torch.dtype, str]:
     """Every check that one rank can make alone; the dtype of the computation and the backend."""
-    a, axis = placed.arrays, placed.token_axis
-    hidden = a["hidden"]
+    axis, hidden = placed.token_axis, placed.arrays.hidden
     ranks = 1 if axis is None else dist.get_world_size(placed.group)
     if axis is not None and isinstance(hidden, Tensor) and hidden.ndim < 2:
         raise ValueError(
             f"hidden: got shape {tuple(hidden.shape)}, allowed under sequence parallelism is [N / R, ..., D]"
         )
-    arrays = {name: a[name] for name in ("hidden", "weight", "target", "bias")}
-    constants = {name: a[name] for name in ("token_weight", "class_weight")}
-    dtype = api._check_tensors(arrays, constants, axis or 0, ranks)
-    api._check_normalizer(normalizer, request.options.reduction, hidden.device)
-    backend = api._backend(request.backend, hidden, dtype)
+    dtype, backend = checks.check_call(placed.arrays, normalizer, request, axis or 0, ranks)
     if request.into is not None:
-        _check_buffer(request.into, a["weight"], dtype, backend)
-    if axis:
-        for name in ("hidden", "target", "token_weight"):
-            a[name] = None if a[name] is None else a[name].movedim(axis, 0)
+        _check_buffer(dtensors.local(request.into), placed.arrays.weight, dtype, backend)
     return dtype, backend
 
 
-def _check_buffer(into: Any, weight: Tensor, dtype: torch.dtype, backend: str) -> None:
+def _check_buffer(into: object, weight: Tensor, dtype: torch.dtype, backend: str) -> None:
     """accumulate_into: what dW may be added to."""
-    if placements.is_dtensor(into):
-        into = into._local_tensor
     if not isinstance(into, Tensor):
         raise TypeError(f"accumulate_into: got {type(into).__name__}, allowed is a torch.Tensor")
     if into.shape != weight.shape:
@@ -176,7 +127,7 @@ def _check_buffer(into: Any, weight: Tensor, dtype: torch.dtype, backend: str) -
         raise TypeError(f"accumulate_into: got dtype {into.dtype}, allowed are {wide} and weight's {weight.dtype}")
     if into.device != weight.device:
         raise ValueError(f"accumulate_into: got device {into.device}, allowed is weight's {weight.device}")
-    if into.requires_grad or not into.is_contiguous() or (backend == "triton" and into.data_ptr() % 16):
+    if into.requires_grad or not into.is_contiguous() or into.data_ptr() % backend_named(backend).BUFFER_ALIGNMENT:
         raise ValueError(
             "accumulate_into: got a tensor that requires grad, is not contiguous or (triton) does not start on 16 "
             "bytes, allowed is a plain buffer"
@@ -185,8 +136,9 @@ def _check_buffer(into: Any, weight: Tensor, dtype: torch.dtype, backend: str) -
         raise ValueError("accumulate_into: got a buffer beside a weight that requires no grad, allowed is None")
 
 
-def _check_leaves(parameters: tuple[Any, ...]) -> None:
-    for name, parameter in zip(("weight", "bias"), parameters, strict=True):
+def _check_leaves(arrays: Arrays) -> None:
+    for name in ("weight", "bias"):
+        parameter = getattr(arrays, name)
         if parameter is not None and not parameter.is_leaf:
             raise ValueError(
                 f"{name}: got a tensor that others were computed into, allowed beside defer_weight_grad is "
@@ -194,35 +146,38 @@ def _check_leaves(parameters: tuple[Any, ...]) -> None:
             )
 
 
-def _words(value: Any) -> str:
-    return "none" if value is None else str(value.dtype)
+def _dtype_of(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else str(tensor.dtype)
 
 
-def _facts(a: dict[str, Any], dtype: torch.dtype, backend: str, request: Request) -> dict[str, object]:
+def _facts(
+    placed: placements.Placed, dtype: torch.dtype, backend: str, request: Request, options: LossOptions
+) -> dict[str, object]:
     """What must be the same on every rank, words → value."""
-    target, plan = a["target"], request.plan
+    arrays = placed.tokens_first
+    target = arrays.target
     ids: object = 0
     if target.device.type == "cpu":  # where looking costs nothing
         ids = target.reshape(-1).tolist()
     return {
-        "hidden's number of elements": a["hidden"].numel(),
-        "hidden's size D": a["hidden"].shape[-1],
+        "hidden's number of elements": arrays.hidden.numel(),
+        "hidden's size D": arrays.hidden.shape[-1],
         "the number of tokens": target.numel(),
         "the shape of target": tuple(target.shape),
         "the target's ids": ids,
-        "the dtype of hidden": _words(a["hidden"]),
-        "the dtype of weight": _words(a["weight"]),
+        "the dtype of hidden": _dtype_of(arrays.hidden),
+        "the dtype of weight": _dtype_of(arrays.weight),
         "the dtype of the computation": str(dtype),
-        "the dtype of bias": _words(a["bias"]),
-        "whether there is a token_weight": a["token_weight"] is not None,
-        "whether there is a class_weight": a["class_weight"] is not None,
-        "whether hidden requires grad": bool(a["hidden"].requires_grad),
-        "whether anything requires grad": any(isinstance(v, Tensor) and v.requires_grad for v in a.values()),
+        "the dtype of bias": _dtype_of(arrays.bias),
+        "whether there is a token_weight": arrays.token_weight is not None,
+        "whether there is a class_weight": arrays.class_weight is not None,
+        "whether hidden requires grad": bool(arrays.hidden.requires_grad),
+        "whether anything requires grad": any(isinstance(v, Tensor) and v.requires_grad for v in arrays),
         "whether autograd is on": torch.is_grad_enabled(),
-        "the options": (request.options, request.statistics, request.log_probs, request.sequence_parallel),
-        "the plan": None if plan is None else dataclasses.astuple(plan),
+        "the options": (options, request.statistics, request.log_probs, request.sequence_parallel),
+        "the plan": request.plan,
         "the memory budget": -1 if request.memory_budget is None else request.memory_budget,
-        "the backend and what becomes of dW": (backend, _words(request.into), request.deferred),
+        "the backend and what becomes of dW": (backend, _dtype_of(request.into), request.deferred),
     }
 
 
@@ -230,15 +185,15 @@ FACTS = 18  # the length of _facts
 
 
 def _plan(
-    a: dict[str, Any], dtype: torch.dtype, backend: str, request: Request, shard: Shard | None, largest: int
+    arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: str, shard: Shard | None
 ) -> ChunkPlan:
     """The plan for the largest shard, which every rank makes alike, cut to this rank's entries."""
-    tokens, (vocab, size), name = a["target"].numel(), a["weight"].shape, api._dtype_name(dtype)
-    given, budget = request.plan, request.memory_budget
-    if given is not None:
-        check_plan_sizes(given, tokens, size, largest, name)
-        _check_adds(given, request, dtype)
-        return _cut(given, vocab)
+    tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
+    largest, budget = shard.largest if shard else vocab, request.memory_budget
+    if request.plan is not None:
+        plan = checks.given_plan(arrays, request, dtype, largest)
+        _check_adds(plan, request, dtype)
+        return _cut(plan, vocab)
     if budget is not None and shard is not None:
         more = shard.scratch_bytes(tokens, size, dtype.itemsize)
         if budget <= more:
@@ -247,27 +202,27 @@ def _plan(
             )
         budget -= more
     adds = request.into is not None and not request.deferred and torch.is_grad_enabled()
-    narrow = adds and request.into.dtype != accumulation_dtype(dtype)
+    narrow = adds and _is_narrow(request.into, dtype)
+    planned = checks.planner(arrays, dtype, backend, largest)
 
     def choose(one_pass: bool) -> ChunkPlan:
-        return make_plan(
-            tokens=tokens, hidden=size, vocab=largest, dtype=name, memory_budget=budget, one_pass=one_pass,
-            order="vocab" if narrow and not one_pass else None,
-            device="cpu" if a["hidden"].device.type == "cpu" else "gpu", fused=backend == "triton",
-            eager=backend == "eager",
-        )  # fmt: skip
+        order = "vocab" if narrow and not one_pass else None
+        return planned(tokens=tokens, memory_budget=budget, one_pass=one_pass, order=order)
 
-    one_pass = request.options.reduction != "none" and request.options.separable and not request.log_probs
-    chosen = choose(one_pass)
-    if adds and not (chosen.one_pass and steps.adds_in_one_pass(backend, chosen)):
-        chosen = choose(False)
-    return _cut(chosen, vocab)
+    plan = choose(options.reduction != "none" and options.separable)
+    if adds and not (plan.one_pass and adds_in_one_pass(backend_named(backend), plan)):
+        plan = choose(False)
+    return _cut(plan, vocab)
+
+
+def _is_narrow(into: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether a buffer rounds what is added to it."""
+    return into is not None and into.dtype != accumulation_dtype(dtype)
 
 
 def _check_adds(plan: ChunkPlan, request: Request, dtype: torch.dtype) -> None:
     """A narrow buffer takes each entry's gradient in one addition, rounded once."""
-    narrow = request.into is not None and request.into.dtype != accumulation_dtype(dtype)
-    if narrow and len(plan.token_slices) > 1:
+    if request.into is not None and _is_narrow(request.into, dtype) and len(plan.token_slices) > 1:
         raise ValueError(
             f"plan: got one of {len(plan.token_slices)} chunks of tokens beside accumulate_into of "
             f"{request.into.dtype}, allowed is one chunk of tokens or order='vocab': each chunk would be rounded"

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from logitless import numerics, spec
 from logitless.spec import LossOptions, Reduction, TokenStats
-from logitless.torch_impl import api, layouts
+from logitless.torch_impl import checks
+from logitless.torch_impl.autograd import differentiable_once, own, reverse_only
+from logitless.torch_impl.backend import BACKENDS, chosen_backend
 from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype
-from logitless.torch_impl.compiled import tracing, transforms
+from logitless.torch_impl.compiled import tracing
 from logitless.torch_impl.given_logits import eager as logits_eager
 from logitless.torch_impl.given_logits import fused as logits_fused
-from logitless.torch_impl.once import differentiable_once, reverse_only
 
 # Backends are modules with the same functions.
 MODULES: dict[str, Any] = {"eager": logits_eager, "triton": logits_fused}
@@ -102,7 +103,7 @@ def cross_entropy(
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run; RuntimeError for a second backward in place.
     """
-    spec.check_backend(backend, api.BACKENDS)
+    spec.check_backend(backend, BACKENDS)
     loss, *stats = _cross_entropy(
         LogitsArrays(logits, target, token_weight, class_weight),
         normalizer,
@@ -114,7 +115,7 @@ def cross_entropy(
     return (loss, TokenStats(*stats)) if return_stats else loss
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@tracing.kept_whole
 def _cross_entropy(
     given: LogitsArrays,
     normalizer: Tensor | float | None,
@@ -124,7 +125,7 @@ def _cross_entropy(
     backend: str | None,
 ) -> tuple[Tensor, ...]:
     """The loss and, if asked for, the statistics."""
-    transforms.check("cross_entropy", takes_one=False)
+    tracing.check_transforms("cross_entropy", takes_one=False)
     spec.check_flags(inplace_backward=in_place, return_stats=return_stats)
     *values, temperature = map(tracing.number, option_values)
     options = LossOptions(*values).tempered(temperature)
@@ -133,12 +134,12 @@ def _cross_entropy(
     traced = tracing.is_traced(arrays.logits)
     arrays = arrays if traced else _plain(arrays)
     logits, target, *_ = arrays
-    api._check_normalizer(normalizer, options.reduction, logits.device)
-    api._check_targets(target, logits.shape[-1], options.ignore_index)
+    checks.check_normalizer(normalizer, options.reduction, logits.device)
+    checks.check_ids(target, logits.shape[-1], options.ignore_index)
     writes = in_place and not traced and torch.is_grad_enabled() and logits.requires_grad
     if writes:
         _check_may_be_overwritten(logits)
-    name = api._backend(backend, logits, logits.dtype)
+    name = chosen_backend(backend, logits.device, logits.dtype)
     call = LogitsCall(options, return_stats, name, writes, traced)
     apply: Any = CrossEntropyFunction.apply
     made = apply(*arrays, normalizer, call)
@@ -149,28 +150,21 @@ def _check_tensors(arrays: LogitsArrays) -> None:
     for name, tensor in arrays._asdict().items():
         if tensor is None and name in ("token_weight", "class_weight"):
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, allowed is a torch.Tensor")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: got layout {tensor.layout}, allowed is torch.strided")
-        if tensor.device != arrays.logits.device:
-            raise ValueError(f"{name}: got device {tensor.device}, allowed is logits' {arrays.logits.device}")
-        if name != "logits" and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: got a tensor that requires grad, allowed is a constant: detach it, or weight the losses of "
-                f"reduction='none' yourself"
-            )
-    logits, target, *weights = (None if tensor is None else api._info(tensor) for tensor in arrays)
+        checks.check_type(name, tensor)
+        checks.check_device(name, tensor, "logits'", arrays.logits.device)
+        if name != "logits":
+            checks.check_constant(name, tensor)
+    logits, target, *weights = (None if tensor is None else checks.info(tensor) for tensor in arrays)
     assert logits is not None
     assert target is not None
     spec.check_logits(logits, target, *weights)
 
 
 def _plain(arrays: LogitsArrays) -> LogitsArrays:
-    """As :func:`layouts.plain`; logits of any layout are copied where they are read."""
-    logits, target, token_weight, class_weight = arrays
-    settled: Any = layouts.vector(target)
-    return LogitsArrays(layouts.signed(logits), settled, layouts.vector(token_weight), layouts.vector(class_weight))
+    """As :func:`checks.plain`; logits of any layout are copied where they are read."""
+    logits, target, *weights = arrays
+    token_weight, class_weight = (None if weight is None else checks.vector(weight) for weight in weights)
+    return LogitsArrays(checks.signed(logits), checks.vector(target), token_weight, class_weight)
 
 
 def _check_may_be_overwritten(logits: Tensor) -> None:
@@ -214,7 +208,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         loss, stats, saved = (_traced_loss if call.traced else _loss)(arrays, normalizer, call)
         ctx.call, ctx.spent = call, False
         ctx.save_for_backward(*arrays, *saved)
-        made = tuple(map(layouts.own, (loss, *stats)))
+        made = tuple(None if value is None else own(value) for value in (loss, *stats))
         ctx.mark_non_differentiable(*(value for value in made[1:] if value is not None))
         return made
 

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from logitless import spec
 from logitless.planning import check_memory_budget
-from logitless.torch_impl.api import BACKENDS, linear_cross_entropy
-from logitless.torch_impl.distributed import placements
+from logitless.torch_impl.api import linear_cross_entropy
+from logitless.torch_impl.backend import BACKENDS
+from logitless.torch_impl.compiled import tracing
+from logitless.torch_impl.distributed import dtensors
 from logitless.torch_impl.huggingface.lazy_logits import LazyLogits, refused
 from logitless.torch_impl.huggingface.lm_head import (
     Recorder,
@@ -135,7 +137,7 @@ class _Watch:
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictionary()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@tracing.outside_graphs
 def _watch(owner: nn.Module, _: Any, named: dict[str, Any], __: Any) -> None:
     """After every forward of the owner: whether one with labels was the patched one. A copy of the model has none."""
     watch = _WATCHED.get(owner)
@@ -329,7 +331,7 @@ class _Loss:
         """What the model has made of the probes."""
         self.logits: Tensor | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @tracing.outside_graphs
     def __call__(
         self,
         logits: Tensor,
@@ -413,7 +415,7 @@ class _Loss:
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """hidden weightᵀ + bias; of a weight that tensor parallelism has cut, all of it on every rank."""
-    if not placements.is_dtensor(weight) or placements.is_dtensor(hidden):
+    if not dtensors.is_dtensor(weight) or dtensors.is_dtensor(hidden):
         return nn.functional.linear(hidden, weight, bias)
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -437,7 +439,7 @@ def _target(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, 
     return given.reshape(hidden.shape[:-1]).to(hidden.device)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@tracing.outside_graphs
 def _with_logits(output: Any, probes: Tensor, logits: Tensor | None) -> Any:
     """A model's output with logits in the probes' place, or without them, as transformers leaves out what is None."""
     if isinstance(output, dict):

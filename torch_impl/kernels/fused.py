@@ -34,7 +34,7 @@ from logitless.planning import (
 )
 from logitless.spec import LossOptions
 from logitless.torch_impl import eager
-from logitless.torch_impl.call import XP, Arrays, Gradients, Inputs, KnownRows, Needs, TokenSums
+from logitless.torch_impl.call import XP, Arrays, Gradients, Inputs, KnownRows, Layout, Needs, TokenSums
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
 from logitless.torch_impl.eager import Smoothing
@@ -734,19 +734,20 @@ class _Products:
         return Gradients(self.hidden, self.weight if self.needs.into is None else None, bias)
 
 
-# The end of what is held are products: for torch.compile an operation of its own.
-ELEMENTWISE_END = False
+# What is left of a loss's gradients when the upstream scalar arrives are products, that TMA writes to a buffer.
+PRODUCTS_WAIT = True
+BUFFER_ALIGNMENT = 16
 
 
 def held_layout(
     tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+) -> Layout:
     """Shape and dtype of everything in :class:`Held` that its end reads, by name; no array's values, nor a plan's
     other numbers, matter. ``tokens`` and ``token_chunk`` may be symbols, as long as their order is known."""
     (vocab, size), cast = arrays.weight.shape, arrays.weight.dtype != dtype
     chunk, full, whole = max(1, token_chunk), torch.float32, torch.int32
     padded, several = _padded(tokens, chunk), tokens > chunk
-    layout = {
+    layout: Layout = {
         "row_target": ((padded,), whole),
         "unit": ((), full),
         "g": ((tokens,), full),

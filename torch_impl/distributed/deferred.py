@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from logitless.torch_impl.distributed import placements
+from logitless.torch_impl.distributed import dtensors
 
 
 class DeferredWeightGrad:
@@ -78,8 +78,8 @@ def _versions(arrays: Iterable[Tensor | None]) -> list[int]:
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    if placements.is_dtensor(parameter):
-        gradient = placements.wrapped(gradient, placements.spec_of(parameter))
+    if dtensors.is_dtensor(parameter):
+        gradient = dtensors.wrapped(gradient, dtensors.spec_of(parameter))
     if parameter.grad is None:
         parameter.grad = gradient
     else:

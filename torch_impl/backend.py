@@ -1,0 +1,138 @@
+"""What a backend does, as a type, and the backends by name. Mirror of jax_impl/backend.py.
+
+A backend is a module with the attributes and functions of :class:`Backend`: torch_impl/eager.py and
+torch_impl/kernels/fused.py. N tokens, D hidden, V vocabulary entries (of this rank, if the call is sharded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from logitless import spec
+from logitless.planning import ChunkPlan
+from logitless.spec import LossOptions
+from logitless.torch_impl.call import Arrays, Call, Gradients, Inputs, KnownRows, Layout, Needs, TokenSums
+from logitless.torch_impl.distributed.parallel import Shard
+
+BACKENDS = ("triton", "eager")
+
+Prepared = TypeVar("Prepared", bound=Inputs)
+Result = TypeVar("Result")
+
+
+class Waiting(Protocol):
+    """What a forward leaves for its backward."""
+
+    def finish(self, upstream: Tensor) -> Gradients:
+        """The gradients for the upstream gradient, which may be written over what waits: called once."""
+
+
+class WaitingLoss(Waiting, Protocol):
+    def tensors(self, layout: Layout) -> list[Tensor]:
+        """What waits, as the tensors of :meth:`Backend.held_layout`."""
+
+
+class Backend(Protocol[Prepared]):
+    PRODUCTS_WAIT: bool
+    """Whether the products of the last chunk wait for the upstream scalar. Else whole gradients wait for it."""
+    BUFFER_ALIGNMENT: int
+    """The bytes on whose multiple a buffer that dW is added to must start."""
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why this backend cannot compute in ``dtype`` on that device, or None."""
+
+    def one_pass(self, dtype: torch.dtype, options: LossOptions) -> bool:
+        """Whether gradients can be made before lse is known."""
+
+    def holds(self, dtype: torch.dtype) -> bool:
+        """Whether exponentials can wait for an upstream gradient per token."""
+
+    def run_step(
+        self, name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result], /
+    ) -> Result:
+        """``step(call)``, and whatever the first call of its kind needs before it."""
+
+    def prepare(
+        self, arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None, /
+    ) -> Prepared:
+        """The arrays flattened, ids marked, products' operands in ``dtype``."""
+
+    def normalizer(self, inputs: Prepared, options: LossOptions, normalizer: Tensor | float | None, /) -> Tensor:
+        """[] what the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 1 for the others."""
+
+    def token_sums(self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, statistics: bool, /) -> TokenSums:
+        """[N] each: what the forward knows of every token. 2·N·D·V flops."""
+
+    def losses(self, inputs: Prepared, options: LossOptions, sums: TokenSums, /) -> Tensor:
+        """[N] the token losses, exactly 0 where ignored."""
+
+    def total_loss(self, inputs: Prepared, options: LossOptions, sums: TokenSums, norm: Tensor, /) -> Tensor:
+        """[] the sum of the token losses times ``norm``."""
+
+    def loss_gradients(
+        self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs, statistics: bool, /
+    ) -> tuple[TokenSums, WaitingLoss]:
+        """Sums, and gradients that wait for the upstream scalar. 6·N·D·V flops in all."""
+
+    def token_gradients(
+        self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, needs: Needs, statistics: bool, /
+    ) -> tuple[TokenSums, Waiting]:
+        """Sums, and exponentials [N, V] that wait for upstream gradients [N]. Only where :meth:`holds`."""
+
+    def known_gradients(
+        self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor, needs: Needs, /
+    ) -> Gradients:
+        """dX [N, D], dW [V, D], db [V] from rows [N] that are known. g [N]: upstream gradient, weights included."""
+
+    def held_layout(
+        self, tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs, /
+    ) -> Layout:
+        """What :meth:`loss_gradients` leaves waiting. ``tokens`` and ``token_chunk`` may be symbols."""
+
+    def held_gradients(
+        self,
+        make_inputs: Callable[[Tensor | None], Prepared],
+        arrays: Arrays,
+        options: LossOptions,
+        dtype: torch.dtype,
+        plan: ChunkPlan,
+        needs: Needs,
+        tensors: list[Tensor],
+        upstream: Tensor,
+        /,
+    ) -> Gradients:
+        """What :meth:`Waiting.finish` gives, from the tensors of :meth:`held_layout`. None of them is written to."""
+
+
+def backend_named(name: str) -> Backend[Any]:
+    """The backend of that name. Only a backend reads the inputs that it has prepared, so their type does not matter.
+
+    Triton is imported when its backend is first asked for.
+    """
+    if name == "triton":
+        from logitless.torch_impl.kernels import fused
+
+        return fused
+    from logitless.torch_impl import eager
+
+    return eager
+
+
+def adds_in_one_pass(backend: Backend[Any], plan: ChunkPlan) -> bool:
+    """Whether a plan in one pass can add dW to a buffer: no part of dW may be made before the upstream scalar is
+    there."""
+    return backend.PRODUCTS_WAIT and len(plan.token_slices) <= 1
+
+
+def chosen_backend(name: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
+    if name == "eager" or (name is None and device.type != "cuda"):
+        return "eager"
+    reason = backend_named("triton").unavailable(device, dtype)
+    if name is not None and reason is not None:
+        raise spec.unavailable_error(name, reason, usable="eager")
+    return "triton" if reason is None else "eager"

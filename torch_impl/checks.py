@@ -1,0 +1,233 @@
+"""What every call goes through before it runs: tensors are checked, a plan is chosen, kernels get memory they can read.
+
+Mirror of jax_impl/checks.py. An error names the argument, what came and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from logitless import spec
+from logitless.planning import ChunkPlan, check_plan_sizes
+from logitless.planning import plan as make_plan
+from logitless.spec import ArrayInfo, LossOptions, Reduction
+from logitless.torch_impl.backend import backend_named, chosen_backend
+from logitless.torch_impl.call import Arrays, Call, LatePlan, Request
+from logitless.torch_impl.compiled import tracing
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole call
+
+
+def ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -> tuple[Arrays, Call]:
+    """A call on one device: its arrays as the kernels read them, and everything else, all of it checked."""
+    options = loss_options(request)
+    dtype, backend = check_call(arrays, normalizer, request)
+    check_ids(arrays.target, arrays.weight.shape[0], options.ignore_index)
+    plan, traced = _chosen_plan(arrays, request, options, dtype, backend), tracing.is_looked_at(arrays.hidden)
+    grad = torch.is_grad_enabled()
+    call = Call(options, plan, dtype, request.statistics, grad, backend, traced, log_probs=request.log_probs)
+    return (arrays if traced else plain(arrays)), call
+
+
+def loss_options(request: Request) -> LossOptions:
+    """The checked options, temperature included."""
+    names = (field.name for field in dataclasses.fields(LossOptions))
+    options = LossOptions(**{name: tracing.number(getattr(request, name)) for name in names})
+    return options.tempered(tracing.number(request.temperature))
+
+
+def check_call(
+    arrays: Arrays, normalizer: Tensor | float | None, request: Request, shared_axis: int = 0, ranks: int = 1
+) -> tuple[torch.dtype, str]:
+    """Check what one rank can check alone; the dtype of the computation and the backend.
+
+    ``ranks`` hold hidden together, one after another along ``shared_axis``.
+    """
+    dtype = check_tensors(arrays, shared_axis, ranks)
+    check_normalizer(normalizer, request.reduction, arrays.hidden.device)
+    return dtype, chosen_backend(request.backend, arrays.hidden.device, dtype)
+
+
+def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int | None = None) -> ChunkPlan:
+    """The request's own plan, made for these sizes. ``vocab``: of the largest shard."""
+    assert request.plan is not None
+    plan, tokens = ChunkPlan(*map(tracing.number, request.plan)), tracing.number(arrays.target.numel())
+    own, size = map(tracing.number, arrays.weight.shape)
+    check_plan_sizes(plan, tokens, size, own if vocab is None else vocab, dtype_name(dtype))
+    return plan
+
+
+def planner(arrays: Arrays, dtype: torch.dtype, backend: str, vocab: int | None = None) -> Callable[..., ChunkPlan]:
+    """:func:`logitless.plan` for these arrays; ``tokens`` and what is left open are for the caller to say."""
+    own, size = map(tracing.number, arrays.weight.shape)
+    return functools.partial(
+        make_plan,
+        hidden=size,
+        vocab=own if vocab is None else vocab,
+        dtype=dtype_name(dtype),
+        device="cpu" if arrays.hidden.device.type == "cpu" else "gpu",
+        fused=backend == "triton",
+        eager=backend == "eager",
+    )
+
+
+def _chosen_plan(
+    arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: str
+) -> ChunkPlan | LatePlan:
+    tokens, budget = arrays.target.numel(), tracing.number(request.memory_budget)
+    if request.plan is not None:
+        return given_plan(arrays, request, dtype)
+    one_pass = options.reduction != "none" and options.separable
+    # A call can hold its exponentials for an upstream gradient per token, if a budget allows it.
+    hold = options.separable and budget is not None and not (request.log_probs and request.statistics)
+    hold = hold and not tracing.is_looked_at(arrays.weight)
+    choose = functools.partial(planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold)
+    if tracing.is_symbol(tokens):
+        waits = backend_named(backend).PRODUCTS_WAIT
+        return tracing.symbolic_plan(tokens, lambda n: choose(tokens=n), budget, chunk_waits=waits)
+    return choose(tokens=tokens)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One argument, or one kind of them
+
+
+def check_tensors(arrays: Arrays, shared_axis: int = 0, ranks: int = 1) -> torch.dtype:
+    """Types, devices, sizes and dtypes; returns the dtype of the computation (autocast's where it applies).
+
+    ``ranks`` hold hidden together, one after another along ``shared_axis``.
+    """
+    hidden, weight, bias, target, token_weight, class_weight = arrays
+    optional = {"bias": bias, "token_weight": token_weight, "class_weight": class_weight}
+    present: dict[str, Tensor] = {"hidden": hidden, "weight": weight, "target": target}
+    present |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in present.items():
+        check_type(name, tensor)
+    for name, tensor in present.items():
+        check_device(name, tensor, "hidden's", hidden.device)
+    for name in ("token_weight", "class_weight"):
+        check_constant(name, optional[name])
+    kind = hidden.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    infos = {name: info(tensor) for name, tensor in present.items()}
+    if ranks > 1:
+        sizes = list(hidden.shape)
+        sizes[shared_axis] *= ranks
+        infos["hidden"] = ArrayInfo(tuple(sizes), dtype_name(hidden.dtype))
+    spec.check_arrays(**infos, mixed_dtypes=autocast)
+    if autocast and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+def check_counted(target: Tensor, token_weight: Tensor | None, class_weight: Tensor | None) -> None:
+    """Types, devices, sizes and dtypes of what mean's denominator is made of."""
+    infos: list[ArrayInfo | None] = []
+    for name, tensor in (("target", target), ("token_weight", token_weight), ("class_weight", class_weight)):
+        if tensor is not None or name == "target":
+            check_type(name, tensor, strided=False)
+        if tensor is not None:
+            check_device(name, tensor, "target's", target.device)
+        infos.append(None if tensor is None else info(tensor))
+    spec.check_counted(info(target), *infos[1:])
+
+
+def check_type(name: str, tensor: object, *, strided: bool = True) -> None:
+    """Raise TypeError unless ``tensor`` is a tensor, of plain layout if ``strided``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, allowed is a torch.Tensor")
+    if strided and tensor.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {tensor.layout}, allowed is torch.strided")
+
+
+def check_device(name: str, tensor: Tensor, owner: str, device: torch.device) -> None:
+    """Raise ValueError unless ``tensor`` is on the ``device`` of its ``owner``."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: got device {tensor.device}, allowed is {owner} {device}")
+
+
+def check_constant(name: str, tensor: Tensor | None) -> None:
+    """Raise ValueError if a gradient is asked of what has none."""
+    if tensor is not None and tensor.requires_grad:
+        raise ValueError(
+            f"{name}: got a tensor that requires grad, allowed is a constant: detach it, or weight the losses of "
+            f"reduction='none' yourself"
+        )
+
+
+def check_normalizer(normalizer: Tensor | float | None, reduction: Reduction, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless mean's denominator is a number, a constant tensor without axes, or None."""
+    described = info(normalizer) if isinstance(normalizer, Tensor) else None
+    # A symbol is some finite number; asking which would make the compiled code one for this number.
+    spec.check_normalizer(1.0 if tracing.is_symbol(normalizer) else normalizer, described, reduction)
+    if not isinstance(normalizer, Tensor):
+        return
+    if normalizer.requires_grad:
+        raise ValueError("normalizer: got a tensor that requires grad, allowed is a constant: detach it")
+    if normalizer.device != device and normalizer.device.type != "cpu":
+        raise ValueError(f"normalizer: got device {normalizer.device}, allowed is hidden's {device} or the CPU")
+
+
+def check_ids(target: Tensor, vocab: int, ignore_index: int) -> None:
+    """Look at the ids where looking costs no synchronisation; elsewhere an id outside makes that token's loss NaN."""
+    if target.device.type != "cpu" or tracing.is_traced(target):
+        return
+    outside = ((target < 0) | (target >= vocab)) & (target != ignore_index)
+    if bool(outside.any()):
+        position = tuple(int(axis[0]) for axis in torch.nonzero(outside, as_tuple=True))
+        raise spec.out_of_range_error(position, int(target[position]), vocab, ignore_index)
+
+
+def info(tensor: Tensor) -> ArrayInfo:
+    """Shape and dtype, as the checks of :mod:`logitless.spec` read them."""
+    return ArrayInfo(tuple(tensor.shape), dtype_name(tensor.dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name in both frameworks."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_placed(tensor: object) -> bool:
+    """Whether it is a DTensor; nothing is imported, and a compiler sees an attribute only."""
+    return hasattr(tensor, "placements")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory that kernels read. They read a vector element after element and a matrix by the distance of its rows, whatever
+# a tensor's strides say, and know nothing of PyTorch's negative bit (``z.conj().imag``). Plain operations take any
+# layout.
+
+
+def plain(arrays: Arrays) -> Arrays:
+    """A call's arrays as the kernels read them. The copies are differentiable, and made only where needed."""
+    hidden, weight, bias, target, token_weight, class_weight = arrays
+    bias, token_weight, class_weight = (None if v is None else vector(v) for v in (bias, token_weight, class_weight))
+    return Arrays(signed(hidden), _matrix(weight), bias, vector(target), token_weight, class_weight)
+
+
+def vector(tensor: Tensor) -> Tensor:
+    """``tensor`` without gaps, in the order of its axes: itself, or a copy of a part, an expanded or a moved one."""
+    tensor = signed(tensor)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def signed(tensor: Tensor) -> Tensor:
+    """``tensor`` with the signs that its memory has."""
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """``tensor`` with rows that do not overlap: an expanded weight is copied, as TMA may refuse its strides.
+
+    Rows of any distance stay as they are; where the last axis has steps, the kernels' host code copies.
+    """
+    tensor = signed(tensor)
+    rows, columns = tensor.shape
+    return tensor.contiguous() if rows > 1 and tensor.stride(0) < columns and tensor.stride(1) == 1 else tensor
