@@ -1,7 +1,7 @@
 """Linear cross-entropy for JAX; the same names as :mod:`logitless.torch_impl`."""
 
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
-from logitless.jax_impl.distributed.parallel import global_normalizer
+from logitless.jax_impl.distributed.normalizer import global_normalizer
 from logitless.jax_impl.distributed.sharding import sharded_linear_cross_entropy, sharded_linear_log_probs
 from logitless.jax_impl.gather import padded_index_gather
 from logitless.jax_impl.given_logits.api import cross_entropy

@@ -1,8 +1,9 @@
 """The records that a call passes along, one name each. Mirror of torch_impl/call.py.
 
-:class:`Arrays` is what the caller gave, :class:`Call` everything about the call that is not an array, :class:`Inputs`
-the arrays as a backend reads them. :class:`Needs` says which gradients are wanted, :class:`Gradients` holds them, and
-:class:`TokenSums` holds what the forward knows of every token, :class:`KnownRows` what the backward makes of it.
+:class:`Arrays` and :class:`Request` are what the caller gave. :class:`Call` is everything about a checked call that is
+not an array, :class:`Inputs` the arrays as a backend reads them. :class:`Needs` says which gradients are wanted,
+:class:`Gradients` holds them. :class:`TokenSums` holds what the forward knows of every token, :class:`KnownRows` what
+the backward makes of it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from logitless import numerics
 from logitless.jax_impl.distributed.parallel import WHOLE, Shard
 from logitless.planning import ChunkPlan
-from logitless.spec import LossOptions
+from logitless.spec import LossOptions, Reduction
 
 Leaf = TypeVar("Leaf")
 
@@ -51,6 +53,42 @@ class Arrays(NamedTuple, Generic[Leaf]):
 
 Given = Arrays[Any]
 """Arrays as they come: JAX's or NumPy's, or a number as the normalizer."""
+
+Tree = TypeVar("Tree")
+
+
+def as_jax(given: Tree, dtype: Any) -> Tree:
+    """The same with JAX arrays in place of NumPy's and of numbers; ``dtype``: that of what is differentiated."""
+
+    def converted(value: Any) -> Array:
+        if isinstance(value, jax.Array):
+            return value
+        if isinstance(value, np.ndarray | np.generic):
+            return jnp.asarray(value)
+        return jnp.asarray(value, accumulation_dtype(dtype))
+
+    arrays: Tree = jax.tree.map(converted, given)
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a call asks for beside its arrays, as the caller wrote it. Hashable."""
+
+    reduction: Reduction = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    plan: ChunkPlan | None = None
+    memory_budget: int | None = None
+    backend: str | None = None
+    statistics: bool = False
+    """Of a loss its statistics, of log-probabilities the entropy."""
+    log_probs: bool = False
+    """Whether log-probabilities are asked for, and not a loss."""
 
 
 @jax.tree_util.register_static

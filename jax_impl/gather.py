@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from logitless import spec
-from logitless.jax_impl import api, xla
+from logitless.jax_impl import checks, xla
 from logitless.jax_impl.call import accumulation_dtype
 from logitless.planning import round_up
 
@@ -37,9 +37,9 @@ def padded_index_gather(input: Array, index: Array, *, pad_to_multiple: int = 1)
 
     Raises ValueError or TypeError naming the argument, what came and what is allowed.
     """
-    api._check_types({"input": input, "index": index}, ())
-    spec.check_gather(api._info(input), api._info(index), pad_to_multiple)
-    if (ids := api._readable(index)) is not None:
+    checks.check_types({"input": input, "index": index})
+    spec.check_gather(checks.info(input), checks.info(index), pad_to_multiple)
+    if (ids := checks.readable(index)) is not None:
         outside = (ids < 0) | (ids >= input.shape[0])
         if outside.any():
             position = int(np.nonzero(outside)[0][0])

@@ -14,10 +14,11 @@ import numpy as np
 from jax import Array, lax
 
 from logitless import numerics, objectives, spec
-from logitless.jax_impl import api, vjp
+from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_log_probs
 from logitless.jax_impl.call import XP
 from logitless.jax_impl.call import Arrays as CallArrays
+from logitless.jax_impl.call import Given, Request
 from logitless.jax_impl.distillation import Arrays, Call, divergence
 from logitless.jax_impl.distributed.parallel import WHOLE
 from logitless.objectives import (
@@ -78,7 +79,7 @@ def dpo_loss(
     spec.check_flags(return_stats=return_stats)
     _check_head(hidden, weight, target, bias)
     target, counted = _counted(target, mask, ignore_index)
-    objectives.check_pairs(api._info(target))
+    objectives.check_pairs(checks.info(target))
     shapes = {"[2 B, T] =": tuple(target.shape), "[2 B] =": tuple(target.shape[:1])}
     reference = _constant("reference_log_prob", reference_log_prob, shapes)
     log_prob, _ = linear_log_probs(
@@ -147,7 +148,7 @@ def clipped_policy_loss(
     options.check_reference(reference_log_prob is not None)
     spec.check_flags(return_stats=return_stats)
     _check_head(hidden, weight, target, bias)
-    api._check_normalizer(normalizer, "mean")
+    checks.check_normalizer(normalizer, "mean")
     target, counted = _counted(target, mask, ignore_index)
     per_token = {"target's shape": tuple(target.shape)}
     per_sequence = {"one per sequence": tuple(target.shape[:-1])}
@@ -223,9 +224,11 @@ def distillation_loss(
     options = DistillationOptions(
         beta, temperature, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap
     )
-    _check_types(hidden=hidden, weight=weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
-    api._check_normalizer(normalizer, reduction)
-    objectives.check_sides(*map(api._info, (hidden, weight, teacher_hidden, teacher_weight)))
+    sides = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+    for name, array in sides.items():
+        checks.check_type(name, array)
+    checks.check_normalizer(normalizer, reduction)
+    objectives.check_sides(*map(checks.info, (hidden, weight, teacher_hidden, teacher_weight)))
     target, counted = _counted(np.zeros(hidden.shape[:-1], np.int32), mask, -100)
     passes = {"memory_budget": memory_budget, "backend": backend}
     lse = _logsumexp(hidden, weight, target, bias, options.logits(False) | passes)
@@ -268,10 +271,10 @@ def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[s
     divergences need, and so would parts from a logit far below the largest.
     """
     given = CallArrays(hidden, weight, bias, target)
-    api._check_arrays(given, WHOLE)
-    stopped = CallArrays(_stopped(hidden), _stopped(weight), _stopped(bias), target)
-    call = api.loss_call(stopped, WHOLE, reduction="none", **options)
-    made: Array = vjp.logsumexp(call, api._arrays(stopped))
+    checks.check_arrays(given, WHOLE)
+    stopped: Given = CallArrays(_stopped(hidden), _stopped(weight), _stopped(bias), target)
+    arrays, call = checks.ready(stopped, Request(reduction="none", **options), WHOLE)
+    made: Array = vjp.logsumexp(call, arrays)
     return made
 
 
@@ -280,8 +283,8 @@ def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:
     spec.check_ignore_index(ignore_index)
     counted = target != ignore_index
     if mask is not None:
-        _check_types(mask=mask)
-        objectives.check_mask(api._info(mask), tuple(target.shape))
+        checks.check_type("mask", mask)
+        objectives.check_mask(checks.info(mask), tuple(target.shape))
         counted = counted & (mask != 0)
     if isinstance(target, np.ndarray):
         if isinstance(counted, np.ndarray | np.generic):
@@ -293,17 +296,11 @@ def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:
 
 def _check_head(hidden: Any, weight: Any, target: Any, bias: Any) -> None:
     """Check what :func:`linear_log_probs` checks, before anything is made of the target."""
-    api._check_arrays(CallArrays(hidden, weight, bias, target), WHOLE)
-
-
-def _check_types(**tensors: Any) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, jax.Array | np.ndarray | np.generic):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, allowed is a jax.Array or a NumPy array")
+    checks.check_arrays(CallArrays(hidden, weight, bias, target), WHOLE)
 
 
 def _constant(name: str, values: Any, shapes: dict[str, tuple[int, ...]]) -> Array:
     """An array of known numbers, checked; without gradient."""
-    _check_types(**{name: values})
-    objectives.check_constant(name, api._info(values), shapes)
+    checks.check_type(name, values)
+    objectives.check_constant(name, checks.info(values), shapes)
     return lax.stop_gradient(jnp.asarray(values))

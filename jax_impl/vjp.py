@@ -20,7 +20,7 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from logitless import numerics
-from logitless.jax_impl import xla
+from logitless.jax_impl import checks, xla
 from logitless.jax_impl.backend import backend_named
 from logitless.jax_impl.call import XP, Arrays, Call, Gradients, Inputs, Needs, Shared, TokenSums, accumulation_dtype
 from logitless.jax_impl.distributed import parallel
@@ -99,25 +99,11 @@ def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> 
     return inputs._replace(shared=made._replace(target_logit=jnp.where(inputs.inside, made.target_logit, jnp.nan)))
 
 
-def _perturbed(leaf: Any) -> bool:
-    return leaf is not None and leaf.perturbed
-
-
 def _values_and_needs(primals: Arrays[Any]) -> tuple[Arrays[Array], Needs]:
     """Strip the marks of what is differentiated off the arguments; a constant must not have one."""
-    refuse_perturbed(primals)
-    needs = Needs(*(_perturbed(leaf) for leaf in primals[:3]))
+    checks.check_constants(primals)
+    needs = Needs(*(leaf is not None and leaf.perturbed for leaf in primals[:3]))
     return _once(Arrays(*(None if leaf is None else leaf.value for leaf in primals))), needs
-
-
-def refuse_perturbed(primals: Any) -> None:
-    """Raise ValueError where a constant is differentiated."""
-    for name in ("token_weight", "class_weight", "normalizer"):
-        if _perturbed(getattr(primals, name)):
-            raise ValueError(
-                f"{name}: got an array that is differentiated, allowed is a constant: jax.lax.stop_gradient it, or "
-                f"weight the losses of reduction='none' yourself"
-            )
 
 
 def _cotangents(gradients: Gradients, likes: tuple[Any, ...], shard: Shard) -> tuple[Arrays[Array | None]]:
@@ -194,17 +180,9 @@ def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[tuple
 
 def _loss_forward(call: Call, primals: Arrays[Any]) -> tuple[tuple[Array, TokenStats | None], Any]:
     arrays, needs = _values_and_needs(primals)
-    _check_tracked(call, needs)
+    checks.check_tracked(call, needs)
     output, kept = loss_forward(call, arrays, needs)
     return output, packed((kept, _likes(arrays)), needs)
-
-
-def _check_tracked(call: Call, needs: Needs) -> None:
-    if call.shard.active and any(needs) and not parallel.tracked():
-        raise ValueError(
-            f"axis_name: got {call.shard.axis_name!r} of a jax.shard_map with check_vma=False, allowed for gradients "
-            f"is check_vma=True (else JAX does not say what must be summed), or sharded_linear_cross_entropy"
-        )
 
 
 def _likes(arrays: Arrays[Array]) -> tuple[_Like | None, ...]:
@@ -272,7 +250,7 @@ def _log_probs(call: Call, arrays: Arrays[Array]) -> tuple[Array, Array | None]:
 
 def _log_probs_forward(call: Call, primals: Arrays[Any]) -> tuple[tuple[Array, Array | None], Any]:
     arrays, needs = _values_and_needs(primals)
-    _check_tracked(call, needs)
+    checks.check_tracked(call, needs)
     output, kept = log_probs_forward(call, arrays, needs)
     return output, packed((kept, _likes(arrays)), needs)
 

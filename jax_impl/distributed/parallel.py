@@ -189,45 +189,6 @@ def make_shard(axis_name: AxisName | None, vocab: int | None, sequence_parallel:
     return Shard(axis_name, devices, columns, whole, bool(sequence_parallel))
 
 
-def check_types(shard: Shard, arrays: dict[str, Any]) -> None:
-    """Raise ValueError where JAX knows (check_vma=True) that an array is on the devices in another way than it must."""
-    if not shard.active or not tracked():
-        return
-    names = set(names_of(shard.axis_name))
-    wanted = {"weight": True, "target": False, "token_weight": False, "normalizer": False}
-    if shard.sequence_parallel:
-        wanted["hidden"] = True
-    for name, differs in wanted.items():
-        array = arrays.get(name)
-        if not isinstance(array, jax.Array):
-            if differs:
-                raise ValueError(f"{name}: got the same array on every device, allowed is each device's part of it")
-            continue
-        found = varying(array) & names
-        if differs and found != names:
-            raise ValueError(
-                f"{name}: got an array that is the same on all devices of {shard.axis_name!r}, allowed is each "
-                f"device's part of it (in_specs of jax.shard_map)"
-            )
-        if not differs and found:
-            raise ValueError(
-                f"{name}: got an array that varies over {shard.axis_name!r}, allowed is the same one on all its "
-                f"devices (in_specs of jax.shard_map without that axis)"
-            )
-
-
-def check_untyped(arrays: dict[str, Any]) -> None:
-    """Raise ValueError where an array's type says that Explicit axes of a mesh cut it: loops over parts of it have none
-    that JAX could derive."""
-    for name, array in arrays.items():
-        sharding = getattr(jax.typeof(array), "sharding", None) if isinstance(array, jax.Array) else None
-        if sharding is not None and any(axis is not None for axis in sharding.spec):
-            raise ValueError(
-                f"{name}: got an array that Explicit axes of a mesh cut, {sharding.spec}, allowed is an uncut one, or "
-                f"sharded_linear_cross_entropy(mesh, ...) instead, or a jax.shard_map around this call"
-            )
-
-
 def gathered_info(info: ArrayInfo, shard: Shard) -> ArrayInfo:
     """What hidden is when it has been gathered."""
     if not shard.sequence_parallel:
@@ -235,45 +196,3 @@ def gathered_info(info: ArrayInfo, shard: Shard) -> ArrayInfo:
     if len(info.shape) < 2:
         raise ValueError(f"hidden: got shape {info.shape} beside sequence_parallel, allowed is [tokens, ..., D]")
     return dataclasses.replace(info, shape=(info.shape[0] * shard.devices, *info.shape[1:]))
-
-
-def global_normalizer(
-    target: Array,
-    axis_name: AxisName,
-    *,
-    ignore_index: int = -100,
-    token_weight: Array | None = None,
-    class_weight: Array | None = None,
-) -> Array:
-    """The denominator of a mean over the tokens of all devices, for ``linear_cross_entropy(normalizer=...)``.
-
-        Σ over the devices of axis_name of Σ_i t_i k_{y_i}, over tokens that are not ignored; 1 where none counts
-
-    so that the sum of the devices' losses (jax.lax.psum) is the mean over all tokens, and 0 where there is none. To be
-    called inside of jax.shard_map.
-
-    Arguments:
-        target: [...] ids of this device's tokens.
-        axis_name: the axis or axes that the tokens are cut over.
-        ignore_index: as for :func:`linear_cross_entropy`.
-        token_weight: [...] floating.
-        class_weight: [V] floating: all of them.
-
-    Returns float32 (float64 where a weight is), without axes, the same on all devices. Raises ValueError for a shape
-    that does not fit or an axis that is not bound.
-    """
-    from logitless.jax_impl import api  # it reads this module
-
-    spec.check_ignore_index(ignore_index)
-    api.check_counted(target, token_weight, class_weight)
-    given = [weights for weights in (token_weight, class_weight) if weights is not None]
-    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*given)) if given else jnp.float32
-    counts = (target != ignore_index).astype(dtype)
-    if token_weight is not None:
-        counts = jnp.where(target != ignore_index, token_weight, 0.0).astype(dtype)
-    if class_weight is not None:
-        inside = (target >= 0) & (target < class_weight.shape[0])
-        counts = counts * class_weight[jnp.where(inside, target, 0)]
-    make_shard(axis_name, None, False, 1)  # the axis is bound
-    total, number = lax.psum((counts.sum(), (counts != 0).sum()), axis_name)
-    return jnp.where(number > 0, total, jnp.ones_like(total))

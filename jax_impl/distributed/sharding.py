@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import jax
@@ -19,11 +20,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless import spec
-from logitless.jax_impl import api, vjp
+from logitless.jax_impl import checks, vjp
+from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.backend import BACKENDS
-from logitless.jax_impl.call import Arrays, Call, Given, Needs
+from logitless.jax_impl.call import Arrays, Given, Needs, Request, as_jax
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import packed, unpacked
+
+# Arguments of the functions inside jax.shard_map that the mesh says here.
+_OF_SHARD = ("axis_name", "vocab", "sequence_parallel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,18 +124,12 @@ class _Setup:
     layout: Layout
     rows: int
     """Of the whole weight."""
-    options: tuple[tuple[str, Any], ...]
-    log_probs: bool
-
-    def call(self, arrays: Arrays[Array]) -> Call:
-        """The call of one device, from its parts of the arrays."""
-        make: Callable[..., Call] = api.log_probs_call if self.log_probs else api.loss_call
-        return make(arrays, self.layout.shard(self.rows), **dict(self.options))
+    request: Request
 
     @property
     def scalar(self) -> bool:
         """Whether the loss is one number, summed over the data axes."""
-        return not self.log_probs and dict(self.options).get("reduction", "mean") != "none"
+        return self.request.reduction != "none"
 
     @property
     def output_specs(self) -> Any:
@@ -143,11 +142,11 @@ class _Setup:
 
 def _forward(setup: _Setup, arrays: Arrays[Array], needs: Needs) -> tuple[Any, Any]:
     """(the results, what every device keeps for the backward)."""
-    forward: Any = vjp.log_probs_forward if setup.log_probs else vjp.loss_forward
+    forward: Any = vjp.log_probs_forward if setup.request.log_probs else vjp.loss_forward
     layout = setup.layout
 
     def body(arrays: Arrays[Array]) -> Any:
-        call = setup.call(arrays)
+        arrays, call = checks.ready(arrays, setup.request, layout.shard(setup.rows))
         (value, more), kept = forward(call, arrays, needs)
         if setup.scalar and layout.data_axes:
             value = lax.psum(value, layout.data_axes)
@@ -171,11 +170,11 @@ def _sharded_forward(setup: _Setup, primals: Arrays[Any]) -> Any:
 def _sharded_backward(setup: _Setup, residuals: Any, cotangents: Any) -> tuple[Arrays[Array | None]]:
     (call, likes, kept), flags = unpacked(residuals)
     needs, layout = Needs(*flags), setup.layout
-    wanted = cotangents if setup.log_probs else cotangents[:1]
+    wanted = cotangents if setup.request.log_probs else cotangents[:1]
     upstream = tuple(None if vjp._zero(cotangent) else vjp._once(cotangent) for cotangent in wanted)
     if all(cotangent is None for cotangent in upstream):
         return (vjp.NO_COTANGENTS,)
-    gradients: Any = vjp.log_probs_gradients if setup.log_probs else vjp.loss_gradients
+    gradients: Any = vjp.log_probs_gradients if setup.request.log_probs else vjp.loss_gradients
 
     def body(kept: Any, upstream: Any) -> Any:
         own = gradients(call, jax.tree.map(lambda part: part[0], kept), needs, *upstream)
@@ -194,13 +193,20 @@ _sharded.defvjp(_sharded_forward, _sharded_backward, symbolic_zeros=True)
 _compiled = jax.jit(_sharded, static_argnums=0)
 
 
-def _run(layout: Layout, given: Given, options: dict[str, Any], log_probs: bool) -> Any:
+def _request(function: Callable[..., Any], options: dict[str, Any], **fixed: Any) -> Request:
+    """The request of a call of ``function`` with these keyword arguments."""
+    for name in options:
+        if name in _OF_SHARD or name not in signature(function).parameters:
+            raise TypeError(f"{function.__name__}() on a mesh got an unexpected keyword argument {name!r}")
+    return Request(**options, **fixed)
+
+
+def _run(layout: Layout, given: Given, request: Request) -> Any:
     layout.check(given)
-    api._check_targets(given.target, layout.vocab or given.weight.shape[0], options.get("ignore_index", -100))
-    spec.check_backend(options.get("backend"), BACKENDS)
-    api._backend(options.get("backend"), given)  # refused here, where it is known what the arrays lie on
-    setup = _Setup(layout, given.weight.shape[0], tuple(sorted(options.items())), log_probs)
-    return _compiled(setup, layout.placed(api._arrays(given)))
+    checks.check_ids(given.target, layout.vocab or given.weight.shape[0], request.ignore_index)
+    spec.check_backend(request.backend, BACKENDS)
+    checks.usable_backend(request.backend, given)  # refused here, where it is known what the arrays lie on
+    return _compiled(_Setup(layout, given.weight.shape[0], request), layout.placed(as_jax(given, given.hidden.dtype)))
 
 
 def sharded_linear_cross_entropy(
@@ -239,8 +245,9 @@ def sharded_linear_cross_entropy(
 
     def loss(hidden: Array, weight: Array, target: Array, bias: Array | None = None, **options: Any) -> Any:
         extra = [options.pop(name, None) for name in ("token_weight", "class_weight", "normalizer")]
-        made = _run(layout, Arrays(hidden, weight, bias, target, *extra), options, log_probs=False)
-        return made if options.get("return_stats") else made[0]
+        request = _request(linear_cross_entropy, options, statistics=options.pop("return_stats", False))
+        loss, stats = _run(layout, Arrays(hidden, weight, bias, target, *extra), request)
+        return (loss, stats) if request.statistics else loss
 
     return loss
 
@@ -259,8 +266,9 @@ def sharded_linear_log_probs(
     def log_probs(
         hidden: Array, weight: Array, target: Array, bias: Array | None = None, **options: Any
     ) -> tuple[Array, Array | None]:
-        given = Arrays(hidden, weight, bias, target)
-        log_prob, entropy = _run(layout, given, options, log_probs=True)
+        fixed = {"reduction": "none", "statistics": options.pop("with_entropy", False), "log_probs": True}
+        request = _request(linear_log_probs, options, **fixed)
+        log_prob, entropy = _run(layout, Arrays(hidden, weight, bias, target), request)
         return log_prob, entropy
 
     return log_probs

@@ -16,9 +16,9 @@ import jax
 from jax import Array
 
 from logitless import numerics, spec
-from logitless.jax_impl import api, vjp, xla
+from logitless.jax_impl import checks, vjp, xla
 from logitless.jax_impl.backend import BACKENDS, chosen_backend, device_of, on_several_devices
-from logitless.jax_impl.call import XP, Arrays, Inputs, TokenSums
+from logitless.jax_impl.call import XP, Arrays, Inputs, TokenSums, as_jax
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.given_logits.backend import backend_named
 from logitless.spec import LossOptions, Reduction, TokenStats
@@ -104,14 +104,14 @@ def cross_entropy(
     spec.check_backend(backend, BACKENDS)
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature)
     given = {"logits": logits, "target": target, "token_weight": token_weight, "class_weight": class_weight}
-    api._check_types(given, ("token_weight", "class_weight"))
-    spec.check_logits(*(None if array is None else api._info(array) for array in given.values()))  # type: ignore[arg-type]
-    api._check_normalizer(normalizer, reduction)
-    api._check_targets(target, logits.shape[-1], ignore_index)
+    checks.check_types(given, ("token_weight", "class_weight"))
+    spec.check_logits(*(None if array is None else checks.info(array) for array in given.values()))  # type: ignore[arg-type]
+    checks.check_normalizer(normalizer, reduction)
+    checks.check_ids(target, logits.shape[-1], ignore_index)
     arrays = LogitArrays(logits, target, token_weight, class_weight, normalizer)
     block = CPU_BLOCK if device_of(logits).platform == "cpu" else max(1, logits.size)
     call = LogitsCall(options, return_stats, block, _backend(backend, arrays), inplace_backward)
-    loss, stats = _jitted(call, LogitArrays(*(None if a is None else api._array(a, logits.dtype) for a in arrays)))
+    loss, stats = _jitted(call, as_jax(arrays, logits.dtype))
     return (loss, stats) if return_stats else loss
 
 
@@ -158,7 +158,7 @@ def _loss_and_sums(call: LogitsCall, arrays: LogitArrays) -> tuple[tuple[Array, 
 
 
 def _loss_forward(call: LogitsCall, primals: LogitArrays) -> tuple[tuple[Array, TokenStats | None], Any]:
-    vjp.refuse_perturbed(primals)
+    checks.check_constants(primals)
     arrays = vjp._once(LogitArrays(*(None if leaf is None else leaf.value for leaf in primals)))
     output, sums = _loss_and_sums(call, arrays)
     return output, (

@@ -1,0 +1,255 @@
+"""What every call goes through before it runs: its arrays are checked, a backend and a plan are chosen.
+
+Mirror of torch_impl/checks.py. An error names the argument, what came and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from logitless import spec
+from logitless.jax_impl.backend import BACKENDS, backend_named, chosen_backend, device_of, on_several_devices
+from logitless.jax_impl.call import Arrays, Call, Given, Needs, Request, as_jax
+from logitless.jax_impl.distributed import parallel
+from logitless.jax_impl.distributed.parallel import AxisName, Shard
+from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
+from logitless.planning import plan as make_plan
+from logitless.spec import ArrayInfo, LossOptions
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole call
+
+
+def ready(given: Given, request: Request, shard: Shard) -> tuple[Arrays[Array], Call]:
+    """A call on one device: its arrays as JAX's, and everything else, all of it checked."""
+    flag = {"with_entropy" if request.log_probs else "return_stats": request.statistics}
+    spec.check_flags(**flag)
+    spec.check_backend(request.backend, BACKENDS)
+    check_plan_argument(request.plan, request.memory_budget)
+    options = loss_options(request)
+    check_arrays(given, shard)
+    check_normalizer(given.normalizer, request.reduction)
+    check_ids(given.target, shard.vocab or given.weight.shape[0], options.ignore_index)
+    name = usable_backend(request.backend, given, cut=False)
+    plan = _chosen_plan(given, shard, request, options, name)
+    return as_jax(given, given.hidden.dtype), _planned(options, plan, request, name, shard)
+
+
+def loss_options(request: Request) -> LossOptions:
+    """The checked options, temperature included."""
+    options = LossOptions(
+        request.reduction, request.ignore_index, request.label_smoothing, request.z_loss, request.logit_scale,
+        request.softcap,
+    )  # fmt: skip
+    return options.tempered(request.temperature)
+
+
+def usable_backend(name: str | None, given: Given, *, cut: bool = True) -> str:
+    """The backend to use. ``cut``: whether what runs are parts of the arrays, on one device each."""
+    reason = None
+    if parallel.tracked():
+        reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; sharded_linear_cross_entropy does"
+    elif not cut and any(map(on_several_devices, given)):
+        reason = "its kernels run on one device; sharded_linear_cross_entropy runs them on every device's part"
+    return chosen_backend(name, given.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
+
+
+def shard_of(weight: Any, axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool) -> Shard:
+    """This device's slice of the vocabulary."""
+    rows = weight.shape[0] if getattr(weight, "ndim", 0) == 2 else 1  # check_arrays refuses another shape
+    return parallel.make_shard(axis_name, vocab, sequence_parallel, rows)
+
+
+def _chosen_plan(given: Given, shard: Shard, request: Request, options: LossOptions, backend: str) -> ChunkPlan:
+    hidden, (vocab, size) = given.hidden, given.weight.shape
+    tokens, dtype, budget = math.prod(given.target.shape), str(hidden.dtype), request.memory_budget
+    if request.plan is not None:
+        check_plan_sizes(request.plan, tokens, size, vocab, dtype)
+        return request.plan
+    # A call can hold its exponentials for an upstream gradient per token, if a budget allows it.
+    hold = options.separable and budget is not None and not (request.log_probs and request.statistics)
+    if budget is not None and shard.active:
+        beyond = shard.scratch_bytes(tokens, size, spec.ITEMSIZE[dtype])
+        if budget <= beyond:
+            raise ValueError(f"memory_budget: got {budget} bytes, allowed beside axis_name is more than {beyond}")
+        budget -= beyond
+    return make_plan(
+        tokens=tokens,
+        hidden=size,
+        vocab=vocab,
+        dtype=dtype,
+        memory_budget=budget,
+        one_pass=options.reduction != "none" and options.separable,
+        device="cpu" if device_of(hidden).platform == "cpu" else "gpu",
+        fused=backend == "pallas",
+        padded=backend == "pallas",
+        hold=hold and not shard.active,
+    )
+
+
+def _planned(options: LossOptions, plan: ChunkPlan, request: Request, name: str, shard: Shard) -> Call:
+    """The call, with what its backend can do of its plan."""
+    if not plan.tokens:
+        name = "xla"  # nothing for a kernel to do
+    backend, dtype = backend_named(name), jnp.dtype(plan.dtype)
+    one_pass = plan.one_pass and options.separable and options.reduction != "none" and backend.one_pass(dtype, options)
+    holds = plan.holds_all and options.separable and options.reduction == "none" and not shard.active
+    holds = holds and not (request.log_probs and request.statistics) and backend.holds(dtype)
+    return Call(options, plan, request.statistics, name, shard, one_pass, holds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One argument, or one kind of them
+
+
+def info(array: Any) -> ArrayInfo:
+    return ArrayInfo(tuple(array.shape), str(array.dtype))
+
+
+def _info_or_none(array: Any) -> ArrayInfo | None:
+    return None if array is None else info(array)
+
+
+def check_types(arrays: dict[str, Any], optional: tuple[str, ...] = ()) -> None:
+    """Every array is one of JAX's or NumPy's, and none would be rounded on its way in; None only where it may be."""
+    for name, array in arrays.items():
+        if array is None and name in optional:
+            continue
+        check_type(name, array)
+        if isinstance(array, np.ndarray | np.generic) and array.dtype == np.float64 and not _x64():
+            raise TypeError(
+                f"{name}: got a NumPy array of dtype float64 while x64 is off, allowed are bfloat16, float16, float32: "
+                f"it would be rounded; cast it, or turn jax_enable_x64 on"
+            )
+
+
+def _x64() -> bool:
+    return bool(jax.config.read("jax_enable_x64"))
+
+
+def check_type(name: str, array: object) -> None:
+    if not isinstance(array, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{name}: got {type(array).__name__}, allowed is a jax.Array or a NumPy array")
+
+
+def check_arrays(given: Given, shard: Shard) -> None:
+    """Types, sizes and dtypes, and how the arrays lie on the devices of an axis."""
+    arrays = given._asdict()
+    del arrays["normalizer"]
+    check_types(arrays, ("bias", "token_weight", "class_weight"))
+    hidden = parallel.gathered_info(info(given.hidden), shard)
+    optional = (
+        None if array is None else info(array) for array in (given.bias, given.token_weight, given.class_weight)
+    )
+    spec.check_arrays(hidden, info(given.weight), info(given.target), *optional)
+    _check_uncut(given)
+    _check_placement(shard, given)
+
+
+def check_counted(target: Any, token_weight: Any, class_weight: Any) -> None:
+    """Types, sizes and dtypes of what mean's denominator is made of."""
+    arrays = {"target": target, "token_weight": token_weight, "class_weight": class_weight}
+    check_types(arrays, ("token_weight", "class_weight"))
+    spec.check_counted(
+        info(target), *(None if array is None else info(array) for array in (token_weight, class_weight))
+    )
+
+
+def check_normalizer(normalizer: Any, reduction: str) -> None:
+    is_array = isinstance(normalizer, jax.Array | np.ndarray | np.generic)
+    spec.check_normalizer(normalizer, info(normalizer) if is_array else None, reduction)
+
+
+def check_ids(target: Any, vocab: int, ignore_index: int) -> None:
+    """Look at the ids where looking waits for nothing; elsewhere an id outside makes that token's loss NaN.
+
+    A NumPy array is always looked at, before it is converted: int64 would be wrapped to int32.
+    """
+    ids = readable(target)
+    if ids is None:
+        return
+    outside = ((ids < 0) | (ids >= vocab)) & (ids != ignore_index)
+    if outside.any():
+        position = tuple(int(axis[0]) for axis in np.nonzero(outside))
+        raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index)
+
+
+def readable(array: Any) -> NDArray[Any] | None:
+    """The values where looking waits for nothing, else None."""
+    if isinstance(array, jax.core.Tracer):
+        return None
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable and all(device.platform == "cpu" for device in array.devices())
+    ):
+        return None
+    return np.asarray(array)
+
+
+def check_constants(primals: Any) -> None:
+    """Raise ValueError where a constant is differentiated."""
+    for name in ("token_weight", "class_weight", "normalizer"):
+        leaf = getattr(primals, name)
+        if leaf is not None and leaf.perturbed:
+            raise ValueError(
+                f"{name}: got an array that is differentiated, allowed is a constant: jax.lax.stop_gradient it, or "
+                f"weight the losses of reduction='none' yourself"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several devices
+
+
+def check_tracked(call: Call, needs: Needs) -> None:
+    """Raise ValueError where gradients are wanted and JAX does not say which of them must be summed."""
+    if call.shard.active and any(needs) and not parallel.tracked():
+        raise ValueError(
+            f"axis_name: got {call.shard.axis_name!r} of a jax.shard_map with check_vma=False, allowed for gradients "
+            f"is check_vma=True (else JAX does not say what must be summed), or sharded_linear_cross_entropy"
+        )
+
+
+def _check_placement(shard: Shard, given: Given) -> None:
+    """Raise ValueError where JAX knows (check_vma=True) that an array is on the devices in another way than it must."""
+    if not shard.active or not parallel.tracked():
+        return
+    names = set(parallel.names_of(shard.axis_name))
+    wanted = {"weight": True, "target": False, "token_weight": False, "normalizer": False}
+    if shard.sequence_parallel:
+        wanted["hidden"] = True
+    for name, differs in wanted.items():
+        array = getattr(given, name)
+        if not isinstance(array, jax.Array):
+            if differs:
+                raise ValueError(f"{name}: got the same array on every device, allowed is each device's part of it")
+            continue
+        found = parallel.varying(array) & names
+        if differs and found != names:
+            raise ValueError(
+                f"{name}: got an array that is the same on all devices of {shard.axis_name!r}, allowed is each "
+                f"device's part of it (in_specs of jax.shard_map)"
+            )
+        if not differs and found:
+            raise ValueError(
+                f"{name}: got an array that varies over {shard.axis_name!r}, allowed is the same one on all its "
+                f"devices (in_specs of jax.shard_map without that axis)"
+            )
+
+
+def _check_uncut(given: Given) -> None:
+    """Raise ValueError where an array's type says that Explicit axes of a mesh cut it: loops over parts of it have none
+    that JAX could derive."""
+    for name, array in given._asdict().items():
+        sharding = getattr(jax.typeof(array), "sharding", None) if isinstance(array, jax.Array) else None
+        if sharding is not None and any(axis is not None for axis in sharding.spec):
+            raise ValueError(
+                f"{name}: got an array that Explicit axes of a mesh cut, {sharding.spec}, allowed is an uncut one, or "
+                f"sharded_linear_cross_entropy(mesh, ...) instead, or a jax.shard_map around this call"
+            )
