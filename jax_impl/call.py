@@ -131,6 +131,31 @@ class Inputs(NamedTuple):
     shard: Shard = WHOLE  # with an axis, V of the arrays above is that of this device's slice
     shared: Shared | None = None
 
+    @staticmethod
+    def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE) -> Inputs:
+        """The arrays flattened, ignored and outside ids marked, all in the dtypes of the computation."""
+        hidden, weight = arrays.hidden, arrays.weight
+        vocab = shard.vocab if shard.active else weight.shape[0]
+        accumulation = accumulation_dtype(hidden.dtype)
+        flat = arrays.target.reshape(-1)
+        valid = flat != ignore_index
+        inside = ~valid | ((flat >= 0) & (flat < vocab))
+        weights = jnp.ones(flat.shape, accumulation)
+        if arrays.token_weight is not None:
+            weights = arrays.token_weight.reshape(-1).astype(accumulation)
+        class_weight = None if arrays.class_weight is None else arrays.class_weight.astype(accumulation)
+        return Inputs(
+            hidden=shard.gather(hidden.reshape(-1, hidden.shape[-1])),
+            weight=weight,
+            bias=arrays.bias,
+            target=jnp.where(valid & inside, flat, 0).astype(jnp.int32),
+            valid=valid,
+            inside=inside,
+            token_weight=jnp.where(valid, weights, 0.0),
+            class_weight=class_weight,
+            shard=shard,
+        )
+
     @property
     def accumulation_dtype(self) -> Any:
         return accumulation_dtype(self.hidden.dtype)

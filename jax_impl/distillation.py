@@ -28,10 +28,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless import numerics
-from logitless.jax_impl import vjp, xla
+from logitless.jax_impl import vjp
 from logitless.jax_impl.call import XP, Gradients, Inputs, Needs
 from logitless.jax_impl.call import Arrays as CallArrays
+from logitless.jax_impl.chunk import logits_block, product, rows_of, slope
 from logitless.jax_impl.residuals import packed, unpacked
+from logitless.jax_impl.slices import for_slices, put, take
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 
@@ -69,15 +71,15 @@ class Side(NamedTuple):
 
     def rows(self, first: Any, tokens: int) -> Array:
         """The chunk's hidden states [C, D], 0 where a token does not count."""
-        return xla._rows_of(self.inputs, first, tokens)
+        return rows_of(self.inputs, first, tokens)
 
     def logits(self, x: Array, start: Any, size: int) -> Array:
         """z of a tile, [C, B], in the accumulation dtype."""
-        return xla._logits_block(x, self.inputs, start, size, self.options)
+        return logits_block(x, self.inputs, start, size, self.options)
 
     def log_probs(self, z: Array, first: Any) -> Array:
         """log softmax(z) of a tile's logits, [C, B]."""
-        anchor, rest = (xla._take(part, first, z.shape[0])[:, None] for part in self.lse)
+        anchor, rest = (take(part, first, z.shape[0])[:, None] for part in self.lse)
         return (z - anchor) - rest
 
 
@@ -120,9 +122,9 @@ def _gradient(log_p: Array, log_q: Array, mean: Array, beta: float) -> Array:
 
 def _sides(call: Call, arrays: Arrays) -> tuple[Side, Side]:
     given = CallArrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target)
-    student = Side(vjp.prepare(given, call.options.ignore_index), call.options, arrays.lse)
+    student = Side(Inputs.of(given, call.options.ignore_index), call.options, arrays.lse)
     given = CallArrays(arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target)
-    return student, Side(vjp.prepare(given, call.options.ignore_index), call.teacher_options, arrays.teacher_lse)
+    return student, Side(Inputs.of(given, call.options.ignore_index), call.teacher_options, arrays.teacher_lse)
 
 
 def _forward(call: Call, arrays: Arrays) -> tuple[Array, Array]:
@@ -139,11 +141,11 @@ def _forward(call: Call, arrays: Arrays) -> tuple[Array, Array]:
             return carry[0] + made[0], carry[1] + made[1]
 
         zero = jnp.zeros(tokens, student.lse.dtype)
-        made = xla._for_slices(tile.vocab, tile.vocab_chunk, block, (zero, zero))
-        return tuple(xla._put(whole, part, first) for whole, part in zip(sums, made, strict=True))
+        made = for_slices(tile.vocab, tile.vocab_chunk, block, (zero, zero))
+        return tuple(put(whole, part, first) for whole, part in zip(sums, made, strict=True))
 
     zero = jnp.zeros_like(student.lse[0])
-    total, mean = xla._for_slices(tile.tokens, tile.token_chunk, chunk, (zero, zero))
+    total, mean = for_slices(tile.tokens, tile.token_chunk, chunk, (zero, zero))
     return jnp.where(student.inputs.valid, total, 0.0), mean
 
 
@@ -165,27 +167,27 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
             dx, part, bias_part = carry
             x = student.rows(first, tokens)
             dz = _logit_gradient(call, student, teacher, x, first, start, columns, mean)
-            dz = dz * xla._take(factor, first, tokens)[:, None]
+            dz = dz * take(factor, first, tokens)[:, None]
             operand = dz.astype(x.dtype)
             if dx is not None:
-                rows = xla._product(operand, xla._take(inputs.weight, start, columns), dtype)
-                dx = xla._put(dx, xla._take(dx, first, tokens) + rows, first)
+                rows = product(operand, take(inputs.weight, start, columns), dtype)
+                dx = put(dx, take(dx, first, tokens) + rows, first)
             if part is not None:
-                part = part + xla._product(operand.T, x, dtype)
+                part = part + product(operand.T, x, dtype)
             return dx, part, None if bias_part is None else bias_part + dz.sum(axis=0)
 
         part = jnp.zeros((columns, size), dtype) if needs.weight else None
         bias_part = jnp.zeros(columns, dtype) if needs.bias else None
-        dx, part, bias_part = xla._for_slices(tile.tokens, tile.token_chunk, chunk, (carry.hidden, part, bias_part))
-        dw = None if part is None else xla._put(carry.weight, (part * unit).astype(inputs.weight.dtype), start)
-        return Gradients(dx, dw, None if bias_part is None else xla._put(carry.bias, bias_part * unit, start))
+        dx, part, bias_part = for_slices(tile.tokens, tile.token_chunk, chunk, (carry.hidden, part, bias_part))
+        dw = None if part is None else put(carry.weight, (part * unit).astype(inputs.weight.dtype), start)
+        return Gradients(dx, dw, None if bias_part is None else put(carry.bias, bias_part * unit, start))
 
     zeros = Gradients(
         hidden=jnp.zeros(inputs.hidden.shape, dtype) if needs.hidden else None,
         weight=jnp.zeros((vocab, size), inputs.weight.dtype) if needs.weight else None,
         bias=jnp.zeros(vocab, dtype) if needs.bias else None,
     )
-    made = xla._for_slices(vocab, tile.vocab_chunk, block, zeros)
+    made = for_slices(vocab, tile.vocab_chunk, block, zeros)
     return made._replace(hidden=None if made.hidden is None else made.hidden * unit)
 
 
@@ -197,10 +199,10 @@ def _logit_gradient(
     teacher_z = teacher.logits(teacher.rows(first, tokens), start, columns)
     log_p = teacher.log_probs(teacher_z, first).astype(mean.dtype)
     z = student.logits(x, start, columns)
-    dz = _gradient(log_p, student.log_probs(z, first), xla._take(mean, first, tokens), call.beta)
+    dz = _gradient(log_p, student.log_probs(z, first), take(mean, first, tokens), call.beta)
     if call.options.softcap is not None:
-        dz = dz * xla._slope(z, call.options)
-    return jnp.where(xla._take(student.inputs.valid, first, tokens)[:, None], dz, 0.0)
+        dz = dz * slope(z, call.options)
+    return jnp.where(take(student.inputs.valid, first, tokens)[:, None], dz, 0.0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,7 +212,7 @@ def _divergence(call: Call, arrays: Arrays) -> Array:
 
 def _divergence_forward(call: Call, primals: Arrays) -> tuple[Array, Any]:
     needs = tuple(leaf is not None and leaf.perturbed for leaf in primals[:3])
-    arrays = vjp._once(Arrays(*(None if leaf is None else leaf.value for leaf in primals)))
+    arrays = vjp.differentiable_once(Arrays(*(None if leaf is None else leaf.value for leaf in primals)))
     losses, mean = _forward(call, arrays)
     return losses, packed((arrays, mean), needs)
 
@@ -218,10 +220,10 @@ def _divergence_forward(call: Call, primals: Arrays) -> tuple[Array, Any]:
 def _divergence_backward(call: Call, residuals: Any, upstream: Any) -> tuple[Arrays]:
     (arrays, mean), flags = unpacked(residuals)
     nothing: tuple[Any, ...] = (None,) * (len(Arrays._fields) - 3)
-    if vjp._zero(upstream):
+    if vjp.is_zero(upstream):
         return (Arrays(None, None, None, *nothing),)
     needs = Needs(*flags)
-    made = _gradients(call, arrays, mean, vjp._once(upstream), needs)
+    made = _gradients(call, arrays, mean, vjp.differentiable_once(upstream), needs)
     like = zip(made[:3], arrays[:3], strict=True)
     return (Arrays(*(None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in like), *nothing),)
 

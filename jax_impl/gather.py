@@ -11,8 +11,9 @@ import numpy as np
 from jax import Array
 
 from logitless import spec
-from logitless.jax_impl import checks, xla
+from logitless.jax_impl import checks
 from logitless.jax_impl.call import accumulation_dtype
+from logitless.jax_impl.slices import rows_at, run_sums
 from logitless.planning import round_up
 
 
@@ -60,7 +61,7 @@ def _gather(like: tuple[tuple[int, ...], str], multiple: int, input: Array, inde
     rows, count = input.shape[0], index.shape[0]
     places = _places(index, rows)
     if rows and count:
-        picked = xla._rows_at(input, jnp.minimum(places, rows - 1))
+        picked = rows_at(input, jnp.minimum(places, rows - 1))
     else:
         picked = jnp.zeros((count, *input.shape[1:]), input.dtype)
     outside = (places == rows).reshape(-1, *(1,) * (input.ndim - 1))
@@ -82,7 +83,7 @@ def _backward(like: tuple[tuple[int, ...], str], multiple: int, index: Array, up
     places = _places(index, rows)
     order = jnp.argsort(places, stable=True)
     ids = places[order]
-    totals, last = xla.run_sums(ids, xla._rows_at(upstream, order).astype(made.dtype))
+    totals, last = run_sums(ids, rows_at(upstream, order).astype(made.dtype))
     # Every row that was gathered is written once, from the end of its run; all other places go nowhere.
     made = made.at[jnp.where(last, ids, rows)].set(totals, mode="drop")
     return made.astype(dtype), None

@@ -16,9 +16,8 @@ from jax import Array, lax
 from logitless import numerics, objectives, spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_log_probs
-from logitless.jax_impl.call import XP
+from logitless.jax_impl.call import XP, Given, Request
 from logitless.jax_impl.call import Arrays as CallArrays
-from logitless.jax_impl.call import Given, Request
 from logitless.jax_impl.distillation import Arrays, Call, divergence
 from logitless.jax_impl.distributed.parallel import WHOLE
 from logitless.objectives import (

@@ -20,11 +20,12 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from logitless import numerics
-from logitless.jax_impl import checks, xla
+from logitless.jax_impl import checks
 from logitless.jax_impl.backend import backend_named
-from logitless.jax_impl.call import XP, Arrays, Call, Gradients, Inputs, Needs, Shared, TokenSums, accumulation_dtype
+from logitless.jax_impl.call import XP, Arrays, Call, Gradients, Inputs, Needs, Shared, TokenSums
+from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
-from logitless.jax_impl.distributed.parallel import WHOLE, Shard
+from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.residuals import packed, unpacked
 from logitless.spec import TokenStats
 
@@ -42,7 +43,7 @@ class _Known(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Like:
+class Like:
     """What a gradient must look like: its argument's shape and dtype, and the axes over which that varies."""
 
     shape: tuple[int, ...]
@@ -50,39 +51,14 @@ class _Like:
     varying: frozenset[str]
 
     @staticmethod
-    def of(array: Any) -> _Like | None:
-        return None if array is None else _Like(array.shape, array.dtype, parallel.varying(array))
-
-
-def prepare(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE) -> Inputs:
-    """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
-    hidden, weight = arrays.hidden, arrays.weight
-    vocab = shard.vocab if shard.active else weight.shape[0]
-    accumulation = accumulation_dtype(hidden.dtype)
-    flat = arrays.target.reshape(-1)
-    valid = flat != ignore_index
-    inside = ~valid | ((flat >= 0) & (flat < vocab))
-    weights = jnp.ones(flat.shape, accumulation)
-    if arrays.token_weight is not None:
-        weights = arrays.token_weight.reshape(-1).astype(accumulation)
-    class_weight = None if arrays.class_weight is None else arrays.class_weight.astype(accumulation)
-    return Inputs(
-        hidden=shard.gather(hidden.reshape(-1, hidden.shape[-1])),
-        weight=weight,
-        bias=arrays.bias,
-        target=jnp.where(valid & inside, flat, 0).astype(jnp.int32),
-        valid=valid,
-        inside=inside,
-        token_weight=jnp.where(valid, weights, 0.0),
-        class_weight=class_weight,
-        shard=shard,
-    )
+    def of(array: Any) -> Like | None:
+        return None if array is None else Like(array.shape, array.dtype, parallel.varying(array))
 
 
 def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> Inputs:
-    """:func:`prepare`, and what the devices share before the first product, unless it is known already."""
+    """:meth:`Inputs.of`, and what the devices share before the first product, unless it is known already."""
     shard, options = call.shard, call.options
-    inputs = prepare(arrays, options.ignore_index, shard)
+    inputs = Inputs.of(arrays, options.ignore_index, shard)
     if not shard.active:
         return inputs
     if options.label_smoothing or inputs.class_weight is not None:
@@ -99,14 +75,14 @@ def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> 
     return inputs._replace(shared=made._replace(target_logit=jnp.where(inputs.inside, made.target_logit, jnp.nan)))
 
 
-def _values_and_needs(primals: Arrays[Any]) -> tuple[Arrays[Array], Needs]:
+def values_and_needs(primals: Arrays[Any]) -> tuple[Arrays[Array], Needs]:
     """Strip the marks of what is differentiated off the arguments; a constant must not have one."""
     checks.check_constants(primals)
     needs = Needs(*(leaf is not None and leaf.perturbed for leaf in primals[:3]))
-    return _once(Arrays(*(None if leaf is None else leaf.value for leaf in primals))), needs
+    return differentiable_once(Arrays(*(None if leaf is None else leaf.value for leaf in primals))), needs
 
 
-def _cotangents(gradients: Gradients, likes: tuple[Any, ...], shard: Shard) -> tuple[Arrays[Array | None]]:
+def cotangents_of(gradients: Gradients, likes: tuple[Any, ...], shard: Shard) -> tuple[Arrays[Array | None]]:
     """The last cast: the argument's dtype and shape; None for what was not wanted. dX is summed over the devices."""
     if gradients.hidden is not None:
         gradients = gradients._replace(hidden=shard.reduce_hidden(gradients.hidden, likes[0].varying))
@@ -120,17 +96,17 @@ def _cotangents(gradients: Gradients, likes: tuple[Any, ...], shard: Shard) -> t
     return (Arrays(hidden, weight, bias, None),)
 
 
-def _zero(cotangent: Any) -> bool:
+def is_zero(cotangent: Any) -> bool:
     return cotangent is None or isinstance(cotangent, SymbolicZero)
 
 
 @jax.custom_jvp
-def _once(arrays: Any) -> Any:
+def differentiable_once(arrays: Any) -> Any:
     """The arrays themselves, refusing a second derivative: what is made of them moves as bits, and those have none."""
     return arrays
 
 
-@_once.defjvp
+@differentiable_once.defjvp
 def _refuse_twice(_: Any, __: Any) -> Any:
     raise NotImplementedError(
         "linear_cross_entropy and linear_log_probs can be differentiated once: got a derivative of their gradient "
@@ -155,7 +131,7 @@ def _loss_output(
 
 def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[tuple[Array, TokenStats | None], _Known]:
     inputs = _inputs(call, arrays)
-    norm = xla.normalizer(inputs, call.options, arrays.normalizer)
+    norm = normalizer(inputs, call.options, arrays.normalizer)
     sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan, call.statistics)
     return _loss_output(call, arrays, inputs, sums, norm), _Known(arrays, sums, inputs.shared)
 
@@ -170,7 +146,7 @@ def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[tuple
     if not ((call.one_pass or call.holds) and any(needs)):
         return _loss_from_sums(call, arrays)
     inputs = _inputs(call, arrays)
-    norm = xla.normalizer(inputs, call.options, arrays.normalizer)
+    norm = normalizer(inputs, call.options, arrays.normalizer)
     g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(norm))
     backend = backend_named(call.backend)
     make = backend.token_gradients if call.holds else backend.loss_gradients
@@ -179,22 +155,23 @@ def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[tuple
 
 
 def _loss_forward(call: Call, primals: Arrays[Any]) -> tuple[tuple[Array, TokenStats | None], Any]:
-    arrays, needs = _values_and_needs(primals)
+    arrays, needs = values_and_needs(primals)
     checks.check_tracked(call, needs)
     output, kept = loss_forward(call, arrays, needs)
-    return output, packed((kept, _likes(arrays)), needs)
+    return output, packed((kept, likes_of(arrays)), needs)
 
 
-def _likes(arrays: Arrays[Array]) -> tuple[_Like | None, ...]:
-    return tuple(_Like.of(array) for array in arrays[:3])
+def likes_of(arrays: Arrays[Array]) -> tuple[Like | None, ...]:
+    """What the gradients of hidden, weight and bias must look like."""
+    return tuple(Like.of(array) for array in arrays[:3])
 
 
 def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays[Array | None]]:
     (kept, likes), needs = unpacked(residuals)
     upstream = cotangents[0]
-    if _zero(upstream):
+    if is_zero(upstream):
         return (NO_COTANGENTS,)
-    return _cotangents(loss_gradients(call, kept, Needs(*needs), _once(upstream)), likes, call.shard)
+    return cotangents_of(loss_gradients(call, kept, Needs(*needs), differentiable_once(upstream)), likes, call.shard)
 
 
 def loss_gradients(call: Call, kept: Any, needs: Needs, upstream: Array) -> Gradients:
@@ -204,7 +181,7 @@ def loss_gradients(call: Call, kept: Any, needs: Needs, upstream: Array) -> Grad
         return made
     arrays = kept.arrays
     inputs = _inputs(call, arrays, kept.shared)
-    norm = xla.normalizer(inputs, call.options, arrays.normalizer)
+    norm = normalizer(inputs, call.options, arrays.normalizer)
     per_token = upstream.reshape(-1) if call.options.reduction == "none" else upstream * norm
     g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(per_token))
     known = numerics.known_loss_rows(XP, inputs, call.options, kept.sums, g)
@@ -249,19 +226,19 @@ def _log_probs(call: Call, arrays: Arrays[Array]) -> tuple[Array, Array | None]:
 
 
 def _log_probs_forward(call: Call, primals: Arrays[Any]) -> tuple[tuple[Array, Array | None], Any]:
-    arrays, needs = _values_and_needs(primals)
+    arrays, needs = values_and_needs(primals)
     checks.check_tracked(call, needs)
     output, kept = log_probs_forward(call, arrays, needs)
-    return output, packed((kept, _likes(arrays)), needs)
+    return output, packed((kept, likes_of(arrays)), needs)
 
 
 def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays[Array | None]]:
     (kept, likes), needs = unpacked(residuals)
-    if all(map(_zero, cotangents)):
+    if all(map(is_zero, cotangents)):
         return (NO_COTANGENTS,)
-    g_log_prob, g_entropy = (None if _zero(cotangent) else _once(cotangent) for cotangent in cotangents)
+    g_log_prob, g_entropy = (None if is_zero(cotangent) else differentiable_once(cotangent) for cotangent in cotangents)
     made = log_probs_gradients(call, kept, Needs(*needs), g_log_prob, g_entropy)
-    return _cotangents(made, likes, call.shard)
+    return cotangents_of(made, likes, call.shard)
 
 
 def log_probs_gradients(

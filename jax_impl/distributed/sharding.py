@@ -150,7 +150,7 @@ def _forward(setup: _Setup, arrays: Arrays[Array], needs: Needs) -> tuple[Any, A
         (value, more), kept = forward(call, arrays, needs)
         if setup.scalar and layout.data_axes:
             value = lax.psum(value, layout.data_axes)
-        return (value, more), (call, vjp._likes(arrays), jax.tree.map(lambda part: part[None], kept))
+        return (value, more), (call, vjp.likes_of(arrays), jax.tree.map(lambda part: part[None], kept))
 
     made: tuple[Any, Any] = setup.map(body, (layout.specs(),), (setup.output_specs, P(layout.axes)))(arrays)
     return made
@@ -162,7 +162,7 @@ def _sharded(setup: _Setup, arrays: Arrays[Array]) -> Any:
 
 
 def _sharded_forward(setup: _Setup, primals: Arrays[Any]) -> Any:
-    arrays, needs = vjp._values_and_needs(primals)
+    arrays, needs = vjp.values_and_needs(primals)
     output, kept = _forward(setup, arrays, needs)
     return output, packed(kept, needs)
 
@@ -171,14 +171,14 @@ def _sharded_backward(setup: _Setup, residuals: Any, cotangents: Any) -> tuple[A
     (call, likes, kept), flags = unpacked(residuals)
     needs, layout = Needs(*flags), setup.layout
     wanted = cotangents if setup.request.log_probs else cotangents[:1]
-    upstream = tuple(None if vjp._zero(cotangent) else vjp._once(cotangent) for cotangent in wanted)
+    upstream = tuple(None if vjp.is_zero(cotangent) else vjp.differentiable_once(cotangent) for cotangent in wanted)
     if all(cotangent is None for cotangent in upstream):
         return (vjp.NO_COTANGENTS,)
     gradients: Any = vjp.log_probs_gradients if setup.request.log_probs else vjp.loss_gradients
 
     def body(kept: Any, upstream: Any) -> Any:
         own = gradients(call, jax.tree.map(lambda part: part[0], kept), needs, *upstream)
-        (made,) = vjp._cotangents(own, likes, call.shard)
+        (made,) = vjp.cotangents_of(own, likes, call.shard)
         if not layout.data_axes:
             return made
         weight, bias = lax.psum((made.weight, made.bias), layout.data_axes)

@@ -16,9 +16,10 @@ import jax
 from jax import Array
 
 from logitless import numerics, spec
-from logitless.jax_impl import checks, vjp, xla
+from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.backend import BACKENDS, chosen_backend, device_of, on_several_devices
 from logitless.jax_impl.call import XP, Arrays, Inputs, TokenSums, as_jax
+from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.given_logits.backend import backend_named
 from logitless.spec import LossOptions, Reduction, TokenStats
@@ -135,7 +136,7 @@ def _prepare(arrays: LogitArrays, options: LossOptions) -> Inputs:
     weight = jax.ShapeDtypeStruct((vocab, 0), arrays.logits.dtype)
     logits = arrays.logits.reshape(-1, vocab)
     given = Arrays(logits, weight, None, arrays.target, arrays.token_weight, arrays.class_weight)
-    return vjp.prepare(given, options.ignore_index)
+    return Inputs.of(given, options.ignore_index)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,7 +152,7 @@ def _loss_and_sums(call: LogitsCall, arrays: LogitArrays) -> tuple[tuple[Array, 
     if options.reduction == "none":
         loss = losses.reshape(shape)
     else:
-        loss = losses.sum() * xla.normalizer(inputs, options, arrays.normalizer)
+        loss = losses.sum() * normalizer(inputs, options, arrays.normalizer)
     if not call.statistics:
         return (loss, None), sums
     return (loss, TokenStats(*(values.reshape(shape) for values in numerics.token_stats(XP, inputs, sums)))), sums
@@ -159,7 +160,7 @@ def _loss_and_sums(call: LogitsCall, arrays: LogitArrays) -> tuple[tuple[Array, 
 
 def _loss_forward(call: LogitsCall, primals: LogitArrays) -> tuple[tuple[Array, TokenStats | None], Any]:
     checks.check_constants(primals)
-    arrays = vjp._once(LogitArrays(*(None if leaf is None else leaf.value for leaf in primals)))
+    arrays = vjp.differentiable_once(LogitArrays(*(None if leaf is None else leaf.value for leaf in primals)))
     output, sums = _loss_and_sums(call, arrays)
     return output, (
         arrays,
@@ -169,11 +170,11 @@ def _loss_forward(call: LogitsCall, primals: LogitArrays) -> tuple[tuple[Array, 
 
 def _loss_backward(call: LogitsCall, residuals: tuple[LogitArrays, TokenSums], cotangents: Any) -> tuple[LogitArrays]:
     (arrays, sums), upstream, options = residuals, cotangents[0], call.options
-    if vjp._zero(upstream):
+    if vjp.is_zero(upstream):
         return (LogitArrays(*(None,) * len(LogitArrays._fields)),)
     inputs, backend = _prepare(arrays, options), backend_named(call.backend)
-    norm = xla.normalizer(inputs, options, arrays.normalizer)
-    upstream = vjp._once(upstream)
+    norm = normalizer(inputs, options, arrays.normalizer)
+    upstream = vjp.differentiable_once(upstream)
     upstream = upstream.reshape(-1) if options.reduction == "none" else upstream * norm
     g = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
     made = backend.gradient(inputs, options, numerics.logit_rows(XP, inputs, options, sums, g), call.in_place)

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.jax_impl import xla
 from logitless.jax_impl.call import Inputs, TokenSums
+from logitless.jax_impl.chunk import RunningSums, empty_sums
 from logitless.jax_impl.given_logits.xla import LogitRows
 from logitless.jax_impl.kernels import fused
 from logitless.spec import LossOptions
@@ -51,7 +51,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
     """:func:`logits_xla.token_sums`; a program's ``block`` is a row."""
     weighted = options.label_smoothing > 0
     if not inputs.hidden.shape[0]:
-        return xla._empty_sums(inputs, weighted, statistics)
+        return empty_sums(inputs, weighted, statistics)
     row = _row(inputs, options)
 
     def launch(arguments: dict[str, Array]) -> dict[str, Array]:
@@ -59,7 +59,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
 
     made = fused._one_by_one(launch)(_arguments(row, inputs, weighted))
     made = {name: jnp.where(inputs.valid, values, 0) for name, values in made.items()}
-    running = xla._RunningSums(
+    running = RunningSums(
         target_logit=jnp.where(inputs.inside, made["target_logit"], jnp.nan),
         target=inputs.target,
         anchor=made["anchor"],

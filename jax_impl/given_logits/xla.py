@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless import numerics
-from logitless.jax_impl import xla
 from logitless.jax_impl.call import Inputs, TokenSums
+from logitless.jax_impl.chunk import RunningSums, capped, empty_sums, is_target, put_sums, slope
+from logitless.jax_impl.slices import bits, floats, for_slices, take
 from logitless.spec import LossOptions
 
 LogitRows = numerics.LogitRows[Array]
@@ -37,31 +38,31 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
 
     def chunk(all_sums: TokenSums, first: Any, tokens: int) -> TokenSums:
         def rows(array: Array) -> Array:
-            return array if tokens == all_tokens else xla._take(array, first, tokens)
+            return array if tokens == all_tokens else take(array, first, tokens)
 
         r, target, valid = rows(inputs.hidden), rows(inputs.target), rows(inputs.valid)
-        given = xla._floats(jnp.take_along_axis(xla._bits(r), target[:, None], axis=1)[:, 0], raw_dtype)
-        target_logit = xla._capped(jnp.where(valid, given, 0).astype(dtype), options)
+        given = floats(jnp.take_along_axis(bits(r), target[:, None], axis=1)[:, 0], raw_dtype)
+        target_logit = capped(jnp.where(valid, given, 0).astype(dtype), options)
         target_logit = jnp.where(rows(inputs.inside), target_logit, jnp.nan)
-        z = jnp.where(valid[:, None], xla._capped(r.astype(dtype), options), 0.0)
-        running = xla._RunningSums.start(target_logit, target, statistics).observe(z, 0).rescue()
+        z = jnp.where(valid[:, None], capped(r.astype(dtype), options), 0.0)
+        running = RunningSums.start(target_logit, target, statistics).observe(z, 0).rescue()
         running, _ = running.exponentiate(z, 0)
         weighted = None
         if options.label_smoothing:  # a class of weight 0 may have a logit of −inf
             weighted = (z if k is None else jnp.where(k == 0, 0.0, k * z)).sum(axis=1)
-        return xla._put_sums(all_sums, running.finish(weighted), first)
+        return put_sums(all_sums, running.finish(weighted), first)
 
-    empty = xla._empty_sums(inputs, options.label_smoothing > 0, statistics)
-    return xla._for_slices(all_tokens, min(max(1, all_tokens), max(1, block // vocab)), chunk, empty)
+    empty = empty_sums(inputs, options.label_smoothing > 0, statistics)
+    return for_slices(all_tokens, min(max(1, all_tokens), max(1, block // vocab)), chunk, empty)
 
 
 def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, in_place: bool) -> Array:
     """[N, V] in the logits' dtype. Where it lies is for XLA to say, asked ``in_place`` or not."""
-    z = xla._capped(inputs.hidden.astype(inputs.accumulation_dtype), options)
+    z = capped(inputs.hidden.astype(inputs.accumulation_dtype), options)
     dz = jnp.exp((z - known.anchor[:, None]) - known.log_total[:, None]) * known.factor[:, None]
     if known.smooth is not None:
         dz = dz - known.smooth[:, None] * (1.0 if inputs.class_weight is None else inputs.class_weight)
     if options.softcap is not None:
-        dz = dz * xla._slope(z, options)
-    dz = jnp.where(xla._is_target(inputs.target, 0, z.shape[1]), known.target[:, None], dz)
+        dz = dz * slope(z, options)
+    dz = jnp.where(is_target(inputs.target, 0, z.shape[1]), known.target[:, None], dz)
     return jnp.where(inputs.valid[:, None], dz, 0.0).astype(inputs.hidden.dtype)

@@ -28,6 +28,8 @@ from jax import Array, lax
 from logitless import numerics, spec
 from logitless.jax_impl import xla
 from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
+from logitless.jax_impl.chunk import RunningSums, capped, empty_sums
+from logitless.jax_impl.slices import run_sums
 from logitless.planning import PADDED_HIDDEN, PADDED_VOCAB, ChunkPlan, round_up
 from logitless.spec import LOWEST_ANCHOR, RESCUE_NATS, LossOptions
 
@@ -241,7 +243,7 @@ def _row_logits(x: Array, weight: Array, bias: Array | None, target: Array, opti
     z = _dots(x, weight[target])
     if bias is not None:
         z = z + bias[target].astype(jnp.float32)
-    return xla._capped(z, options)
+    return capped(z, options)
 
 
 def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, target_logit: Array) -> Any:
@@ -257,7 +259,7 @@ def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, ta
         line = lines["highest"].argmax(axis=0).astype(jnp.int32)
         place = jnp.take_along_axis(lines["argmax"], line[None], axis=0)[0]
         argmax = line * kernels.TILE_COLUMNS + place.astype(jnp.int32)
-    return xla._RunningSums(
+    return RunningSums(
         target_logit=target_logit,
         target=rows.target,
         anchor=anchor,
@@ -349,7 +351,7 @@ def _later_blocks(body: Callable[[Any, Any], Any], state: Any, count: int, size:
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
     if not inputs.hidden.shape[0]:
-        return xla._empty_sums(inputs, options.label_smoothing > 0, statistics)
+        return empty_sums(inputs, options.label_smoothing > 0, statistics)
     run = _one_by_one(lambda inputs: _token_sums(_Call(inputs, options, plan), statistics))
     return run(inputs)  # type: ignore[no-any-return]
 
@@ -787,7 +789,7 @@ def _add_targets(c: _Call, weight: Array, by_token: _Factors, scale: Array) -> A
 def _add_target_sums(c: _Call, bias: Array, values: Array) -> Array:
     """bias[y_i] += value_i, in a fixed order."""
     key, _, value = _sorted_targets(c, values)
-    total, ends = xla.run_sums(key, value)
+    total, ends = run_sums(key, value)
     return bias.at[jnp.where(ends, key, c.padded_vocab)].add(total, mode="drop")
 
 

@@ -1,0 +1,204 @@
+"""The rows of a chunk: what both backends, given logits and distillation share.
+
+A chunk is some tokens, a block some columns of their logits. Mirror of torch_impl/chunk.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless import numerics
+from logitless.jax_impl.call import XP, Inputs, Statistics, TokenSums
+from logitless.jax_impl.distributed.parallel import Shard
+from logitless.jax_impl.slices import put, take
+from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One block of logits
+
+
+def is_real(limit: Array, start: Any, size: int) -> Array:
+    """[size]: whether column start + j is no padding."""
+    columns: Array = start + jnp.arange(size, dtype=jnp.int32)
+    return columns < limit
+
+
+def is_target(target: Array, start: Any, size: int) -> Array:
+    """[C, size]: whether column start + j is the row's target."""
+    columns: Array = start + jnp.arange(size, dtype=jnp.int32)
+    return jnp.equal(target[:, None], columns)
+
+
+def product(a: Array, b: Array, dtype: Any) -> Array:
+    """a b, accumulated in ``dtype``."""
+    return jnp.dot(a, b, preferred_element_type=dtype)
+
+
+def capped(z: Array, options: LossOptions) -> Array:
+    """f(r): logit_scale, then softcap."""
+    if options.softcap is None:
+        return z if options.logit_scale == 1.0 else z * options.logit_scale
+    return options.softcap * jnp.tanh(z * (options.logit_scale / options.softcap))
+
+
+def slope(z: Array, options: LossOptions) -> Array:
+    """1 − (z / cap)²: the softcap's derivative, from the capped logits."""
+    assert options.softcap is not None
+    return 1.0 - jnp.square(z / options.softcap)
+
+
+def logits_block(x: Array, inputs: Inputs, start: Any, size: int, options: LossOptions) -> Array:
+    """z[:, start:start + size] of the rows x, in the accumulation dtype."""
+    dtype = inputs.accumulation_dtype
+    z = product(x, take(inputs.weight, start, size).T, dtype)
+    if inputs.bias is not None:
+        z = z + take(inputs.bias, start, size).astype(dtype)
+    return capped(z, options)
+
+
+def rows_of(inputs: Inputs, first: Any, size: int) -> Array:
+    """The chunk's hidden states, zero for an ignored token whatever it holds."""
+    x = take(inputs.hidden, first, size)
+    return jnp.where(take(inputs.valid, first, size)[:, None], x, jnp.zeros((), x.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums per token
+
+
+class RunningSums(NamedTuple):
+    """s_i = Σ_{j ≠ y_i} exp(z_ij − anchor_i) over the blocks seen so far, and what else was asked for."""
+
+    target_logit: Array
+    target: Array
+    anchor: Array
+    s: Array
+    highest: Array
+    gap_sum: Array | None  # Σ exp(z − anchor) (z − anchor), without the target
+    lowest: Array | None
+    argmax: Array | None
+    limit: Array | None = None  # where padding begins, if there is any
+
+    @staticmethod
+    def start(target_logit: Array, target: Array, statistics: Statistics, limit: Array | None = None) -> RunningSums:
+        zero = jnp.zeros_like(target_logit)
+        return RunningSums(
+            target_logit=target_logit,
+            target=target,
+            anchor=jnp.maximum(target_logit, LOWEST_ANCHOR),
+            s=zero,
+            highest=jnp.full_like(target_logit, -jnp.inf),
+            gap_sum=zero if statistics else None,
+            lowest=jnp.full_like(target_logit, jnp.inf) if statistics is True else None,
+            argmax=jnp.zeros_like(target) if statistics is True else None,
+            limit=limit,
+        )
+
+    def _real(self, z: Array, start: Any, padding: float) -> Array:
+        """A block with ``padding`` where the weight is padded."""
+        return z if self.limit is None else jnp.where(is_real(self.limit, start, z.shape[1]), z, padding)
+
+    def observe(self, z: Array, start: Any) -> RunningSums:
+        """Maximum (and minimum and first index of the maximum) of a block of logits."""
+        above = self._real(z, start, -jnp.inf)
+        block_highest = above.max(axis=1)
+        sums = self._replace(highest=jnp.maximum(self.highest, block_highest))
+        if self.argmax is None or self.lowest is None:
+            return sums
+        best = above.argmax(axis=1).astype(jnp.int32) + start
+        return sums._replace(
+            argmax=jnp.where(block_highest > self.highest, best, self.argmax),
+            lowest=jnp.minimum(self.lowest, self._real(z, start, jnp.inf).min(axis=1)),
+        )
+
+    def rescue(self) -> RunningSums:
+        """Move the anchor of a row to its maximum where exponents would grow too large; rescale what was summed."""
+        return self._moved(jnp.where(self.highest - self.anchor > RESCUE_NATS, self.highest, self.anchor))
+
+    def _moved(self, moved: Array) -> RunningSums:
+        step = self.anchor - moved
+        factor = jnp.exp(step)
+        gap_sum = None if self.gap_sum is None else factor * (self.gap_sum + self.s * step)
+        return self._replace(anchor=moved, s=self.s * factor, gap_sum=gap_sum)
+
+    def exponentiate(self, z: Array, start: Any) -> tuple[RunningSums, Array]:
+        """exp(z − anchor), 0 at the target, and the sums with it."""
+        gaps = z - self.anchor[:, None]
+        e = jnp.where(is_target(self.target, start, z.shape[1]), 0.0, self._real(jnp.exp(gaps), start, 0.0))
+        sums = self._replace(s=self.s + e.sum(axis=1))
+        if self.gap_sum is not None:
+            sums = sums._replace(gap_sum=self.gap_sum + (e * jnp.maximum(gaps, LOWEST_GAP)).sum(axis=1))
+        return sums, e
+
+    def together(self, shard: Shard, weighted: Array | None) -> tuple[RunningSums, Array | None]:
+        """The sums over all devices, which may have moved their anchors differently, and that of ``weighted``."""
+        if not shard.active:
+            return self, weighted
+        anchor = shard.largest(self.anchor)
+        sums = self if self.argmax is None else self.extremes(shard)
+        return sums._moved(anchor).total(shard, weighted)
+
+    def extremes(self, shard: Shard) -> RunningSums:
+        """Maximum (and minimum and lowest id of the maximum) over all devices."""
+        if not shard.active:
+            return self
+        if self.argmax is None or self.lowest is None:
+            return self._replace(highest=shard.largest(self.highest))
+        highest, negative = shard.largest((self.highest, -self.lowest))
+        argmax = shard.winner(self.argmax, self.highest == highest)
+        return self._replace(highest=highest, lowest=-negative, argmax=argmax)
+
+    def total(self, shard: Shard, weighted: Array | None) -> tuple[RunningSums, Array | None]:
+        """The sums over all devices, which have the same anchors, and that of ``weighted``."""
+        s, gap_sum, weighted = shard.total((self.s, self.gap_sum, weighted))
+        return self._replace(s=s, gap_sum=gap_sum), weighted
+
+    def e_target(self) -> Array:
+        """exp(a − anchor): 1 but for a rescued row."""
+        return jnp.exp(self.target_logit - self.anchor)
+
+    def finish(self, weighted_logits: Array | None) -> TokenSums:
+        log_total, entropy = numerics.finish_sums(XP, self.target_logit, self.anchor, self.s, self.gap_sum)
+        statistics = self.argmax is not None
+        return TokenSums(
+            target_logit=self.target_logit,
+            anchor=self.anchor,
+            log_total=log_total,
+            weighted_logits=weighted_logits,
+            entropy=entropy,
+            argmax=self.argmax,
+            max_logit=self.highest if statistics else None,
+            min_logit=self.lowest,
+        )
+
+
+def empty_sums(inputs: Inputs, weighted: bool, statistics: Statistics) -> TokenSums:
+    """[N] zeros for chunks to be put into."""
+    zero = jnp.zeros(inputs.target.shape, inputs.accumulation_dtype)
+    some = zero if statistics is True else None
+    index = jnp.zeros(inputs.target.shape, jnp.int32) if statistics is True else None
+    return TokenSums(zero, zero, zero, zero if weighted else None, zero if statistics else None, index, some, some)
+
+
+def put_sums(all_sums: TokenSums, part: TokenSums, first: Any) -> TokenSums:
+    """``all_sums`` with those of the tokens from ``first``."""
+    sums: TokenSums = jax.tree.map(lambda whole, piece: put(whole, piece, first), all_sums, part)
+    return sums
+
+
+def normalizer(inputs: Inputs, options: LossOptions, given: Array | None) -> Array:
+    """What the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 0 where no token counts."""
+    one = jnp.ones((), inputs.accumulation_dtype)
+    if options.reduction != "mean":
+        return one
+    if given is not None:
+        return one / given.astype(one.dtype)
+    counts = numerics.counts(XP, inputs)
+    if not inputs.shard.batch_axes:
+        return jnp.where((counts != 0).any(), one / counts.sum(), 0.0)
+    total, number = inputs.shard.batch_total((counts.sum(), (counts != 0).sum()))
+    return jnp.where(number > 0, one / total, 0.0)

@@ -1,0 +1,100 @@
+"""Loops over slices of arrays, and the slices themselves, which XLA moves without copying the array.
+
+Sizes are static: a loop goes over the full slices, and the ragged last one is a loop of its own. What a loop carries is
+updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.jax_impl.distributed import parallel
+
+Carry = TypeVar("Carry")
+
+
+def for_slices(length: int, size: int, body: Callable[[Carry, Any, int], Carry], carry: Carry) -> Carry:
+    """carry = body(carry, start, size) for every slice: a loop over the full ones, then the ragged rest."""
+    full, rest = divmod(length, size)
+    if length and parallel.tracked():
+        carry = _vary_as_made(lambda state: body(state, jnp.int32(0), min(size, length)), carry)
+    if full == 1:
+        carry = body(carry, 0, size)
+    elif full > 1:
+        carry = lax.fori_loop(jnp.int32(0), jnp.int32(full), lambda i, c: body(c, i * size, size), carry)
+    if not rest:
+        return carry
+    # A loop whose length XLA does not see: unrolled, the rest's blocks are computed beside the loop's, or shared
+    # between forward and backward, and held.
+    once = lax.optimization_barrier(jnp.int32(1))
+    carry = lax.fori_loop(jnp.int32(0), once, lambda i, c: body(c, full * size + i * rest, rest), carry)
+    return carry
+
+
+def _vary_as_made(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """``carry`` with types that vary over the axes over which a loop's body makes it vary, which JAX asks for."""
+    while True:
+        made = jax.eval_shape(body, carry)
+        wanted = jax.tree.map(lambda part, like: parallel.vary_over(part, parallel.varying(like)), carry, made)
+        if jax.tree.map(parallel.varying, wanted) == jax.tree.map(parallel.varying, carry):
+            return carry
+        carry = wanted
+
+
+def bits(array: Array) -> Array:
+    """A 16-bit float array as the integers it is made of, any other as it is.
+
+    XLA on a CPU slices, gathers and updates 16-bit floats in float32: it would convert the whole array first, V × D
+    that no plan has counted. Integers it moves as they are; the cast costs nothing.
+    """
+    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype in (jnp.bfloat16, jnp.float16) else array
+
+
+def floats(bits: Array, dtype: Any) -> Array:
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
+
+
+def _stay(array: Array, where: Any) -> tuple[Array, Any]:
+    """Tie a 16-bit array to where it is read: XLA would take its cast out of the loop, and copy the whole array."""
+    return lax.optimization_barrier((array, where)) if array.dtype in (jnp.bfloat16, jnp.float16) else (array, where)
+
+
+def take(array: Array, start: Any, size: int) -> Array:
+    """array[start:start + size]."""
+    array, start = _stay(array, start)
+    return floats(lax.dynamic_slice_in_dim(bits(array), start, size), array.dtype)
+
+
+def take_block(matrix: Array, rows: int, start: Any, size: int) -> Array:
+    """matrix[:rows, start:start + size]; the matrix is never 16-bit."""
+    return lax.dynamic_slice(matrix, (jnp.zeros_like(start), start), (rows, size))
+
+
+def put(array: Array, part: Array, start: Any, axis: int = 0) -> Array:
+    """array with ``part`` at ``start``; along the other axis a part may be shorter and fills its beginning."""
+    return floats(lax.dynamic_update_slice_in_dim(bits(array), bits(part), start, axis), array.dtype)
+
+
+def rows_at(array: Array, indices: Array) -> Array:
+    """array[indices] along the first axis."""
+    array, indices = _stay(array, indices)
+    return floats(bits(array)[indices], array.dtype)
+
+
+def run_sums(ids: Array, values: Array) -> tuple[Array, Array]:
+    """(sum of the values from the first of a run of equal ids up to here, where runs end), along the first axis. A scan
+    over a fixed tree, so the same from run to run."""
+    begins = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+
+    def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        (a_begins, a), (b_begins, b) = left, right
+        fresh = b_begins.reshape(-1, *(1,) * (b.ndim - 1))
+        return a_begins | b_begins, jnp.where(fresh, b, a + b)
+
+    _, sums = lax.associative_scan(join, (begins, values))
+    return sums, jnp.concatenate([begins[1:], jnp.ones(1, bool)])
