@@ -50,6 +50,83 @@ AREAL = {
 # Of dW and of its commonest targets' rows, in place of RATIO: a dW that is rounded once has at most this.
 ROUNDED_ONCE = 1.1
 
+# Relative, of float32 values that several operations amplify: powers, differences of logits near 200, a training step.
+CHAIN = 1e-5
+# Relative, of what is left where numbers a thousand times as large cancel.
+CANCELLED = 1e-4
+# Relative, of what rests on logits near 200 or on float16 inputs: three digits.
+THREE_DIGITS = 1e-3
+
+# Element by element, as the frameworks' own assert functions take them: relative and absolute tolerance.
+ELEMENTS = {
+    "the same sums": {"rtol": 1e-6, "atol": 1e-7},
+    "compiled": {"rtol": 1e-5, "atol": 1e-7},
+    "another order": {"rtol": 1e-5, "atol": 1e-6},
+    "another size": {"rtol": 1e-5, "atol": 1e-5},
+    "mapped": {"rtol": 1e-4, "atol": 1e-6},
+    "long sums": {"rtol": 1e-4, "atol": 1e-5},
+    "long sums bfloat16": {"rtol": 2e-2, "atol": 1e-5},
+    "models in two frameworks": {"rtol": 2e-4, "atol": 2e-4},
+    "bfloat16 loss": {"rtol": 1e-2, "atol": 0.0},
+    "bfloat16 logits": {"rtol": 1e-2, "atol": 1e-2},
+    "bfloat16 gradients": {"rtol": 1e-2, "atol": 1e-4},
+    "bfloat16 products": {"rtol": 0.05, "atol": 0.1},
+    "float64": {"rtol": 1e-10, "atol": 1e-12},
+}
+# Of a slope beside a quotient of float64 differences, as pytest.approx takes them.
+DIFFERENCES = {"rel": 1e-5, "abs": 1e-6}
+
+# Each of one test, named for what it compares there. Errors are relative unless the name says otherwise.
+BOUND = {
+    # test_reference.py: explicit full logits lose log 2 beside 2^24, and p - 1 near p = 1.
+    "tied float64": 1e-8,
+    "confident float64": 1e-12,
+    "tied float64 autograd": 1e-8,
+    "confident float64 autograd": 1e-10,
+    "bounds of float64, absolute": 1e-12,
+    "given and own logits float64": 1e-14,
+    # test_losses.py: a divergence from itself.
+    "zero divergence, absolute": 1e-7,
+    "policy from rounded probabilities": 2e-5,
+    # Gradients in bfloat16 that two programs round in different places.
+    "autocast bfloat16": 5e-3,
+    "scaled backwards bfloat16": 5e-3,
+    "pallas beside xla bfloat16": 6e-3,
+    "full logits beside ours bfloat16": 2e-2,
+    "added bfloat16": 2.0**-8,
+    "block of ones bfloat16": 1e-2,
+    # Of the demo's losses after a dozen updates, whose own bound is 1e-3.
+    "demo": 2e-5,
+    # Flops that were counted against the formula; XLA counts element-wise work as well.
+    "flops": 0.02,
+    "flops of XLA": 0.06,
+    # A first loss is near log V.
+    "first loss of the demo, absolute": 0.05,
+    "first loss of a page": 0.2,
+    "first loss of the sharded page": 0.05,
+    "first loss of an example": 0.1,
+    # Times the error of one chunk, and of rounding the truth.
+    "chunks beside one, times": 1.1,
+    "gather beside rounding, times": 1.05,
+    # A parameter's gradient counts on the scale of the largest one's, this share of it at least.
+    "share of the largest gradient": 0.01,
+    # float32 training in two frameworks.
+    "losses of 300 steps": 1e-5,
+    "parameters after 300 steps": 1e-4,
+    # A sum in two parts of 16 bits.
+    "parted sum": 2.0**-16,
+    # Rounding of what the command prints.
+    "printed bytes": 0.005,
+    "printed cost, absolute": 5e-4,
+    # Two errors that another framework's bridge may change.
+    "errors of one bridge": 0.2,
+    # A test's own truth, from probabilities near 1 in float64.
+    "quotient near one": 0.02,
+    # Examples on two ranks beside one; logged numbers have four digits.
+    "example on two ranks": 1e-3,
+    "logged": 1e-4,
+}
+
 # Between two implementations that both pass: the sum of their allowances is what they may differ by.
 OUTPUTS = ("loss", "dhidden", "dweight", "dbias")
 # The rows of dweight that belong to the commonest targets of a problem with the tag "trained".

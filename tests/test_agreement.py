@@ -22,7 +22,7 @@ from implementations import (
 
 from logitless import reference
 from logitless.problems import PROBLEMS, Problem
-from logitless.tolerances import OUTPUTS, allowance, error
+from logitless.tolerances import OUTPUTS, TINY, allowance, error
 
 LOW = ("float32", "bfloat16", "float16")
 
@@ -93,7 +93,7 @@ def test_statistics(impl: Any, name: str, dtype: str) -> None:
         made = run_case(impl, case, return_stats=True, plan=plan).stats
         # float32 logits on either side of a tie may swap: where argmax differs, the maxima must be equal to rounding.
         for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
-            assert error(getattr(made, field), getattr(true, field)) <= 2e-6, field
+            assert error(getattr(made, field), getattr(true, field)) <= 2 * TINY["float32"], field
         assert (made.argmax == true.argmax).mean() >= 0.99
         assert ((made.argmax == -1) == (true.argmax == -1)).all()
         assert (made.correct == true.correct).mean() >= 0.99

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from logitless.tolerances import BOUND
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))]
 # A fenced block of Python in any of the forms that renderers know.
@@ -63,7 +65,7 @@ def test_plain_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None
     names: dict[str, Any] = {}
     exec(compile(code, "page", "exec"), names)
     assert "loss" in capsys.readouterr().out
-    assert float(names["loss"]) == pytest.approx(np.log(5000), rel=0.2)
+    assert float(names["loss"]) == pytest.approx(np.log(5000), rel=BOUND["first loss of a page"])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_blocks_of_the_models_run(code: str, capsys: pytest.CaptureFixture[str])
     names: dict[str, Any] = {}
     exec(compile(code, "docs/huggingface.md", "exec"), names)
     loss = float(capsys.readouterr().out.split("loss ")[1])
-    assert loss == pytest.approx(np.log(5000), rel=0.2)
+    assert loss == pytest.approx(np.log(5000), rel=BOUND["first loss of a page"])
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
@@ -111,7 +113,7 @@ def test_blocks_run_as_a_program(
         if "dist" in names:
             names["dist"].destroy_process_group()
     losses = [float(loss) for loss in re.findall(r"^loss (.*)$", capsys.readouterr().out, flags=re.MULTILINE)]
-    assert losses == pytest.approx([np.log(5000)] * len(losses), rel=0.05)
+    assert losses == pytest.approx([np.log(5000)] * len(losses), rel=BOUND["first loss of the sharded page"])
     assert len(losses) == {"docs/sharding_torch.md": 2, "docs/sharding_jax.md": 3}.get(page, 0)
 
 
@@ -142,7 +144,7 @@ def test_examples_learn(name: str, needs: tuple[str, ...], capsys: pytest.Captur
         pytest.importorskip(module, reason="the example needs it")
     last = runpy.run_path(str(ROOT / "examples" / f"{name}_training.py"))["main"]()
     first = float(capsys.readouterr().out.split("loss ")[1].split()[0])
-    assert first == pytest.approx(np.log(4096), rel=0.1)
+    assert first == pytest.approx(np.log(4096), rel=BOUND["first loss of an example"])
     assert last < 0.7 * first
 
 

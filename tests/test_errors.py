@@ -14,6 +14,7 @@ from implementations import every_implementation, in_its_own_dtype
 
 from logitless import plan, spec
 from logitless.spec import ArrayInfo, LossOptions
+from logitless.tolerances import TINY
 
 
 def call(impl: Any, **changes: Any) -> Any:
@@ -147,7 +148,7 @@ def test_normalizer_belongs_to_mean(impl: Any) -> None:
     with pytest.raises(ValueError, match=r"normalizer: got shape \(1,\), allowed is a number or an array without axes"):
         call(impl, normalizer=impl.array(np.ones(1, np.float32)))
     as_array = call(impl, normalizer=impl.array(np.float32(4.0)))
-    assert float(as_array.loss) == pytest.approx(float(call(impl, normalizer=4).loss), rel=1e-6)
+    assert float(as_array.loss) == pytest.approx(float(call(impl, normalizer=4).loss), rel=TINY["float32"])
 
 
 @every_implementation

@@ -22,6 +22,7 @@ jnp = jax.numpy
 from logitless import torch_impl  # noqa: E402
 from logitless.interop import compare, jax_in_torch, to_jax, to_torch, torch_in_jax  # noqa: E402
 from logitless.problems import BY_NAME  # noqa: E402
+from logitless.tolerances import ELEMENTS  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -255,7 +256,7 @@ class TestSharing:
         both = jax.value_and_grad(torch_in_jax(loss), argnums=(0, 1))
         eager, jitted = both(x, w, y), jax.jit(both)(x, w, y)
         for one, other in zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True):
-            assert np.allclose(one, other, rtol=1e-5, atol=1e-7)
+            assert np.allclose(one, other, **ELEMENTS["compiled"])
         assert set(devices) == {"cuda"}
 
     def test_tensors_on_two_devices_are_refused(self) -> None:

@@ -14,7 +14,7 @@ from implementations import every_implementation, in_its_own_dtype, in_turn
 
 from logitless.objectives import distillation_tile
 from logitless.rounding import round_to
-from logitless.tolerances import GRADIENT, ON_TOP_GRADIENT, ON_TOP_LOSS, error
+from logitless.tolerances import BOUND, CANCELLED, CHAIN, GRADIENT, ON_TOP_GRADIENT, ON_TOP_LOSS, TINY, error
 
 ARGUMENTS = ("hidden", "weight", "bias")
 SEQUENCES, T, D, V, D_TEACHER = 6, 9, 12, 70, 17
@@ -188,13 +188,13 @@ def test_dpo_statistics_and_reductions(impl: Any) -> None:
     sums = impl.numpy(log_prob).sum(1)
     rewards = 0.3 * (sums - (a["reference_log_prob"] * counted(a)).sum(1))
     for values, expected in zip(stats, (sums[:3], sums[3:], rewards[:3], rewards[3:]), strict=True):
-        assert error(impl.numpy(values), expected) <= 1e-6
+        assert error(impl.numpy(values), expected) <= TINY["float32"]
     losses = impl.numpy(losses)
     assert losses.shape == (3,)
-    assert error(losses, np.log1p(np.exp(rewards[3:] - rewards[:3]))) <= 1e-6
+    assert error(losses, np.log1p(np.exp(rewards[3:] - rewards[:3]))) <= TINY["float32"]
     for reduction, expected in (("sum", losses.sum()), ("mean", losses.mean())):
         value = package.dpo_loss(*given, **known, reduction=reduction, backend=impl.backend)
-        assert error(impl.numpy(value), expected) <= 1e-6
+        assert error(impl.numpy(value), expected) <= TINY["float32"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_policy_on_its_own_samples_and_statistics(impl: Any) -> None:
     expected = impl.run_log_probs(
         a["hidden"], a["weight"], np.where(counted(a) > 0, a["target"], -100), a["bias"], log_prob_upstream=upstream
     )
-    assert error(own[0], (upstream * 1.0).sum()) <= 1e-6
+    assert error(own[0], (upstream * 1.0).sum()) <= TINY["float32"]
     for name in ARGUMENTS:
         assert error(own[1][name], expected.grads[name]) <= 2 * GRADIENT[impl.dtype], name
     a["old_log_prob"] = a["old_log_prob"] - np.where(np.arange(T) % 2, 0.5, 0.1).astype(np.float32)
@@ -271,10 +271,10 @@ def test_policy_on_its_own_samples_and_statistics(impl: Any) -> None:
     ones = counted(a)
     ratio = np.broadcast_to(np.exp(np.where(np.arange(T) % 2, 0.5, 0.1)), ones.shape)
     d = (a["reference_log_prob"] - impl.numpy(log_prob)) * ones
-    assert error(stats.log_prob, impl.numpy(log_prob)) <= 1e-6
-    assert error(stats.ratio, ratio * ones) <= 1e-6
-    assert error(stats.entropy, impl.numpy(entropy)) <= 1e-6
-    assert error(stats.kl, np.exp(d) - d - 1) <= 1e-5
+    assert error(stats.log_prob, impl.numpy(log_prob)) <= TINY["float32"]
+    assert error(stats.ratio, ratio * ones) <= TINY["float32"]
+    assert error(stats.entropy, impl.numpy(entropy)) <= TINY["float32"]
+    assert error(stats.kl, np.exp(d) - d - 1) <= CHAIN
     assert np.array_equal(stats.clipped, (ratio > 1.2) & (a["advantage"] > 0) & (ones > 0))
     assert 0 < stats.clipped.sum() < ones.sum()
 
@@ -306,7 +306,7 @@ def test_policy_normalizer_joins_micro_batches(impl: Any, aggregation: str) -> N
              impl.dtype, aggregation=aggregation, normalizer=total)
         for rows in (slice(0, 2), slice(2, 6))
     ]  # fmt: skip
-    assert error(parts[0][0] + parts[1][0], whole[0]) <= 1e-6
+    assert error(parts[0][0] + parts[1][0], whole[0]) <= TINY["float32"]
     assert error(parts[0][1]["weight"] + parts[1][1]["weight"], whole[1]["weight"]) <= GRADIENT[impl.dtype]
 
 
@@ -365,8 +365,8 @@ def test_distillation_from_itself_is_zero(impl: Any, beta: float) -> None:
     for name in ARGUMENTS:
         a[f"teacher_{name}"] = a[name]
     loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, impl.dtype, beta=beta)
-    assert abs(loss) <= 1e-7
-    assert max(np.abs(grad).max() for grad in grads.values()) <= 1e-7
+    assert abs(loss) <= BOUND["zero divergence, absolute"]
+    assert max(np.abs(grad).max() for grad in grads.values()) <= BOUND["zero divergence, absolute"]
 
 
 @in_its_own_dtype
@@ -387,7 +387,7 @@ def test_distillation_reductions_and_normalizer(impl: Any) -> None:
     truth = true(impl, a, full_distillation(a, 0.0, lambda d, m: (d * m).sum()))
     for options, factor in (({"reduction": "sum"}, 1.0), ({"normalizer": 7.0}, 1 / 7.0)):
         loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, impl.dtype, **options)
-        assert error(loss, truth[0] * factor) <= 1e-6
+        assert error(loss, truth[0] * factor) <= TINY["float32"]
         assert error(grads["weight"], truth[1]["weight"] * factor) <= 2 * GRADIENT[impl.dtype]
     package, _, _, _ = tools(impl)
     given = {name: impl.array(a[name], impl.dtype) for name in (*ARGUMENTS, *DISTILLATION_CONSTANTS[1:])}
@@ -396,7 +396,7 @@ def test_distillation_reductions_and_normalizer(impl: Any) -> None:
     assert losses.shape == (SEQUENCES, T)
     assert not losses[a["mask"] == 0].any()
     assert (losses[a["mask"] != 0] > 0).all()
-    assert error(losses.sum(), truth[0]) <= 1e-6
+    assert error(losses.sum(), truth[0]) <= TINY["float32"]
 
 
 @in_its_own_dtype
@@ -410,7 +410,7 @@ def test_distillation_with_ids_that_neither_side_has(impl: Any, beta: float) -> 
     expected = made(impl, "distillation_loss", few, DISTILLATION_CONSTANTS, impl.dtype, beta=beta)
     result = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, impl.dtype, beta=beta)
     assert np.isfinite(expected[0])
-    assert error(result[0], expected[0]) <= 1e-6
+    assert error(result[0], expected[0]) <= TINY["float32"]
     assert error(result[1]["hidden"], expected[1]["hidden"]) <= GRADIENT[impl.dtype]
     assert error(result[1]["weight"][~gone], expected[1]["weight"]) <= GRADIENT[impl.dtype]
     assert not result[1]["weight"][gone].any()
@@ -433,12 +433,12 @@ def test_distillation_of_shifted_logits_near_the_teachers(impl: Any, beta: float
     a["bias"] = np.round(a["bias"] * 64) / 64
     a["teacher_bias"] = a["bias"] + np.random.default_rng(3).integers(-1, 2, V).astype(np.float32) / 64
     truth = true(impl, a, full_distillation(a, beta, lambda d, m: (d * m).sum() / m.sum()))
-    assert 1e-5 < truth[0] < 1e-3
+    assert 1e-3 > truth[0] > 1e-5
     a["bias"] = a["bias"] + np.float32(shift)
     loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, "float32", beta=beta)
-    assert error(loss, truth[0]) <= 1e-4
+    assert error(loss, truth[0]) <= CANCELLED
     for name in ARGUMENTS:
-        assert error(grads[name], truth[1][name]) <= 1e-4, name
+        assert error(grads[name], truth[1][name]) <= CANCELLED, name
 
 
 @every_implementation

@@ -12,6 +12,7 @@ jax = pytest.importorskip("jax", reason="these tests are about JAX")
 import jax.numpy as jnp  # noqa: E402
 
 from logitless.jax_impl import clipped_policy_loss, distillation_loss, dpo_loss  # noqa: E402
+from logitless.tolerances import ELEMENTS  # noqa: E402
 
 NAMES = ("dpo", "policy", "distillation")
 
@@ -44,11 +45,11 @@ def test_transformations(name: str) -> None:
     jitted = jax.jit(jax.grad(jax.checkpoint(loss), (0, 1)))(x, w)
     mapped = jax.vmap(jax.grad(loss, (0, 1)), in_axes=(0, None))(jnp.stack([x, 2 * x]), w)
     for one, other, many in zip(expected, jitted, mapped, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(one, many[0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(one, other, **ELEMENTS["compiled"])
+        np.testing.assert_allclose(one, many[0], **ELEMENTS["mapped"])
         assert np.abs(many[1] - many[0]).max() > 1e-4
     with jax.numpy_dtype_promotion("strict"):
-        np.testing.assert_allclose(jax.grad(loss, (0, 1))(x, w)[1], expected[1], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(jax.grad(loss, (0, 1))(x, w)[1], expected[1], **ELEMENTS["compiled"])
 
 
 @pytest.mark.case(32)

@@ -15,8 +15,9 @@ from logitless import reference
 from logitless.ideal import ideal_gradients
 from logitless.problems import PROBLEMS, Case, Problem
 from logitless.spec import LossOptions
-from logitless.tolerances import OUTPUTS, TINY, error
+from logitless.tolerances import BOUND, DIFFERENCES, ELEMENTS, OUTPUTS, TINY, error
 
+SLACK = BOUND["bounds of float64, absolute"]
 DOUBLE = [problem.with_dtype("float64") for problem in PROBLEMS]
 
 
@@ -25,7 +26,7 @@ def test_equals_explicit_full_logits(problem: Problem) -> None:
     true, other = truth_outputs(problem), ideal_gradients(problem.case())
     for name in OUTPUTS:
         # Full logits lose log 2 beside 2²⁴ and p − 1 near p = 1: there the anchored side is the better one.
-        limit = {"tied": 1e-8, "confident": 1e-12}.get(problem.name, TINY["float64"])
+        limit = BOUND.get(f"{problem.name} float64", TINY["float64"])
         assert error(other[name], true[name]) <= limit, name
 
 
@@ -59,7 +60,7 @@ def autograd_outputs(case: Case) -> dict[str, Any]:
 def test_equals_torch_autograd(problem: Problem) -> None:
     true, other = truth_outputs(problem), autograd_outputs(problem.case())
     for name in OUTPUTS:
-        limit = {"tied": 1e-8, "confident": 1e-10}.get(problem.name, TINY["float64"])
+        limit = BOUND.get(f"{problem.name} float64 autograd", TINY["float64"])
         assert error(other[name], true[name]) <= limit, name
 
 
@@ -94,7 +95,7 @@ def test_drawn_problems_equal_full_logits_and_finite_differences(problem: Proble
     case = problem.case()
     true, other = truth_outputs(problem), ideal_gradients(case)
     for name in OUTPUTS:
-        assert np.allclose(other[name], true[name], rtol=1e-10, atol=1e-12), name
+        assert np.allclose(other[name], true[name], **ELEMENTS["float64"]), name
 
     rng = np.random.default_rng(problem.seed)
     step = 1e-5
@@ -111,7 +112,7 @@ def test_drawn_problems_equal_full_logits_and_finite_differences(problem: Proble
 
         slope = (shifted(1.0) - shifted(-1.0)) / (2 * step)
         analytic = float(np.sum(true[f"d{argument}"] * direction))
-        assert slope == pytest.approx(analytic, rel=1e-5, abs=1e-6), argument
+        assert slope == pytest.approx(analytic, **DIFFERENCES), argument
 
 
 @settings(max_examples=40, deadline=None)
@@ -130,13 +131,13 @@ def test_log_probs_and_entropy_against_finite_differences(problem: Problem, with
     made = reference.linear_log_probs(
         case.hidden, case.weight, case.target, case.bias, log_prob_upstream=g1, entropy_upstream=g2, **options
     )
-    assert np.all(made.log_prob <= 1e-12)
-    assert np.all((made.entropy >= -1e-12) & (made.entropy <= np.log(problem.vocab) + 1e-12))
+    assert np.all(made.log_prob <= SLACK)
+    assert np.all((made.entropy >= -SLACK) & (made.entropy <= np.log(problem.vocab) + SLACK))
     for argument, grad in (("hidden", made.hidden_grad), ("weight", made.weight_grad)):
         direction = rng.standard_normal(grad.shape)
         up = total(**{argument: arrays[argument] + 1e-5 * direction})
         down = total(**{argument: arrays[argument] - 1e-5 * direction})
-        assert (up - down) / 2e-5 == pytest.approx(float(np.sum(grad * direction)), rel=1e-5, abs=1e-6), argument
+        assert (up - down) / 2e-5 == pytest.approx(float(np.sum(grad * direction)), **DIFFERENCES), argument
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])

@@ -368,7 +368,7 @@ def test_errors_inside_of_shard_map() -> None:
             out_specs=P(), check_vma=False,
         )
     )  # fmt: skip
-    assert float(unchecked(x, w, y)) == pytest.approx(float(linear_cross_entropy(x, w, y)), rel=1e-6)
+    assert float(unchecked(x, w, y)) == pytest.approx(float(linear_cross_entropy(x, w, y)), rel=TINY["float32"])
     with pytest.raises(ValueError, match=r"check_vma=False, allowed for gradients is check_vma=True"):
         jax.grad(unchecked)(x, w, y)
 

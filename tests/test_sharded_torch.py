@@ -27,7 +27,7 @@ from ranks import Failed, Ranks, group_of  # noqa: E402
 
 from logitless.problems import Problem  # noqa: E402
 from logitless.spec import LossOptions, TokenStats  # noqa: E402
-from logitless.tolerances import TINY, error  # noqa: E402
+from logitless.tolerances import BOUND, CHAIN, ELEMENTS, TINY, error  # noqa: E402
 from logitless.torch_impl import global_normalizer, linear_cross_entropy, linear_log_probs  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -73,7 +73,7 @@ def shard_run(rank: int, problem: Problem, ranks: int, more: dict[str, Any], seq
     first = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
     second = torch.autograd.grad(loss, leaves, upstream)
     for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2 if dtype == "bfloat16" else 1e-4, atol=1e-5)
+        torch.testing.assert_close(one, other, **ELEMENTS["long sums bfloat16" if dtype == "bfloat16" else "long sums"])
     numbers = [EAGER.numpy(value) for value in (loss, *first)]
     return numbers, [EAGER.numpy(value) for value in stats]
 
@@ -139,7 +139,7 @@ def test_equal_to_one_device(pool: Ranks, name: Any, ranks: int, more: dict[str,
     for field in ("argmax", "correct"):
         np.testing.assert_array_equal(getattr(stats, field), getattr(alone, field))
     for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
-        np.testing.assert_allclose(getattr(stats, field), getattr(alone, field), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(getattr(stats, field), getattr(alone, field), **ELEMENTS["another size"])
 
 
 @pytest.mark.case(26)
@@ -179,7 +179,7 @@ def test_the_kernels_on_two_ranks(pool: Ranks, problem: Problem, plan: dict[str,
     assert_within(problem, outcome)
     alone = run_case(EAGER, problem.case(), return_stats=True).stats
     np.testing.assert_array_equal(stats.argmax, alone.argmax)
-    np.testing.assert_allclose(stats.entropy, alone.entropy, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stats.entropy, alone.entropy, **ELEMENTS["long sums"])
 
 
 def log_probs_run(rank: int, case: dict[str, Any], ranks: int) -> Any:
@@ -241,8 +241,8 @@ def test_ranks_that_are_rescued_apart(pool: Ranks, backend: str) -> None:
     p = np.exp(np.array([0.0, 39.0, 41.0, 40.5]) - 41.0)
     log_p = np.log(p / p.sum())
     for log_prob, entropy in pool.run(shifts_run, backend, ranks=2):
-        np.testing.assert_allclose(log_prob, log_p[0], rtol=1e-6)
-        np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(), rtol=1e-5)
+        np.testing.assert_allclose(log_prob, log_p[0], rtol=TINY["float32"])
+        np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(), rtol=CHAIN)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ def test_a_weight_that_fsdp_has_cut_is_no_part_of_a_vocabulary(pool: Ranks) -> N
         for words in said:
             assert words.startswith("weight: got a parameter that fully_shard (FSDP2) has cut"), words
             assert "LinearCrossEntropy" in words
-        assert loss == pytest.approx(right, rel=1e-6)
+        assert loss == pytest.approx(right, rel=TINY["float32"])
 
 
 def tensor_parallel_run(rank: int) -> Any:
@@ -579,4 +579,4 @@ def test_the_example_learns_the_same_on_any_number_of_ranks(pool: Ranks) -> None
     assert alone[0][0] > 6.5
     assert alone[0][-1] < 3
     assert pair[0] == pair[1]
-    np.testing.assert_allclose(pair[0], alone[0], rtol=1e-3)
+    np.testing.assert_allclose(pair[0], alone[0], rtol=BOUND["example on two ranks"])

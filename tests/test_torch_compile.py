@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 
 from logitless import plan  # noqa: E402
+from logitless.tolerances import ELEMENTS  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.torch_impl.call import LatePlan  # noqa: E402
 from logitless.torch_impl.compiled import tracing  # noqa: E402
@@ -192,7 +193,7 @@ def test_inductor_and_tied_weights(device: str, backend: str) -> None:
         plain, made = (results(f, (w, b, y), training) for f in (function, compiled))
         assert torch.equal(made[0], plain[0])
         for one, other in zip(made, plain, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(one, other, **ELEMENTS["another order"])
 
 
 @pytest.mark.case(24)
@@ -297,7 +298,7 @@ def test_a_changing_number_of_chunks(device: str, backend: str, monkeypatch: pyt
     for tokens in (20, 40, 70, 50):
         arrays = tensors(device, tokens)
         for one, other in zip(results(compiled, arrays), results(function, arrays), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(one, other, **ELEMENTS["another size"])
     assert graphs_of(counter) == (3 if backend == "triton" else 1)
 
 

@@ -13,6 +13,7 @@ from implementations import in_every_torch_place  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from logitless import plan  # noqa: E402
+from logitless.tolerances import ELEMENTS  # noqa: E402
 from logitless.torch_impl import (  # noqa: E402
     LinearCrossEntropy,
     cross_entropy,
@@ -70,8 +71,8 @@ def test_grad_is_autograds(device: str, backend: str, name: str) -> None:
     made, same = torch.func.grad_and_value(function, argnums=(0, 1, 2))(x, w, b, y)
     assert torch.equal(same, value)
     for one, other in zip(made, truth, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(torch.func.grad(function, argnums=1)(x, w, b, y), truth[1], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(one, other, **ELEMENTS["the same sums"])
+    torch.testing.assert_close(torch.func.grad(function, argnums=1)(x, w, b, y), truth[1], **ELEMENTS["the same sums"])
 
 
 def test_vjp_and_a_module() -> None:
@@ -139,7 +140,7 @@ def test_loss_scaling(device: str, backend: str) -> None:
     scaler.scale(linear_cross_entropy(x, weight, y, b, backend=backend)).backward()
     scaler.step(optimizer)
     scaler.update()
-    torch.testing.assert_close(weight.detach(), w - 0.1 * truth, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(weight.detach(), w - 0.1 * truth, **ELEMENTS["the same sums"])
     before = weight.detach().clone()
     optimizer.zero_grad()
     scaler.scale(linear_cross_entropy(x * float("inf"), weight, y, b, backend=backend)).backward()

@@ -21,10 +21,9 @@ from logitless import plan  # noqa: E402
 from logitless.interop import to_jax, to_torch  # noqa: E402
 from logitless.interop.demo import jax_model, torch_model  # noqa: E402
 from logitless.interop.demo.settings import DemoSettings, initial_parameters  # noqa: E402
+from logitless.tolerances import BOUND  # noqa: E402
 
 SETTINGS = DemoSettings(vocabulary=500, width=32, layers=1, heads=4, sequence=16, batch=4, steps=300)
-LOSS_TOLERANCE = 1e-5
-PARAMETER_TOLERANCE = 1e-4
 
 
 @pytest.fixture(autouse=True)
@@ -66,13 +65,13 @@ def test_float32_on_the_cpu() -> None:
     one, other = np.array(in_torch.losses), np.array(in_jax.losses)
     assert one.shape == (300,)
     assert one[-20:].mean() < 0.7 * one[0]  # it has learnt, so that 300 different points were compared
-    assert np.abs(one / other - 1).max() <= LOSS_TOLERANCE
+    assert np.abs(one / other - 1).max() <= BOUND["losses of 300 steps"]
     assert set(in_torch.parameters) == set(initial)
     for name, array in to_torch(in_jax.parameters).items():
         mine = in_torch.parameters[name]
         assert not torch.equal(mine, initial[name])
         difference = torch.linalg.vector_norm(mine - array) / torch.linalg.vector_norm(mine)
-        assert difference <= PARAMETER_TOLERANCE, name
+        assert difference <= BOUND["parameters after 300 steps"], name
 
 
 def test_a_wrong_gradient_would_be_seen() -> None:
@@ -93,7 +92,7 @@ def test_a_wrong_gradient_would_be_seen() -> None:
 
     right = torch_model.train(initial, ids, SETTINGS, torch_model.logitless_loss, silent)
     wrong = torch_model.train(initial, ids, SETTINGS, wrong_loss, silent)
-    assert np.abs(np.array(wrong.losses) / np.array(right.losses) - 1).max() > LOSS_TOLERANCE
+    assert np.abs(np.array(wrong.losses) / np.array(right.losses) - 1).max() > BOUND["losses of 300 steps"]
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
 from logitless import plan as make_plan  # noqa: E402
-from logitless.tolerances import TINY, error  # noqa: E402
+from logitless.tolerances import BOUND, TINY, error  # noqa: E402
 from logitless.torch_impl import LinearCrossEntropy, linear_cross_entropy  # noqa: E402
 from logitless.torch_impl.memory import peak_scratch_bytes  # noqa: E402
 
@@ -85,7 +85,7 @@ def skip_without_triton(backend: str) -> None:
 
 
 def close(made: Any, true: Any, dtype: Any) -> None:
-    limit = 4 * TINY["float32"] if dtype == torch.float32 else 2.0**-8
+    limit = 4 * TINY["float32"] if dtype == torch.float32 else BOUND["added bfloat16"]
     assert error(made.detach().double().cpu().numpy(), true.detach().double().numpy()) <= limit
 
 
