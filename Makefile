@@ -1,18 +1,27 @@
-# make demo   train one small model on real text in both frameworks, with and without full logits
-# make test   lint, types and all tests
-# make lint   lint and types only
-# make docs   the documentation as a site, in site/; a warning is an error
-# make dist   the source distribution and the wheel, in dist/; the wheel passes the tests of the source distribution
-# make clean  remove the environment and everything built
+# make demo      train one small model on real text in both frameworks, with and without full logits
+# make test      lint, types and the tests that guard correctness: at most 6 minutes on 2 cores
+# make test-all  those, then the slow tests, then the tests with JAX alone under Python 3.12, where that is installed
+# make lint      lint and types only
+# make docs      the documentation as a site, in site/; a warning is an error
+# make dist      the source distribution and the wheel, in dist/; the wheel passes the tests of the source distribution
+# make clean     remove the environment and everything built
 #
 # PYTHON      the interpreter that makes the environment (default: the first of python3.11, python3 that runs)
 # FRAMEWORKS  torch,jax (default), or jax: an environment without torch, for the tests that need none
 # VENV        where the environment goes (default: .venv, or .venv-jax with FRAMEWORKS=jax)
 # PYTEST_ARGS what to hand to pytest, for example PYTEST_ARGS="-k plan -x"
+# PYTHON_312  the interpreter of test-all's second environment (default: one on PATH or of pyenv's that runs)
 
 FRAMEWORKS ?= torch,jax
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
+
+# A python3.12 on PATH may be a shim of pyenv's that runs nothing, so every candidate is tried.
+PYTHON_312 ?= $(shell for name in python3.12 $$(pyenv root 2>/dev/null)/versions/3.12*/bin/python3.12; do \
+	if $$name -c "import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))" >/dev/null 2>&1; then \
+	echo $$name; break; fi; done)
+# The second environment leaves out the tests of what both environments share, which the first one has run.
+SHARED_TESTS := cases losses losses_jax losses_memory per_token logits_loss parity reference demo
 
 ifndef PYTHON
 PYTHON := $(shell for name in python3.11 python3; do \
@@ -63,6 +72,7 @@ BIN := $(VENV)/bin
 
 # One thread each: the tests run in PYTEST_WORKERS processes.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup
 
 # The project is installed as a strict editable install, a folder of links that type checkers can read too. A new file
 # is not in it until the next install, so a list of the source files is kept, rewritten only when it has changed.
@@ -71,7 +81,7 @@ SOURCE_LIST := $(VENV)/sources.txt
 INSTALL := $(BIN)/python -m pip install --quiet
 INSTALL_PROJECT := $(INSTALL) --config-settings editable_mode=strict --editable
 
-.PHONY: demo test lint docs dist clean FORCE
+.PHONY: demo test test-all test-slow test-jax lint docs dist clean FORCE
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -79,7 +89,20 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python -m logitless demo
 
 test: $(VENV)/.installed-test $(TEST_NEEDS)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: test test-slow test-jax
+
+test-slow: $(VENV)/.installed-test
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-jax:
+ifeq "$(FRAMEWORKS)" "torch,jax"
+	@if [ -n "$(PYTHON_312)" ]; then \
+		$(MAKE) test FRAMEWORKS=jax PYTHON="$(PYTHON_312)" VENV="$(VENV)-jax" \
+			PYTEST_ARGS='-m "" $(SHARED_TESTS:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)'; \
+	else echo "test-all: the tests with JAX alone did NOT run: no python3.12 that runs was found"; fi
+endif
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -51,9 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
-def pytest_report_header() -> str:
-    """The seed that repeats the run."""
-    return f"random problems: LOGITLESS_FUZZ_SEED={os.environ['LOGITLESS_FUZZ_SEED']}"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The seed that repeats the run, and whether slow tests are left out."""
+    lines = [f"random problems: LOGITLESS_FUZZ_SEED={os.environ['LOGITLESS_FUZZ_SEED']}"]
+    if config.option.markexpr == "not slow":
+        lines.append('slow tests: left out; make test-all or -m "" runs them')
+    return lines
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
