@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -278,3 +280,12 @@ def test_no_host_synchronisation_in_the_chunk(monkeypatch: pytest.MonkeyPatch) -
 def test_dispatch_module_is_the_tested_one() -> None:
     assert linear_cross_entropy.__module__ == "logitless.torch_impl.api"
     assert eager.__name__ == "logitless.torch_impl.eager"
+
+
+def test_the_import_brings_no_compiler() -> None:
+    """Neither torch's, which takes seconds, nor Triton, which only its own backend needs."""
+    program = (
+        "import sys, torch, logitless.torch_impl; print([n for n in ('torch._dynamo', 'triton') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -29,7 +29,7 @@ from torch import Tensor
 from logitless import numerics
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
-from logitless.torch_impl import eager
+from logitless.torch_impl import chunk
 from logitless.torch_impl.autograd import differentiable_once, reverse_only
 from logitless.torch_impl.call import XP, Arrays, Inputs
 
@@ -56,12 +56,12 @@ class Side:
 
     def rows(self, rows: slice) -> Tensor:
         """The chunk's hidden states [C, D] in the products' dtype, 0 where a token does not count."""
-        return eager._rows_of(self.inputs, rows)
+        return chunk.rows_of(self.inputs, rows)
 
     def logits(self, x: Tensor, start: int, stop: int) -> Tensor:
         """z of a tile, [C, B], in the accumulation dtype."""
         out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
-        return eager._logits_block(x, self.inputs, start, stop, self.options, out)
+        return chunk.logits_block(x, self.inputs, start, stop, self.options, out)
 
     def log_probs(self, z: Tensor, rows: slice) -> Tensor:
         """log softmax(z) in place of a tile's logits, [C, B]."""
@@ -156,9 +156,9 @@ class DivergenceFunction(torch.autograd.Function):
 def _sides(arrays: tuple[Any, ...], call: Call) -> tuple[Side, Side]:
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, lse, teacher_lse = arrays
     given = Arrays(hidden, weight, bias, target)
-    student = Side(eager.prepare(given, call.options, call.compute_dtype), call.options, lse)
+    student = Side(chunk.prepare(given, call.options, call.compute_dtype), call.options, lse)
     given = Arrays(teacher_hidden, teacher_weight, teacher_bias, target)
-    inputs = eager.prepare(given, call.teacher_options, call.teacher_compute_dtype)
+    inputs = chunk.prepare(given, call.teacher_options, call.teacher_compute_dtype)
     return student, Side(inputs, call.teacher_options, teacher_lse)
 
 
@@ -189,9 +189,9 @@ def _gradients(
                 db[start:stop] += dz.sum(dim=0)
             operand = dz.to(inputs.operand_dtype)
             if dx is not None:
-                eager._product(operand, inputs.weight[start:stop].to(operand.dtype), dx[rows], add=True)
+                chunk.product(operand, inputs.weight[start:stop].to(operand.dtype), dx[rows], add=True)
             if dw is not None:
-                eager._product(operand.t(), x, part, add=True)
+                chunk.product(operand.t(), x, part, add=True)
         if dw is not None:
             dw[start:stop] = part.mul_(unit)
     return [dx if dx is None else dx.mul_(unit), dw, db if db is None else db.mul_(unit)]
@@ -203,7 +203,7 @@ def _logit_gradient(
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
     log_p = teacher.log_probs(teacher.logits(teacher.rows(rows), start, stop), rows).to(mean.dtype)
     z = student.logits(student.rows(rows), start, stop)
-    slope = None if call.options.softcap is None else eager._slope(z, call.options)
+    slope = None if call.options.softcap is None else chunk.slope(z, call.options)
     dz = _gradient(log_p, student.log_probs(z, rows), mean[rows], call.beta)
     if slope is not None:
         dz.mul_(slope)

@@ -1,55 +1,24 @@
 """Cross-entropy on logits that already exist: the same meaning as linear_cross_entropy, the gradient in place if asked.
 
-Mirror of jax_impl/given_logits/api.py.
-
-The forward reads the logits once and keeps three numbers per token; the backward
-reads them again and writes the gradient, to memory of its own or over the logits. The last section holds both steps as
-opaque operations, for torch.compile.
+Mirror of jax_impl/given_logits/api.py. The forward reads the logits once and keeps three numbers per token. The
+backward reads them again and writes the gradient, to memory of its own or over the logits.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless import numerics, spec
+from logitless import spec
 from logitless.spec import LossOptions, Reduction, TokenStats
 from logitless.torch_impl import checks
-from logitless.torch_impl.autograd import differentiable_once, own, reverse_only
+from logitless.torch_impl.autograd import Derivatives, differentiable_once, own, reverse_only
 from logitless.torch_impl.backend import BACKENDS, chosen_backend
-from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype
 from logitless.torch_impl.compiled import tracing
-from logitless.torch_impl.given_logits import eager as logits_eager
-from logitless.torch_impl.given_logits import fused as logits_fused
-
-# Backends are modules with the same functions.
-MODULES: dict[str, Any] = {"eager": logits_eager, "triton": logits_fused}
-
-
-class LogitsArrays(NamedTuple):
-    """A call's arrays as they were given, the normalizer apart."""
-
-    logits: Tensor  # [..., V]
-    target: Tensor  # [...]
-    token_weight: Tensor | None  # [...]
-    class_weight: Tensor | None  # [V]
-
-
-@dataclasses.dataclass(frozen=True)
-class LogitsCall:
-    """Everything about a call that is not an array."""
-
-    options: LossOptions
-    statistics: bool
-    backend: str
-    """A key of MODULES."""
-    in_place: bool
-    traced: bool
-    """Whether torch.compile is looking: then the steps are opaque operations."""
+from logitless.torch_impl.given_logits import steps
+from logitless.torch_impl.given_logits.steps import LogitsArrays, LogitsCall
 
 
 def cross_entropy(
@@ -132,7 +101,7 @@ def _cross_entropy(
     arrays = LogitsArrays(*given)
     _check_tensors(arrays)
     traced = tracing.is_traced(arrays.logits)
-    arrays = arrays if traced else _plain(arrays)
+    arrays = arrays if traced else steps.plain(arrays)
     logits, target, *_ = arrays
     checks.check_normalizer(normalizer, options.reduction, logits.device)
     checks.check_ids(target, logits.shape[-1], options.ignore_index)
@@ -141,9 +110,8 @@ def _cross_entropy(
         _check_may_be_overwritten(logits)
     name = chosen_backend(backend, logits.device, logits.dtype)
     call = LogitsCall(options, return_stats, name, writes, traced)
-    apply: Any = CrossEntropyFunction.apply
-    made = apply(*arrays, normalizer, call)
-    return tuple(value for value in made if value is not None)
+    results = CrossEntropyFunction.apply(call, normalizer, *arrays)  # type: ignore[no-untyped-call]
+    return tuple(value for value in results if value is not None)
 
 
 def _check_tensors(arrays: LogitsArrays) -> None:
@@ -158,13 +126,6 @@ def _check_tensors(arrays: LogitsArrays) -> None:
     assert logits is not None
     assert target is not None
     spec.check_logits(logits, target, *weights)
-
-
-def _plain(arrays: LogitsArrays) -> LogitsArrays:
-    """As :func:`checks.plain`; logits of any layout are copied where they are read."""
-    logits, target, *weights = arrays
-    token_weight, class_weight = (None if weight is None else checks.vector(weight) for weight in weights)
-    return LogitsArrays(checks.signed(logits), checks.vector(target), token_weight, class_weight)
 
 
 def _check_may_be_overwritten(logits: Tensor) -> None:
@@ -183,7 +144,15 @@ def _check_may_be_overwritten(logits: Tensor) -> None:
         )
 
 
-def _check_unspent(ctx: Any) -> None:
+class Context(torch.autograd.function.FunctionCtx):
+    """What the backward finds of its forward."""
+
+    call: LogitsCall
+    spent: bool
+    """Whether a backward has written over the logits."""
+
+
+def _check_unspent(ctx: Context) -> None:
     if ctx.spent:
         raise RuntimeError(
             "cross_entropy: the first backward wrote the gradient over the logits (inplace_backward=True): there is "
@@ -196,155 +165,28 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        token_weight: Tensor | None,
-        class_weight: Tensor | None,
-        normalizer: Tensor | float | None,
-        call: LogitsCall,
-    ) -> tuple[Any, ...]:
-        arrays = LogitsArrays(logits, target, token_weight, class_weight)
-        loss, stats, saved = (_traced_loss if call.traced else _loss)(arrays, normalizer, call)
+        ctx: Any, call: LogitsCall, normalizer: Tensor | float | None, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        arrays = LogitsArrays(*tensors)  # type: ignore[arg-type]
+        loss, stats, saved = (steps.traced_loss if call.traced else steps.loss)(arrays, normalizer, call)
         ctx.call, ctx.spent = call, False
         ctx.save_for_backward(*arrays, *saved)
-        made = tuple(None if value is None else own(value) for value in (loss, *stats))
-        ctx.mark_non_differentiable(*(value for value in made[1:] if value is not None))
-        return made
+        results = [None if value is None else own(value) for value in stats]
+        ctx.mark_non_differentiable(*(value for value in results if value is not None))
+        return (own(loss), *results)
 
     jvp = reverse_only("cross_entropy")
 
     @staticmethod
     @differentiable_once("cross_entropy", check=_check_unspent)
-    def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, kept: tuple[Tensor, ...], upstream: Tensor, *_: Tensor | None) -> Derivatives:
         call = ctx.call
         ctx.spent = call.in_place
         arrays, saved = LogitsArrays(*kept[:4]), kept[4:]
         if call.traced:
-            return _traced_gradient(arrays, saved, upstream, call), *(None,) * 5
-        out = arrays.logits.detach() if call.in_place else torch.empty_like(
-            arrays.logits, memory_format=torch.contiguous_format
-        )  # fmt: skip
-        _gradient(arrays, saved, upstream, call, out)
+            return None, None, steps.traced_gradient(arrays, saved, upstream, call), None, None, None
+        out = arrays.logits.detach() if call.in_place else steps.empty_like(arrays.logits)
+        steps.gradient(arrays, saved, upstream, call, out)
         if call.in_place:  # kernels write without telling autograd
             torch.autograd.graph.increment_version(out)
-        return out, *(None,) * 5
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The two steps
-
-
-def _prepare(arrays: LogitsArrays, call: LogitsCall) -> Inputs:
-    """The logits stand where hidden states do; of a weight only its length V is read."""
-    logits = arrays.logits.reshape(-1, arrays.logits.shape[-1])
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    given = Arrays(logits, logits.t(), None, *arrays[1:])
-    made: Inputs = MODULES[call.backend].prepare(given, call.options, logits.dtype)
-    return made
-
-
-def _loss(
-    arrays: LogitsArrays, normalizer: Tensor | float | None, call: LogitsCall
-) -> tuple[Tensor, tuple[Any, ...], list[Any]]:
-    """The loss, the eight statistics (or Nones), and what the backward needs."""
-    options, backend, shape = call.options, MODULES[call.backend], arrays.target.shape
-    with torch.autocast(arrays.logits.device.type, enabled=False):
-        inputs = _prepare(arrays, call)
-        norm = backend.normalizer(inputs, options, normalizer)
-        sums = backend.token_sums(inputs, options, call.statistics)
-        if options.reduction == "none":
-            loss = backend.losses(inputs, options, sums).reshape(shape)
-        else:
-            loss = backend.total_loss(inputs, options, sums, norm)
-        stats = numerics.token_stats(XP, inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
-    shaped = tuple(None if value is None else value.reshape(shape) for value in stats)
-    return loss, shaped, [norm, sums.target_logit, sums.anchor, sums.log_total]
-
-
-def _gradient(arrays: LogitsArrays, saved: Any, upstream: Tensor, call: LogitsCall, out: Tensor) -> None:
-    """The gradient of the loss to ``out``, logits' shape and dtype, contiguous."""
-    options, backend = call.options, MODULES[call.backend]
-    norm, target_logit, anchor, log_total = saved
-    with torch.autocast(out.device.type, enabled=False):
-        inputs = _prepare(arrays, call)
-        per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
-        g = numerics.row_upstream(XP, inputs, options, inputs.wide(per_token))
-        sums = TokenSums(target_logit, anchor, log_total)
-        known = numerics.logit_rows(XP, inputs, options, sums, g)
-        backend.gradient(inputs, options, known, out.view(-1, out.shape[-1]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The same as operations that torch.compile puts into its graphs; ``call`` is in JSON
-
-_ARRAYS = "Tensor logits, Tensor target, Tensor? token_weight, Tensor? class_weight"
-
-
-def _text(call: LogitsCall) -> str:
-    return json.dumps([dataclasses.astuple(call.options), call.statistics, call.backend])
-
-
-def _call(text: str) -> LogitsCall:
-    options, statistics, backend = json.loads(text)
-    return LogitsCall(LossOptions(*options), statistics, backend, in_place=False, traced=False)
-
-
-@torch.library.custom_op(
-    "logitless::logits_loss", mutates_args=(), schema=f"({_ARRAYS}, Tensor? normalizer, str call) -> Tensor[]"
-)
-def _loss_operation(*arguments: Any) -> list[Tensor]:
-    """[loss, the eight statistics if asked for, four for the backward]."""
-    *given, normalizer, text = arguments
-    loss, stats, saved = _loss(_plain(LogitsArrays(*given)), normalizer, _call(text))
-    return [value for value in (loss, *stats, *saved) if value is not None]
-
-
-@_loss_operation.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    arrays, call = LogitsArrays(*arguments[:4]), _call(arguments[-1])
-    dtype, shape = accumulation_dtype(arrays.logits.dtype), arrays.target.shape
-
-    def new(shape: Any, dtype: torch.dtype = dtype) -> Tensor:
-        return arrays.logits.new_empty(shape, dtype=dtype)
-
-    made = [new(shape if call.options.reduction == "none" else ())]
-    if call.statistics:
-        dtypes = {"argmax": torch.int32, "correct": torch.bool}
-        made += [new(shape, dtypes.get(name, dtype)) for name in TokenStats._fields]
-    return [*made, new(()), *(new((arrays.target.numel(),)) for _ in range(3))]
-
-
-@torch.library.custom_op(
-    "logitless::logits_gradient",
-    mutates_args=(),
-    schema=f"({_ARRAYS}, Tensor[] saved, Tensor upstream, str call) -> Tensor",
-)
-def _gradient_operation(*arguments: Any) -> Tensor:
-    *given, saved, upstream, text = arguments
-    arrays = _plain(LogitsArrays(*given))
-    out = torch.empty_like(arrays.logits, memory_format=torch.contiguous_format)
-    _gradient(arrays, saved, upstream, _call(text), out)
-    return out
-
-
-@_gradient_operation.register_fake
-def _(*arguments: Any) -> Tensor:
-    return torch.empty_like(arguments[0], memory_format=torch.contiguous_format)
-
-
-def _traced_loss(
-    arrays: LogitsArrays, normalizer: Tensor | float | None, call: LogitsCall
-) -> tuple[Tensor, tuple[Any, ...], list[Any]]:
-    logits = arrays.logits
-    if normalizer is not None and not isinstance(normalizer, Tensor):  # a number here may be a symbol
-        dtype = accumulation_dtype(logits.dtype)
-        normalizer = torch.full((), normalizer, dtype=dtype, device=logits.device)
-    loss, *rest = torch.ops.logitless.logits_loss(*arrays, normalizer, _text(call))
-    return loss, tuple(rest[:-4]) if call.statistics else (None,) * len(TokenStats._fields), rest[-4:]
-
-
-def _traced_gradient(arrays: LogitsArrays, saved: Any, upstream: Tensor, call: LogitsCall) -> Tensor:
-    made: Tensor = torch.ops.logitless.logits_gradient(*arrays, list(saved), upstream, _text(call))
-    return made
+        return None, None, out, None, None, None

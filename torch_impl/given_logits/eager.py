@@ -2,8 +2,8 @@
 
 Mirror of jax_impl/given_logits/xla.py.
 
-The logits take the place of hidden weightᵀ + bias; what follows from sums to losses is that of eager.py. A few rows at
-a time are copied to float32 (float64 for float64 logits), so that nothing else of the logits' size is made.
+The logits take the place of hidden weightᵀ + bias. What follows, from sums to losses, is that of chunk.py. A few rows
+at a time are copied to float32 (float64 for float64 logits), so that nothing else of the logits' size is made.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from torch import Tensor
 
 from logitless.numerics import LogitRows
 from logitless.spec import LossOptions
-from logitless.torch_impl import eager
+from logitless.torch_impl import chunk
 from logitless.torch_impl.call import Inputs, TokenSums
-from logitless.torch_impl.eager import losses, normalizer, prepare, total_loss
-
-__all__ = ["gradient", "losses", "normalizer", "prepare", "token_sums", "total_loss"]
 
 # Logits of a block of rows: on a CPU what stays in its cache, on a GPU what keeps it busy.
 BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
@@ -33,7 +30,7 @@ def _row_slices(inputs: Inputs) -> Iterator[slice]:
 
 def _logits(inputs: Inputs, rows: slice, options: LossOptions) -> Tensor:
     """z of some rows, a copy in the accumulation dtype."""
-    return eager._capped(inputs.hidden[rows].to(inputs.accumulation_dtype, copy=True), options)
+    return chunk.capped(inputs.hidden[rows].to(inputs.accumulation_dtype, copy=True), options)
 
 
 def token_sums(inputs: Inputs, options: LossOptions, statistics: bool) -> TokenSums:
@@ -42,7 +39,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool) -> TokenS
     for rows in _row_slices(inputs):
         z, target = _logits(inputs, rows, options), inputs.target[rows]
         target_logit = z.gather(1, target.unsqueeze(1)).squeeze(1).masked_fill_(~inputs.inside[rows], torch.nan)
-        sums = eager._RunningSums(target_logit, target, statistics)
+        sums = chunk.RunningSums(target_logit, target, statistics)
         weighted = None
         if options.label_smoothing:  # a class of weight 0 may have a logit of −inf
             weighted = z.sum(dim=1) if k is None else z.masked_fill(k == 0, 0.0) @ k
@@ -51,7 +48,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool) -> TokenS
         sums.exponentiate(z, 0)
         parts.append(sums.finish(weighted))
     empty = torch.empty(0, dtype=inputs.accumulation_dtype, device=inputs.hidden.device)
-    return eager._concatenate(parts, empty)
+    return chunk.concatenate(parts, empty)
 
 
 def gradient(inputs: Inputs, options: LossOptions, known: LogitRows[Tensor], out: Tensor) -> None:
@@ -59,12 +56,12 @@ def gradient(inputs: Inputs, options: LossOptions, known: LogitRows[Tensor], out
     ignored, k = ~inputs.valid, inputs.class_weight
     for rows in _row_slices(inputs):
         z = _logits(inputs, rows, options)
-        slope = None if options.softcap is None else eager._slope(z, options)
+        slope = None if options.softcap is None else chunk.slope(z, options)
         z.sub_(known.anchor[rows].unsqueeze(1)).sub_(known.log_total[rows].unsqueeze(1)).exp_()
         z.mul_(known.factor[rows].unsqueeze(1))
         if known.smooth is not None:
             z.sub_(known.smooth[rows].unsqueeze(1) * (1.0 if k is None else k))
         if slope is not None:
             z.mul_(slope)
-        eager._set_target(z, inputs.target[rows], 0, known.target[rows])
+        chunk.set_target(z, inputs.target[rows], 0, known.target[rows])
         out[rows] = z.masked_fill_(ignored[rows].unsqueeze(1), 0.0)

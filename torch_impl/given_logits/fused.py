@@ -1,4 +1,4 @@
-"""The loss on given logits by Triton kernels: the functions of logits_eager.py, launched."""
+"""The loss on given logits by Triton kernels: the functions of eager.py, launched."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from logitless.numerics import LogitRows
 from logitless.spec import LossOptions
 from logitless.torch_impl.call import TokenSums
 from logitless.torch_impl.kernels import fused
-from logitless.torch_impl.kernels.fused import Rows, losses, normalizer, prepare, total_loss
+from logitless.torch_impl.kernels.fused import Rows
 from logitless.torch_impl.kernels.launch import launch
 
 with contextlib.suppress(ImportError):  # without triton fused.unavailable() says so before anything here is called
     from logitless.torch_impl.given_logits import kernels as logits_kernels
-
-__all__ = ["gradient", "losses", "normalizer", "prepare", "token_sums", "total_loss"]
 
 BLOCK, WARPS = 4096, 8  # 16 logits a thread
 
@@ -36,7 +34,7 @@ def _options(inputs: Rows, options: LossOptions) -> dict[str, object]:
 
 
 def token_sums(inputs: Rows, options: LossOptions, statistics: bool) -> TokenSums:
-    """:func:`logits_eager.token_sums`."""
+    """:func:`eager.token_sums`."""
     tokens, vocab = inputs.hidden.shape
     weighted, device = options.label_smoothing > 0, inputs.hidden.device
 
@@ -60,7 +58,7 @@ def token_sums(inputs: Rows, options: LossOptions, statistics: bool) -> TokenSum
 
 
 def gradient(inputs: Rows, options: LossOptions, known: LogitRows[Tensor], out: Tensor) -> None:
-    """:func:`logits_eager.gradient`."""
+    """:func:`eager.gradient`."""
     tokens, vocab = inputs.hidden.shape
     if not tokens:
         return

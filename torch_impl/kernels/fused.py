@@ -33,11 +33,11 @@ from logitless.planning import (
     round_up,
 )
 from logitless.spec import LossOptions
-from logitless.torch_impl import eager
+from logitless.torch_impl import chunk
 from logitless.torch_impl.call import XP, Arrays, Gradients, Inputs, KnownRows, Layout, Needs, TokenSums
+from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
-from logitless.torch_impl.eager import Smoothing
 from logitless.torch_impl.kernels.architecture import (
     GROUP_BYTES,
     HIDDEN,
@@ -117,7 +117,7 @@ class Rows(Inputs):
 
 
 def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None) -> Rows:
-    """:func:`eager.prepare`, and the tokens' order."""
+    """:func:`chunk.prepare`, and the tokens' order."""
     hidden, weight, bias, target, token_weight, class_weight = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
     flat = target.reshape(-1)
@@ -137,7 +137,7 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
             )  # fmt: skip
         if shard.split:
             target = shard.local_ids(wide, vocab)
-            shared = eager.shared_classes(shard, class_weight, target)
+            shared = chunk.shared_classes(shard, class_weight, target)
             if shared is not None:
                 class_index, class_table = torch.arange(tokens, device=device), shared
         launch(kernels.compact_kernel, 1)(
@@ -154,14 +154,14 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
 
 
 def normalizer(inputs: Rows, options: LossOptions, given: Tensor | float | None) -> Tensor:
-    """:func:`eager.normalizer`."""
+    """:func:`chunk.normalizer`."""
     if options.reduction == "mean" and given is not None:
-        return eager.normalizer(inputs, options, given)
+        return chunk.normalizer(inputs, options, given)
     return inputs.summary[0]
 
 
 def losses(inputs: Rows, options: LossOptions, sums: TokenSums) -> Tensor:
-    """:func:`eager.losses`."""
+    """:func:`chunk.losses`."""
     out = torch.empty_like(sums.log_total)
     if out.numel():
         _launch_losses(inputs, options, sums, None, out)
@@ -169,7 +169,7 @@ def losses(inputs: Rows, options: LossOptions, sums: TokenSums) -> Tensor:
 
 
 def total_loss(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor) -> Tensor:
-    """:func:`eager.total_loss`, summed in a fixed order."""
+    """:func:`chunk.total_loss`, summed in a fixed order."""
     out = torch.empty((), device=norm.device)
     _launch_losses(inputs, options, sums, norm, out)
     return out

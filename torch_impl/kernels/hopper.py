@@ -324,7 +324,7 @@ def known_piece(
     HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr, HAS_GAMMA: gl.constexpr,
     HAS_SIGMA: gl.constexpr,
 ):  # fmt: skip
-    """The gradient's matrix from logits whose lse is known: see torch_impl.eager.KnownRows."""
+    """The gradient's matrix from logits whose lse is known: see numerics.KnownRows."""
     inside = row < chunk
     gap = (z - anchor[:, None]) - row_values(log_total_ptr, row, inside, 0.0)[:, None]
     e = exp2(gap * LOG2E)

@@ -66,7 +66,7 @@ def prepare_kernel(
     given_ptr, given_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
     tokens, vocab, shard_start, entries, ignore_index, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens: what torch_impl.eager.Inputs knows of each, and two more forms of its target: see fused.Rows.
+    """BLOCK tokens: what torch_impl.call.Inputs knows of each, and two more forms of its target: see fused.Rows.
 
     This device has the ids shard_start ≤ y < shard_start + entries of ``vocab``.
     """

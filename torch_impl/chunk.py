@@ -1,0 +1,279 @@
+"""Rows of a chunk in plain PyTorch operations: what the backends and the losses on other heads share.
+
+Mirror of jax_impl/chunk.py. A call's arrays become :class:`Inputs`, a block of logits is made and summed, and sums
+become losses. All functions work on flat arrays ([N, D], [V, D]) in the accumulation dtype (float64 for float64 input,
+else float32). They never wait for the device, and never write to an input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from logitless import numerics
+from logitless.planning import ANCHOR_ROWS
+from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
+from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype
+from logitless.torch_impl.distributed import parallel
+from logitless.torch_impl.distributed.parallel import Shard
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A call's arrays
+
+
+def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None) -> Inputs:
+    """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
+    hidden, weight, bias, target, token_weight, class_weight = arrays
+    accumulation = accumulation_dtype(dtype)
+    flat = target.reshape(-1).long()
+    valid = flat != options.ignore_index
+    shard = shard or parallel.whole(weight.shape[0])
+    inside = ~valid | ((flat >= 0) & (flat < shard.vocab))
+    ids = flat.masked_fill(~(valid & inside), 0)
+    target = shard.local_ids(ids, weight.shape[0]) if shard.split else ids
+    ones = torch.ones(flat.shape, dtype=accumulation, device=flat.device)
+    weights = ones if token_weight is None else token_weight.reshape(-1).to(accumulation)
+    class_weight = None if class_weight is None else class_weight.to(accumulation)
+    return Inputs(
+        hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype),
+        weight=weight.to(dtype),
+        bias=None if bias is None else bias.to(dtype),
+        ids=ids,
+        target=target,
+        valid=valid,
+        inside=inside,
+        token_weight=weights.masked_fill(~valid, 0.0),
+        class_weight=class_weight,
+        shard=shard,
+        shared_classes=shared_classes(shard, class_weight, target),
+    )
+
+
+def shared_classes(shard: Shard, class_weight: Tensor | None, target: Tensor) -> Tensor | None:
+    """Of a sharded call with class weights: k_y of every token, and Σ_j k_j at the end, [N + 1]."""
+    if class_weight is None or not shard.split:
+        return None
+    own = class_weight[target.clamp(min=0)].masked_fill_(target < 0, 0.0)
+    return shard.sum(torch.cat([own, class_weight.sum().reshape(1)]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One block of logits
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """out = a b, or out += a b, accumulated in out's dtype."""
+    if a.dtype == out.dtype:
+        torch.addmm(out, a, b, beta=1 if add else 0, out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def capped(z: Tensor, options: LossOptions) -> Tensor:
+    """f(r) in place: logit_scale, then softcap."""
+    if options.softcap is None:
+        return z if options.logit_scale == 1.0 else z.mul_(options.logit_scale)
+    return z.mul_(options.logit_scale / options.softcap).tanh_().mul_(options.softcap)
+
+
+def slope(z: Tensor, options: LossOptions) -> Tensor:
+    """1 − (z / cap)²: the softcap's derivative, from the capped logits."""
+    assert options.softcap is not None
+    return (z / options.softcap).square_().neg_().add_(1.0)
+
+
+def logits_block(x: Tensor, inputs: Inputs, start: int, stop: int, options: LossOptions, out: Tensor) -> Tensor:
+    """z[:, start:stop] of the rows x, written to ``out`` [C, stop − start] in the accumulation dtype."""
+    weight = inputs.weight[start:stop].to(inputs.operand_dtype)
+    product(x, weight.t(), out, add=False)
+    if inputs.bias is not None:
+        out.add_(inputs.bias[start:stop].to(out.dtype))
+    return capped(out, options)
+
+
+def target_logits(x: Tensor, inputs: Inputs, rows: slice, options: LossOptions) -> Tensor:
+    """The anchors a_i = z_{i, y_i}: one dot product per token; NaN for an id outside the vocabulary."""
+    dtype = inputs.accumulation_dtype
+    target = inputs.target[rows].clamp(min=0)
+    parts = zip(x.split(ANCHOR_ROWS), target.split(ANCHOR_ROWS), strict=True)
+    dots = torch.cat([inputs.weight[ids].to(dtype).mul_(part).sum(dim=1) for part, ids in parts])
+    if inputs.bias is not None:
+        dots = dots + inputs.bias[target].to(dtype)
+    anchors = capped(dots, options)
+    if inputs.shard.split:
+        anchors = inputs.shard.sum(anchors.masked_fill_(inputs.target[rows] < 0, 0.0))
+    return anchors.masked_fill_(~inputs.inside[rows], torch.nan)
+
+
+def set_target(block: Tensor, target: Tensor, start: int, values: Tensor | float) -> None:
+    """block[i, y_i − start] = values_i in place, for the rows whose target lies in the block."""
+    local = target - start
+    present = (local >= 0) & (local < block.shape[1])
+    index = local.clamp(0, block.shape[1] - 1).unsqueeze(1)
+    old = block.gather(1, index).squeeze(1)
+    block.scatter_(1, index, torch.where(present, values, old).unsqueeze(1))
+
+
+def rows_of(inputs: Inputs, rows: slice) -> Tensor:
+    """The chunk's hidden states, zero for an ignored token whatever it holds, in the products' dtype."""
+    x = inputs.hidden[rows]
+    return x.masked_fill(~inputs.valid[rows].unsqueeze(1), 0.0).to(inputs.operand_dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums per token
+
+
+class RunningSums:
+    """s_i = Σ_{j ≠ y_i} exp(z_ij − anchor_i) over the blocks seen so far, and what else was asked for."""
+
+    def __init__(self, target_logit: Tensor, target: Tensor, statistics: bool) -> None:
+        self.target_logit = target_logit
+        self.target = target
+        self.anchor = target_logit.clamp(min=LOWEST_ANCHOR)
+        self.s = torch.zeros_like(target_logit)
+        self.highest = torch.full_like(target_logit, -torch.inf)
+        self.statistics = statistics
+        if statistics:
+            self.gap_sum = torch.zeros_like(target_logit)  # Σ exp(z − anchor) (z − anchor), without the target
+            self.lowest = torch.full_like(target_logit, torch.inf)
+            self.argmax = torch.zeros_like(target)
+
+    def observe(self, z: Tensor, start: int) -> None:
+        """Maximum (and minimum and first index of the maximum) of a block of logits."""
+        block_highest = z.amax(dim=1)
+        if self.statistics:
+            self.argmax = torch.where(block_highest > self.highest, z.argmax(dim=1) + start, self.argmax)
+            self.lowest = torch.minimum(self.lowest, z.amin(dim=1))
+        self.highest = torch.maximum(self.highest, block_highest)
+
+    def rescue(self, highest: Tensor) -> None:
+        """Move the anchor of a row to its maximum where exponents would grow too large; rescale what was summed."""
+        moved = torch.where(highest - self.anchor > RESCUE_NATS, highest, self.anchor)
+        step = self.anchor - moved
+        factor = torch.exp(step)
+        if self.statistics:
+            self.gap_sum = factor * (self.gap_sum + self.s * step)
+        self.s = self.s * factor
+        self.anchor = moved
+
+    def exponentiate(self, z: Tensor, start: int) -> Tensor:
+        """exp(z − anchor) in place of z, 0 at the target, added to the sums."""
+        set_target(z, self.target, start, -torch.inf)
+        gaps = z.sub_(self.anchor.unsqueeze(1))
+        if not self.statistics:
+            e = gaps.exp_()
+        else:
+            gaps.clamp_(min=LOWEST_GAP)
+            e = gaps.exp()
+            self.gap_sum += gaps.mul_(e).sum(dim=1)
+            e = gaps.copy_(e)
+        self.s += e.sum(dim=1)
+        return e
+
+    def e_target(self) -> Tensor:
+        """exp(a − anchor): 1 but for a rescued row."""
+        return torch.exp(self.target_logit - self.anchor)
+
+    def exchange(self, shard: Shard, logit_sum: Tensor | None) -> Tensor | None:
+        """The sums of all ranks instead of this one's; returns Σ_j k_j z_ij, if it is among them."""
+        if not shard.split:
+            return logit_sum
+        record = parallel.Record(self.anchor, self.s, logit_sum=logit_sum)
+        if self.statistics:
+            ids = self.argmax + shard.start
+            record = dataclasses.replace(
+                record, gap_sum=self.gap_sum, highest=self.highest, lowest=self.lowest, argmax=ids
+            )
+        lines = parallel.exchange(shard, record)
+        self.anchor, self.s = lines.anchor, lines.s.sum(dim=0)
+        if self.statistics:
+            assert lines.gap_sum is not None
+            assert lines.lowest is not None
+            self.gap_sum, self.lowest = lines.gap_sum.sum(dim=0), lines.lowest.amin(dim=0)
+            self.highest, self.argmax = lines.best()
+        return None if lines.logit_sum is None else lines.logit_sum.sum(dim=0)
+
+    def finish(self, weighted_logits: Tensor | None) -> TokenSums:
+        gap_sum = self.gap_sum if self.statistics else None
+        log_total, entropy = numerics.finish_sums(XP, self.target_logit, self.anchor, self.s, gap_sum)
+        return TokenSums(
+            target_logit=self.target_logit,
+            anchor=self.anchor,
+            log_total=log_total,
+            weighted_logits=weighted_logits,
+            entropy=entropy,
+            argmax=self.argmax.to(torch.int32) if self.statistics else None,
+            max_logit=self.highest if self.statistics else None,
+            min_logit=self.lowest if self.statistics else None,
+        )
+
+
+def concatenate(parts: list[TokenSums], empty: Tensor) -> TokenSums:
+    if not parts:
+        nothing = TokenSums(*(empty.clone() for _ in TokenSums._fields))
+        return nothing._replace(argmax=empty.to(torch.int32))
+    wanted = [name for name in TokenSums._fields if getattr(parts[0], name) is not None]
+    return TokenSums(**{name: torch.cat([getattr(part, name) for part in parts]) for name in wanted})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From sums to losses
+
+
+def normalizer(inputs: Inputs, options: LossOptions, given: Tensor | float | None) -> Tensor:
+    """What the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 0 where no token counts."""
+    one = torch.ones((), dtype=inputs.accumulation_dtype, device=inputs.hidden.device)
+    if options.reduction != "mean":
+        return one
+    if given is not None:
+        return one / given
+    counts = numerics.counts(XP, inputs)
+    return torch.where((counts != 0).any(), one / counts.sum(), 0.0)
+
+
+def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Tensor:
+    """ℓ_i of every token, [N]; exactly 0 where ignored."""
+    return numerics.losses(XP, inputs, options, sums)
+
+
+def total_loss(inputs: Inputs, options: LossOptions, sums: TokenSums, norm: Tensor) -> Tensor:
+    """Σ ℓ_i times norm."""
+    return losses(inputs, options, sums).sum() * norm
+
+
+@dataclasses.dataclass(frozen=True)
+class Smoothing:
+    """Label smoothing's rank-one part: every dz_ij has −(ε/V) t g k_j, so nothing of it needs the C × V matrix."""
+
+    factor: float  # ε / V
+    weighted_rows: Tensor  # Σ_j k_j w_j, [D], of all ranks
+    weighted_bias: Tensor  # Σ_j k_j b_j
+
+    @staticmethod
+    def prepare(inputs: Inputs, options: LossOptions, block_size: int) -> Smoothing | None:
+        """None where there is no smoothing, or where a softcap makes it part of the matrix."""
+        if not options.label_smoothing or not options.separable:
+            return None
+        dtype = inputs.accumulation_dtype
+        rows = torch.zeros(inputs.hidden.shape[1], dtype=dtype, device=inputs.hidden.device)
+        for start in range(0, inputs.weight.shape[0], block_size):
+            block = inputs.weight[start : start + block_size].to(dtype)
+            k = inputs.class_weight
+            rows += block.sum(dim=0) if k is None else k[start : start + block_size] @ block
+        bias = torch.zeros((), dtype=dtype, device=inputs.hidden.device)
+        if inputs.bias is not None:
+            b = inputs.bias.to(dtype)
+            bias = b.sum() if inputs.class_weight is None else b @ inputs.class_weight
+        if inputs.shard.split:
+            both = inputs.shard.sum(torch.cat([rows, bias.reshape(1)]))
+            rows, bias = both[:-1], both[-1]
+        return Smoothing(options.label_smoothing / inputs.vocab, rows, bias)
+
+    def weighted_logits(self, x: Tensor, options: LossOptions) -> Tensor:
+        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
+        return (x.to(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
