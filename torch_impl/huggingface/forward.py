@@ -1,0 +1,167 @@
+"""The forward of a patched model. Importing this imports torch's compiler, which must leave these functions alone."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitless.torch_impl.huggingface.lm_head import Recorder, check_head, is_probes, replaced
+from logitless.torch_impl.huggingface.model_loss import ModelLoss
+from logitless.torch_impl.huggingface.patched import MARK, WATCHED, Patch, module_of
+
+# What transformers computes where a causal language model is given labels: the one loss that is replaced.
+CAUSAL_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
+
+
+def make_forward(chosen: Patch) -> Callable[..., Any]:
+    """The method that stands for the owner's forward.
+
+    A function, bound as any method is: it is copied with the model, accelerate can wrap it, and it is pickled by its
+    name, so that a saved model is the plain one.
+    """
+    # One for each model that has this forward, which copies have too, and the same in all its calls: torch.compile
+    # compiles the model's forward for this one object.
+    recorders: weakref.WeakKeyDictionary[nn.Module, Recorder] = weakref.WeakKeyDictionary()
+
+    # Outside of torch.compile's graphs itself, unlike the model's forward that it calls.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def run(owner: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        before = chosen.before
+        original = types.MethodType(type(owner).forward, owner) if before is None else before
+        if owner in WATCHED:
+            WATCHED[owner].ran = True
+        if _labels(chosen.signature, arguments, named) is None:
+            _warn_full_logits(owner)
+            return original(*arguments, **named)
+        recorder = recorders.setdefault(owner, Recorder())
+        try:
+            return _forward_with_loss(owner, original, chosen, recorder, arguments, named)
+        finally:
+            recorder.hidden = None
+
+    def forward(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        return run(self, arguments, named)
+
+    # Trainer reads which arguments a model takes. No __wrapped__: who unwraps all layers would take this one off too.
+    receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [receiver, *chosen.signature.parameters.values()]
+    forward.__signature__ = chosen.signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    setattr(forward, MARK, (forward, chosen))
+    return forward
+
+
+def _labels(signature: inspect.Signature, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if "labels" in named or not arguments:
+        return named.get("labels")
+    try:
+        return signature.bind_partial(*arguments, **named).arguments.get("labels")
+    except TypeError:  # a wrong call: the model's own forward says so
+        return None
+
+
+def _forward_with_loss(
+    owner: nn.Module,
+    original: Callable[..., Any],
+    chosen: Patch,
+    recorder: Recorder,
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
+) -> Any:
+    """The model's own forward with head and loss function replaced, and then its output with logits or without."""
+    head = owner.get_submodule(chosen.head_name)
+    check_model(owner, head)
+    if isinstance(head.__dict__.get("forward"), Recorder):
+        raise RuntimeError(
+            "model: its LM head is recorded already, by capture_lm_head or another thread (torch.nn.DataParallel), "
+            "allowed is one forward at a time"
+        )
+    loss = ModelLoss(owner, head, recorder, chosen.loss_options, chosen.return_logits)
+    try:
+        with replaced(head, "forward", recorder), replaced(owner, "_loss_function", loss):
+            output = original(*arguments, **named)
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        if recorder.hidden is None or loss.probes is not None:
+            raise
+        raise NotImplementedError(
+            f"model: {type(owner).__name__} computes its loss itself, or does more with its logits before than a scale "
+            f"and a softcap, which failed on the probes in their place ({type(error).__name__}: {error}); allowed is a "
+            f"model that gives its logits to its loss_function"
+        ) from error
+    if loss.probes is None:
+        raise NotImplementedError(
+            f"model: the forward of {type(owner).__name__} with labels did not call its loss_function, allowed is a "
+            f"model whose loss that is"
+        )
+    return _with_logits(output, loss.probes, loss.logits)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_logits(output: Any, probes: Tensor, logits: Tensor | None) -> Any:
+    """A model's output with logits in the probes' place, or without them, as transformers leaves out what is None."""
+    if isinstance(output, dict):
+        entries = {key: logits if value is probes or key == "logits" else value for key, value in output.items()}
+        return type(output)(**{key: value for key, value in entries.items() if value is not None})
+    if isinstance(output, tuple):
+        values = (logits if value is probes or is_probes(value) else value for value in output)
+        return tuple(value for value in values if value is not None)
+    raise NotImplementedError(f"model: its forward gave {type(output).__name__}, allowed are a dict and a tuple")
+
+
+def check_model(owner: nn.Module, head: nn.Module) -> None:
+    """Raise NotImplementedError unless head and loss are those that are replaced."""
+    check_head(head)
+    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+        raise NotImplementedError(
+            "model: its LM head has forward or backward hooks, which would see no logits, allowed is a head without: "
+            "remove them first"
+        )
+    if not isinstance(getattr(type(owner), "loss_function", None), property):
+        raise NotImplementedError(
+            f"model: {type(owner).__name__} has no loss_function, allowed is a causal language model of transformers"
+        )
+    own: Any = owner.loss_function
+    if (getattr(own, "__module__", None), getattr(own, "__name__", None)) != CAUSAL_LOSS:
+        raise NotImplementedError(
+            f"model: its loss_function is {getattr(own, '__qualname__', own)!r}, allowed is transformers' "
+            f"ForCausalLMLoss, which is the loss that is computed here"
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def watch_forward(owner: nn.Module, _: Any, named: dict[str, Any], __: Any) -> None:
+    """After every forward of the owner: whether one with labels was the patched one. A copy of the model has none."""
+    watch = WATCHED.get(owner)
+    if watch is None:
+        return
+    ran, watch.ran = watch.ran, False
+    if not ran and not watch.bypassed and named.get("labels") is not None:
+        watch.bypassed = True
+        by = module_of(owner.__dict__.get("forward")) or "other code"
+        warnings.warn(
+            f"logitless: {by} has replaced the forward of the patched {type(owner).__name__}: its loss is not the one "
+            f"of patch, which has no effect here",
+            stacklevel=2,
+        )
+
+
+def _warn_full_logits(owner: nn.Module) -> None:
+    """A forward without labels in training: somebody else's loss, of full logits."""
+    watch = WATCHED.get(owner)
+    if watch is None or watch.full or not owner.training or not torch.is_grad_enabled():
+        return
+    watch.full = True
+    warnings.warn(
+        f"logitless: a forward of the patched {type(owner).__name__} without labels makes full logits in training, as "
+        f"Trainer does with label_smoothing_factor or compute_loss_func: use patch(model, label_smoothing=...), and "
+        f"let the model compute its loss",
+        stacklevel=2,
+    )
