@@ -5,6 +5,7 @@ A mistake of the user ends with exit code 2 and one line on stderr; commands imp
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -17,8 +18,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import logitless
-from logitless.planning import TOKEN_TILE, VOCAB_TILE, ChunkPlan, Order, default_slack, round_up
-from logitless.planning import plan as make_plan
+from logitless.planning import ChunkPlan, Request, choose
+from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Order, round_up
 from logitless.spec import FLOAT_DTYPES, REDUCTIONS
 
 UNITS = {"": 1, "b": 1}
@@ -118,17 +119,19 @@ def plan(
     """Show the chunk plan for the given sizes, and what other chunk sizes and full logits would take."""
     if reduction not in REDUCTIONS:
         _fail(f"reduction: got {reduction!r}, allowed are {', '.join(map(repr, REDUCTIONS))}")
-    sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": dtype, "device": device}
-    sizes |= {"one_pass": reduction != "none", "fused": fused, "hold": memory_budget is not None}
     try:
         budget = None if memory_budget is None else parse_bytes(memory_budget)
-        chosen = make_plan(**sizes, memory_budget=budget, order=order, chunk=chunk)  # type: ignore[arg-type]
-        ladder = [make_plan(**sizes, order=axis, chunk=size) for axis, size in _rungs(chosen, order)]
+        request = Request(
+            tokens, hidden, vocab, dtype, "triton" if fused else "xla", budget, order, chunk,  # type: ignore[arg-type]
+            one_pass=reduction != "none", hold=memory_budget is not None, device=device,  # type: ignore[arg-type]
+        )  # fmt: skip
+        chosen = choose(request)
+        rungs = _rungs(chosen, order)
+        ladder = [choose(dataclasses.replace(request, memory_budget=None, order=o, chunk=size)) for o, size in rungs]
     except (ValueError, TypeError) as mistake:
         _fail(str(mistake))
     console = Console()
-    one_pass = reduction != "none" and not (fused and dtype == "float16")
-    _print_plan(console, chosen, budget, default_slack(fused, one_pass))
+    _print_plan(console, chosen, budget, request.slack)
     console.print(_ladder_table(chosen, ladder, budget, device))
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-from logitless.planning import TOKEN_TILE, VOCAB_TILE
+from logitless.scratch import TOKEN_TILE, VOCAB_TILE
 from logitless.spec import (
     FLOAT_DTYPES,
     ITEMSIZE,

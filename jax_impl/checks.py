@@ -20,7 +20,8 @@ from logitless.jax_impl.call import Arrays, Call, Given, Needs, Request, as_jax
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
-from logitless.planning import plan as make_plan
+from logitless.planning import Request as PlanRequest
+from logitless.planning import choose as choose_plan
 from logitless.spec import ArrayInfo, LossOptions
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def _chosen_plan(given: Given, shard: Shard, request: Request, options: LossOpti
         if budget <= beyond:
             raise ValueError(f"memory_budget: got {budget} bytes, allowed beside axis_name is more than {beyond}")
         budget -= beyond
-    return make_plan(
+    wanted = PlanRequest(
         tokens=tokens,
         hidden=size,
         vocab=vocab,
@@ -88,10 +89,10 @@ def _chosen_plan(given: Given, shard: Shard, request: Request, options: LossOpti
         memory_budget=budget,
         one_pass=options.reduction != "none" and options.separable,
         device="cpu" if device_of(hidden).platform == "cpu" else "gpu",
-        fused=backend == "pallas",
-        padded=backend == "pallas",
+        kind="pallas" if backend == "pallas" else "xla",
         hold=hold and not shard.active,
     )
+    return choose_plan(wanted)
 
 
 def _planned(options: LossOptions, plan: ChunkPlan, request: Request, name: str, shard: Shard) -> Call:

@@ -14,7 +14,7 @@ from logitless import spec
 from logitless.jax_impl import checks
 from logitless.jax_impl.call import accumulation_dtype
 from logitless.jax_impl.slices import rows_at, run_sums
-from logitless.planning import round_up
+from logitless.scratch import round_up
 
 
 def padded_index_gather(input: Array, index: Array, *, pad_to_multiple: int = 1) -> Array:

@@ -33,7 +33,8 @@ from logitless.jax_impl.chunk import (
     slope,
 )
 from logitless.jax_impl.slices import for_slices, put, rows_at, take, take_block
-from logitless.planning import ANCHOR_ROWS, ChunkPlan
+from logitless.planning import ChunkPlan
+from logitless.scratch import ANCHOR_ROWS
 from logitless.spec import LOWEST_GAP, LossOptions
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from implementations import TorchTriton  # noqa: E402
 from test_memory import SIZES, WHOLE, assert_tight, greedy, measured_scratch  # noqa: E402
 
 from logitless import ChunkPlan, plan  # noqa: E402
-from logitless.planning import KERNEL_TILE, MULTIPROCESSORS  # noqa: E402
+from logitless.hardware import HOPPER  # noqa: E402
 from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
 from logitless.torch_impl.kernels import fused  # noqa: E402
 
@@ -44,7 +44,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def split_parts(chosen: ChunkPlan) -> int:
-    return MULTIPROCESSORS * math.prod(KERNEL_TILE) * 4 if chosen.splits_hidden else 0
+    return HOPPER.multiprocessors * math.prod(HOPPER.tile) * 4 if chosen.splits_hidden else 0
 
 
 @pytest.mark.case(31)

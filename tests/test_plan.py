@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitless import ChunkPlan, plan
-from logitless.planning import (
-    COST_SLACK,
-    ROW_ALIGNMENT_BYTES,
-    TOKEN_TILE,
-    VOCAB_TILE,
-    check_plan_argument,
-    check_plan_sizes,
-)
+from logitless.planning import COST_SLACK, check_plan_argument, check_plan_sizes
+from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, VOCAB_TILE
 from logitless.spec import FLOAT_DTYPES, ITEMSIZE
 
 LLAMA = {"tokens": 16384, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16"}

@@ -20,7 +20,7 @@ from torch.library import opcheck  # noqa: E402
 
 from logitless import plan  # noqa: E402
 from logitless.tolerances import ELEMENTS  # noqa: E402
-from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl import checks, linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.torch_impl.call import LatePlan  # noqa: E402
 from logitless.torch_impl.compiled import tracing  # noqa: E402
 
@@ -288,10 +288,8 @@ def test_a_budget_too_small_for_the_next_power_of_two(monkeypatch: pytest.Monkey
 @pytest.mark.case(22)
 @in_every_torch_place
 def test_a_changing_number_of_chunks(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from logitless.torch_impl import checks
-
     monkeypatch.setattr(tracing, "TOKEN_TILE", 16)
-    monkeypatch.setattr(checks, "make_plan", lambda *, tokens, **_: few_chunks(tokens))
+    monkeypatch.setattr(checks, "choose_plan", lambda request: few_chunks(request.tokens))
     counter = CompileCounterWithBackend("aot_eager")
     function = loss_with(backend, label_smoothing=0.1)
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.planning import ChunkPlan, check_plan_sizes
-from logitless.planning import plan as make_plan
+from logitless.planning import Request as PlanRequest
+from logitless.planning import choose as choose_plan
 from logitless.spec import ArrayInfo, LossOptions, Reduction
 from logitless.torch_impl.backend import backend_named, chosen_backend
 from logitless.torch_impl.call import Arrays, Call, LatePlan, Request
@@ -64,17 +65,17 @@ def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int 
 
 
 def planner(arrays: Arrays, dtype: torch.dtype, backend: str, vocab: int | None = None) -> Callable[..., ChunkPlan]:
-    """:func:`logitless.plan` for these arrays; ``tokens`` and what is left open are for the caller to say."""
+    """What chooses the plan for these arrays; ``tokens`` and what is left open are for the caller to say."""
     own, size = map(tracing.number, arrays.weight.shape)
-    return functools.partial(
-        make_plan,
+    request = functools.partial(
+        PlanRequest,
         hidden=size,
         vocab=own if vocab is None else vocab,
         dtype=dtype_name(dtype),
         device="cpu" if arrays.hidden.device.type == "cpu" else "gpu",
-        fused=backend == "triton",
-        eager=backend == "eager",
+        kind="triton" if backend == "triton" else "eager",
     )
+    return lambda **more: choose_plan(request(**more))
 
 
 def _chosen_plan(

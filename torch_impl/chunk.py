@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from logitless import numerics
-from logitless.planning import ANCHOR_ROWS
+from logitless.scratch import ANCHOR_ROWS
 from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
 from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype
 from logitless.torch_impl.distributed import parallel

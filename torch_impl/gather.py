@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from logitless import spec
-from logitless.planning import round_up
+from logitless.scratch import round_up
 from logitless.torch_impl import checks
 from logitless.torch_impl.call import accumulation_dtype
 from logitless.torch_impl.compiled import tracing

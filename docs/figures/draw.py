@@ -20,7 +20,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import NullLocator
 
 from logitless.cli import format_bytes
-from logitless.planning import TOKEN_TILE, VOCAB_TILE, ChunkPlan, Order, plan, round_up
+from logitless.planning import ChunkPlan, plan
+from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Order, round_up
 from logitless.spec import FLOAT_DTYPES
 from logitless.tolerances import RATIO, TARGET_GRADIENT, TINY
 

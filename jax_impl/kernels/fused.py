@@ -30,7 +30,8 @@ from logitless.jax_impl import xla
 from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
 from logitless.jax_impl.chunk import RunningSums, capped, empty_sums
 from logitless.jax_impl.slices import run_sums
-from logitless.planning import PADDED_HIDDEN, PADDED_VOCAB, ChunkPlan, round_up
+from logitless.planning import ChunkPlan
+from logitless.scratch import PADDED_HIDDEN, PADDED_VOCAB, round_up
 from logitless.spec import LOWEST_ANCHOR, RESCUE_NATS, LossOptions
 
 try:

@@ -38,7 +38,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from logitless import spec
-from logitless.planning import MULTIPROCESSORS
+from logitless.hardware import HOPPER
 
 # Its load and some names differ between the two lines of jax that are supported.
 _PLGPU: Any = plgpu
@@ -88,7 +88,7 @@ def programs() -> int:
     if interpreted():
         return 2
     device = jax.devices()[0]
-    return (int(device.core_count) if device.platform == "gpu" else MULTIPROCESSORS) // pair()
+    return (int(device.core_count) if device.platform == "gpu" else HOPPER.multiprocessors) // pair()
 
 
 def _refuse(context: Any, *_: Any) -> Any:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from logitless.planning import ChunkPlan
+from logitless.scratch import Kind
 from logitless.spec import LossOptions, TokenStats
 from logitless.torch_impl import steps
 from logitless.torch_impl.backend import WaitingLoss, backend_named
@@ -90,10 +91,11 @@ class Recipe:
 
     def _plan(self, arrays: Arrays, token_chunk: int) -> ChunkPlan:
         tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
-        fused, (order, one_pass, number) = self.backend == "triton", self.plan
+        order, one_pass, number = self.plan
         if order is not None:
+            kind: Kind = "triton" if self.backend == "triton" else "eager"
             sizes = tokens, size, vocab, self.compute_dtype
-            return ChunkPlan(*sizes, order, one_pass, token_chunk, number or 0, fused, eager=not fused)
+            return ChunkPlan(*sizes, order, one_pass, token_chunk, number or 0, kind)
         order = "tokens" if one_pass else None
         planned = planner(arrays, self.dtype, self.backend)
         return planned(tokens=tokens, memory_budget=number, order=order, one_pass=one_pass)

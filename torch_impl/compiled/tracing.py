@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import is_fake
 
-from logitless.planning import TOKEN_TILE, ChunkPlan
+from logitless.planning import ChunkPlan
+from logitless.scratch import TOKEN_TILE
 from logitless.torch_impl.call import LatePlan
 from logitless.torch_impl.compiled import KEPT_WHOLE
 
@@ -154,6 +155,5 @@ def _one_chunk(plan: ChunkPlan | None) -> bool:
 
 def _resized(plan: ChunkPlan, tokens: Any, token_chunk: Any) -> ChunkPlan:
     return ChunkPlan(
-        tokens, plan.hidden, plan.vocab, plan.dtype, plan.order, plan.one_pass, token_chunk, plan.vocab_chunk,
-        plan.fused, eager=plan.eager,
-    )  # fmt: skip
+        tokens, plan.hidden, plan.vocab, plan.dtype, plan.order, plan.one_pass, token_chunk, plan.vocab_chunk, plan.kind
+    )

@@ -24,14 +24,8 @@ import torch
 from torch import Tensor
 
 from logitless import numerics, spec
-from logitless.planning import (
-    LOW_ROW_ALIGNMENT,
-    ROW_ALIGNMENT_BYTES,
-    SMOOTHING_BLOCK,
-    TOKEN_TILE,
-    ChunkPlan,
-    round_up,
-)
+from logitless.planning import ChunkPlan
+from logitless.scratch import LOW_ROW_ALIGNMENT, ROW_ALIGNMENT_BYTES, SMOOTHING_BLOCK, TOKEN_TILE, round_up
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import XP, Arrays, Gradients, Inputs, KnownRows, Layout, Needs, TokenSums

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from logitless import planning, spec
+from logitless import scratch, spec
 from logitless.torch_impl.kernels.architecture import HiddenLaunch, WeightLaunch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -49,7 +49,7 @@ ELSEWHERE = tl.constexpr(-2)
 LARGEST_STORED = tl.constexpr(2.0**60)
 
 
-LOW_ROW_ALIGNMENT = tl.constexpr(planning.LOW_ROW_ALIGNMENT)
+LOW_ROW_ALIGNMENT = tl.constexpr(scratch.LOW_ROW_ALIGNMENT)
 
 # What the epilogue of the first product makes.
 SUMS = tl.constexpr(0)  # sums per row only

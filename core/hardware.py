@@ -1,0 +1,47 @@
+"""What the cost of a plan counts in: one record for each architecture, and one number for plain operations.
+
+Measured on an H200 and on a CPU; the kernels' files read the same record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Device = Literal["cpu", "gpu"]
+
+# Tokens whose products take as long as reading and writing dW's accumulator once, in plain operations.
+# gpu: from one H200, bf16, 16384 × 4096 × 128256 at C = 1024 to 8192 (150 to 163).
+# cpu: from a 2-core AVX-512 machine, fp32, 2048 × 512 × 32768 at C = 128 to 1024.
+ACCUMULATOR_TOKENS = {"gpu": 150, "cpu": 12}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A GPU that the kernels are built for."""
+
+    tile: tuple[int, int]
+    """Rows and columns of a product's tile."""
+    multiprocessors: int
+    """How many tiles are worked on at once: a turn."""
+    accumulator_tokens: int
+    """As ACCUMULATOR_TOKENS. The first chunk's dW is a sum of 24 bits instead of its own dtype, too."""
+    chunk_overhead_flops: float
+    """What the small launches around a chunk of tokens take."""
+    slice_overhead_flops: float
+    """What those around a slice of the vocabulary take."""
+    full_turns: float
+    """Tiles of dX are split along the vocabulary where less than this share of its turns would be used."""
+    split_overhead_turns: float
+    """What a split takes."""
+
+
+HOPPER = Architecture(
+    tile=(128, 256),
+    multiprocessors=132,  # of an H100 or H200
+    accumulator_tokens=240,  # two chunks of the shape above, six of 32768 × 768 × 128256: 253 and 240
+    chunk_overhead_flops=4e10,  # 60 µs at 680 TFLOP/s
+    slice_overhead_flops=4e9,  # 6 µs
+    full_turns=0.93,
+    split_overhead_turns=0.1,
+)

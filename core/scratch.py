@@ -1,0 +1,278 @@
+"""How a call is cut into chunks, and the scratch that each kind of backend promises for it.
+
+A promise counts every byte beyond inputs and gradients that is live at any time, forward and backward, for any option.
+tests/test_memory.py holds the backends to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from logitless.hardware import HOPPER
+from logitless.spec import ITEMSIZE
+
+Order = Literal["tokens", "vocab"]
+Kind = Literal["triton", "pallas", "eager", "xla"]
+
+# Chunks and blocks are multiples of these (but for the last): the tile of the GPU kernels, whole vectors on a CPU.
+TOKEN_TILE = 128
+VOCAB_TILE = 128
+
+# Rows of a held matrix start on such a boundary, so that an odd vocabulary runs at full speed.
+ROW_ALIGNMENT_BYTES = 128
+
+# The Pallas kernels work on matrices whose sizes are multiples of these.
+PADDED_HIDDEN, PADDED_VOCAB = 64, 8
+
+# Where several chunks add up to dW, the rows of its lower bits start on such a boundary (bytes, one for each element).
+LOW_ROW_ALIGNMENT = 16
+
+# The rows w[y] of the anchors' dot products are gathered for this many tokens at a time.
+ANCHOR_ROWS = 512
+
+# Rows of the weight that are summed at a time for label smoothing with class weights.
+SMOOTHING_BLOCK = 256
+
+# The kernels' partial sums: entries of the vocabulary that one of them covers, and how many kinds there are at most.
+# (Pallas' tiles of 192 columns have one kind only, so that this covers them.)
+_LINE_COLUMNS = {"bfloat16": 256, "float16": 256, "float32": 64, "float64": 64}
+_PARTIAL_SUMS = 6
+
+# Vectors of length N (8 bytes each) that live through a call: ids, anchors, sums, losses, factors, statistics.
+_ROW_VECTORS = 24
+# Vectors of length V: class weights and bias in the accumulation dtype, the bias gradient, a block's column numbers.
+_VOCAB_VECTORS = 4
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def _slices(length: int, size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((start, min(start + size, length)) for start in range(0, length, size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The sizes of a call and of its chunks, and what follows from them. :class:`logitless.ChunkPlan` is one."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+    order: Order
+    one_pass: bool
+    """True: exponentials of a whole chunk are held and both gradients follow at once. False: lse is known first.
+    (Beside an upstream gradient per token a plan of the kernels in one chunk can be True: then that chunk waits.)"""
+    token_chunk: int
+    """Tokens worked on at a time (all of them in the vocab order)."""
+    vocab_chunk: int
+    """Vocabulary entries worked on at a time (in the tokens order: the block of portable elementwise work)."""
+    kind: Kind = "xla"
+    """The backend whose scratch is promised. XLA's promise is the largest of plain operations' and holds for "eager"
+    too; "triton" and "pallas" carry out each other's plans, but only their own keep the promise."""
+
+    @property
+    def kernels(self) -> bool:
+        """Whether the backend is one of the kernels'."""
+        return self.kind in ("triton", "pallas")
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks along the order's own axis."""
+        return len(self.token_slices) if self.order == "tokens" else len(self.vocab_slices)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether the exponentials of all tokens are held at once: one pass, one chunk."""
+        return self.one_pass and 0 < self.tokens <= self.token_chunk
+
+    @property
+    def token_slices(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every token chunk."""
+        return _slices(self.tokens, self.token_chunk)
+
+    @property
+    def vocab_slices(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every vocabulary block."""
+        return _slices(self.vocab, self.vocab_chunk)
+
+    def lent_slices(self, row_bytes: int) -> tuple[tuple[int, int, bool], ...]:
+        """(start, stop, lent) of the kernels' slices where dW, of ``row_bytes`` a row, lends its memory (0: none).
+
+        In the vocab order a slice's rows of dW are written once, after its products. Until then the matrix of an
+        earlier slice may lie in them, so that about N : D shares the rows that are left between matrix and slice. Such
+        slices are larger than the plan's own, which follow when little is left. Their sizes fill whole turns of the
+        kernels' programs. In the tokens order there is one, the whole vocabulary, and nothing is lent.
+        """
+        slices: list[tuple[int, int, bool]] = []
+        start = 0
+        while start < self.vocab:
+            columns = self._lent_columns(self.vocab - start, row_bytes)
+            lent = columns > self.fused_columns
+            stop = min(self.vocab, start + (columns if lent else self.fused_columns))
+            slices.append((start, stop, lent))
+            start = stop
+        return tuple(slices)
+
+    def _lent_columns(self, rows: int, row_bytes: int) -> int:
+        """Columns of the largest matrix that fits into the last of ``rows`` rows of dW, behind as many rows."""
+        tile_rows, tile_columns = HOPPER.tile
+        column_bytes = self.token_chunk * ITEMSIZE[self.dtype]
+        tiles = max(0, rows * row_bytes - ROW_ALIGNMENT_BYTES) // (column_bytes + row_bytes) // tile_columns
+        row_tiles = math.ceil(self.token_chunk / tile_rows)
+        whole = row_tiles * tiles // HOPPER.multiprocessors * HOPPER.multiprocessors // row_tiles
+        return (whole or tiles) * tile_columns
+
+    @property
+    def accumulation_itemsize(self) -> int:
+        """Bytes of an element of logits, sums and accumulators: 8 for float64, else 4 (float32)."""
+        return max(4, ITEMSIZE[self.dtype])
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one row of the held exponentials to the next: their width, rounded up to 128 bytes."""
+        width = self.vocab if self.order == "tokens" and self.one_pass else self.vocab_chunk
+        return round_up(width, ROW_ALIGNMENT_BYTES // self.accumulation_itemsize)
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether the dtype is narrower than what is accumulated in."""
+        return ITEMSIZE[self.dtype] < self.accumulation_itemsize
+
+    @property
+    def weight_accumulator(self) -> bool:
+        """Whether dW needs a buffer in the accumulation dtype beside the gradient.
+
+        Several token chunks add up in it; and gradients made in the forward wait in it for the upstream scalar, so that
+        they are rounded once, with the scalar, in the last cast. (Then dX waits in the accumulation dtype as well.)
+        """
+        return self.low_precision and (self.one_pass or len(self.token_slices) > 1)
+
+    @property
+    def fused_columns(self) -> int:
+        """Vocabulary entries in a block of the kernel backends' matrix."""
+        return self.vocab if self.order == "tokens" else self.vocab_chunk
+
+    @property
+    def splits_hidden(self) -> bool:
+        """Whether the kernels split tiles of dX along the vocabulary: the last turn of the programs would be idle."""
+        if self.kind == "pallas":  # its kernels never do
+            return False
+        tiles, at_once = self.hidden_tiles(min(self.token_chunk, self.tokens)), HOPPER.multiprocessors
+        return ITEMSIZE[self.dtype] < 4 and tiles < HOPPER.full_turns * at_once * math.ceil(tiles / at_once)
+
+    def hidden_tiles(self, rows: int) -> int:
+        """Tiles of ``rows`` rows of dX."""
+        return math.ceil(rows / HOPPER.tile[0]) * math.ceil(self.hidden / HOPPER.tile[1])
+
+
+def promised_bytes(cut: Cut) -> int:
+    """The promise of the backend that the cut is for."""
+    return {"triton": _triton, "pallas": _pallas, "eager": _eager, "xla": _xla}[cut.kind](cut)
+
+
+def _triton(cut: Cut) -> int:
+    item = ITEMSIZE[cut.dtype]
+    rows = cut.token_chunk
+    matrix = rows * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
+    operand = rows * round_up(cut.hidden, ROW_ALIGNMENT_BYTES // item) * item
+    # Sums, and statistics, of every column tile of the first product.
+    lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * cut.token_chunk * 4
+    smoothing = 3 * SMOOTHING_BLOCK * cut.hidden * 4
+    vectors = 4 * (2 * _ROW_VECTORS * cut.tokens + 16 * rows + _VOCAB_VECTORS * cut.vocab + 16 * cut.hidden)
+    sums = 0
+    if cut.token_chunk < cut.tokens:
+        # The lower 8 bits of dW's sum; the upper 16 lie where dW will be.
+        sums += cut.vocab * round_up(cut.hidden, LOW_ROW_ALIGNMENT) if item < 4 else 0
+        sums += cut.tokens * cut.hidden * 4 if cut.one_pass else 0
+    if cut.fused_columns < cut.vocab:
+        sums += cut.tokens * cut.hidden * 4
+    if cut.splits_hidden:
+        vectors += HOPPER.multiprocessors * math.prod(HOPPER.tile) * 4
+    if cut.one_pass:
+        return matrix + operand + lines + sums + smoothing + vectors
+    # Where lse is known and there is one chunk of tokens, dX's own buffer holds the operand until dX is written.
+    lent = cut.token_chunk >= cut.tokens and cut.hidden * item % 16 == 0
+    backward = matrix + (max(sums, operand) if lent else sums + operand)
+    return max(operand + lines + smoothing, backward) + vectors
+
+
+def _pallas(cut: Cut) -> int:
+    """As :func:`_triton`, in whole tiles, with copies of what is no multiple of them."""
+    item = ITEMSIZE[cut.dtype]
+    rows, size = round_up(cut.token_chunk, HOPPER.tile[0]), round_up(cut.hidden, HOPPER.tile[1])
+    hidden, vocab = round_up(cut.hidden, PADDED_HIDDEN), round_up(cut.vocab, PADDED_VOCAB)
+    copies = 0
+    if (hidden, vocab) != (cut.hidden, cut.vocab):
+        copies += 2 * vocab * hidden * item  # the weight, and its gradient before it is cut
+    if hidden != cut.hidden:
+        copies += 2 * cut.tokens * hidden * item
+    matrix = round_up(cut.token_chunk, 8) * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
+    operand = rows * size * item
+    lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * rows * 4
+    vectors = 4 * (2 * _ROW_VECTORS * (cut.tokens + rows) + 16 * rows + _VOCAB_VECTORS * vocab + 16 * size)
+    # Sums down a matrix's columns (the bias gradient, label smoothing) go by way of about √rows partial sums.
+    vectors += 4 * (math.isqrt(cut.token_chunk) + 1) * cut.fused_columns + 8 * (math.isqrt(vocab) + 1) * size
+    positions = cut.tokens + cut.token_chunk  # whole chunks, each begun at a multiple of 8
+    sums = 0
+    if cut.token_chunk < cut.tokens:
+        sums += vocab * hidden if item < 4 else 0
+        sums += positions * hidden * (4 if cut.one_pass else item)  # dX in the order of the positions
+    if cut.fused_columns < cut.vocab:
+        sums += cut.tokens * hidden * 4
+    if cut.one_pass:
+        return copies + matrix + operand + lines + sums + vectors
+    # While slices of the vocabulary are worked on, the operand lies where dX will be, if it has dX's shape. (On
+    # several devices it does not; there Shard.scratch_bytes counts dX's float32 share beside, which follows.)
+    lent = cut.fused_columns < cut.vocab and cut.tokens % 8 == 0 and hidden == cut.hidden
+    return copies + max(operand + lines, matrix + (max(sums, operand) if lent else sums + operand)) + vectors
+
+
+def _eager(cut: Cut) -> int:
+    item, low = cut.accumulation_itemsize, cut.low_precision
+    several = cut.token_chunk < cut.tokens
+    row, narrow = cut.hidden * item, cut.hidden * ITEMSIZE[cut.dtype] if low else 0
+    block = cut.token_chunk * cut.vocab_chunk * item
+    upcast = cut.vocab_chunk * row if low else 0  # the weight's block, where operands are converted
+    # dX and dW in the accumulation dtype. While blocks are worked on, the gradients' own buffers are not there yet.
+    sums = cut.vocab * row if cut.weight_accumulator else 0
+    sums += cut.tokens * row if cut.one_pass and low else 0
+    early = sums - sums * ITEMSIZE[cut.dtype] // item
+    # Of a chunk's tokens: x, x times its factors, and dX before it is rounded. The next chunk begins beside them.
+    rows = cut.token_chunk * row
+    kept = rows * (3 if low and not cut.one_pass else 2)
+    begun = (kept if several else 0) + cut.token_chunk * (row + narrow)
+    gathered = (1 + several) * rows + min(cut.token_chunk, ANCHOR_ROWS) * (row + narrow)  # w[y]
+    if cut.one_pass:
+        held = cut.token_chunk * cut.row_stride * item
+        # First the softcap's slope and an elementwise temporary; then the weight's block.
+        work = max((1 + several) * rows + 2 * block, kept + max(block * 3 // 2, upcast))
+    else:
+        held = block
+        rounded = 0 if cut.weight_accumulator else upcast  # a block of dW before it is rounded
+        # The softcap's slope and the entropy's coefficient; then the weight's blocks.
+        work = kept + max(2 * block, upcast + rounded)
+    return max(sums, early + held + max(work, begun, gathered)) + _vectors(cut)
+
+
+def _xla(cut: Cut) -> int:
+    item = cut.accumulation_itemsize
+    held = cut.token_chunk * cut.row_stride * item if cut.one_pass else 0
+    # A block's logits and two elementwise temporaries, a ragged last block's, and one where operands are converted.
+    block = (5 if cut.low_precision else 4) * cut.token_chunk * cut.vocab_chunk * item
+    weight_block = 2 * cut.vocab_chunk * cut.hidden * item  # the weight's block upcast, its gradient's product
+    token_rows = (3 if cut.low_precision else 2) * cut.token_chunk * cut.hidden * item  # x, scaled x, dX if low
+    anchor_rows = 2 * min(cut.token_chunk, ANCHOR_ROWS) * cut.hidden * item  # w[y] and its product with x
+    accumulator = cut.vocab * cut.hidden * item if cut.weight_accumulator else 0
+    if cut.one_pass and cut.low_precision:
+        accumulator += cut.tokens * cut.hidden * item
+    return held + block + weight_block + token_rows + anchor_rows + _vectors(cut) + accumulator
+
+
+def _vectors(cut: Cut) -> int:
+    """The vectors of plain operations."""
+    return 8 * (_ROW_VECTORS * cut.tokens + _VOCAB_VECTORS * cut.vocab + 4 * cut.hidden)
