@@ -369,6 +369,15 @@ TORCH_PLACES = (
     pytest.param("cuda", "triton", id="triton_cuda", marks=pytest.mark.gpu),
 )
 in_every_torch_place = pytest.mark.parametrize(("device", "backend"), TORCH_PLACES)
+slow_where_interpreted = pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        pytest.param(*place.values, id=place.id, marks=[*place.marks, pytest.mark.slow])
+        if place.id == "interpreted"
+        else place
+        for place in TORCH_PLACES
+    ],
+)
 
 beside_torch = pytest.mark.skipif(
     not (_installed("torch") or cuda_device_count()), reason="slow, and run where torch is installed too"

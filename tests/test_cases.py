@@ -259,6 +259,7 @@ def test_weight_gradient_does_not_worsen_with_chunks(impl: Any, dtype: str) -> N
     assert max(errors.values()) <= BOUND["chunks beside one, times"] * errors[1] + TINY["float32"], errors
 
 
+@pytest.mark.slow
 @pytest.mark.case(16)
 @beside_torch
 @in_its_own_dtype
@@ -285,6 +286,7 @@ def test_more_logits_than_two_to_the_31(impl: Any) -> None:
     assert error(outcome.grads["hidden"][[0, -1]] * tokens, np.repeat(true.hidden_grad, 2, 0)) <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.case(16)
 @beside_torch
 @every_implementation

@@ -13,6 +13,9 @@ from public_calls import ARRAYS, Made, call_of, functions, parameters_of
 from logitless.tolerances import TINY, error
 
 LAYOUTS = ("offset", "step", "step_rows", "transposed", "negative", "expanded", "broadcast")
+# The rest is left to the slow tests; of interpreted kernels, which are slow, some of the layouts are enough.
+QUICK = ("step", "transposed", "expanded")
+INTERPRETED = {False: ("step",), True: ("expanded",)}
 # One value along an axis or everywhere; they come last.
 REPEATED = LAYOUTS[-2:]
 # A buffer to be written to has rules of its own (test_weight_grad_torch.py); the module hands its arguments on.
@@ -81,7 +84,8 @@ def backends(framework: str, name: str) -> list[str | None]:
 
 @pytest.mark.case(33)
 @pytest.mark.parametrize(("framework", "name", "parameter"), CASES)
-def test_a_layout_changes_nothing(framework: str, name: str, parameter: str, one_rank: None) -> None:
+@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "rest"])
+def test_a_layout_changes_nothing(framework: str, name: str, parameter: str, rest: bool, one_rank: None) -> None:
     made, function, right = call_of(framework, name)
     value = right[parameter]
     values = np.array(value.tolist(), np.int64 if ARRAYS[name][parameter].kind == "index" else np.float32)
@@ -90,8 +94,8 @@ def test_a_layout_changes_nothing(framework: str, name: str, parameter: str, one
     for backend in backends(framework, name):
         arguments = right if backend is None else right | {"backend": backend}
         plain = None  # what the same values give, contiguous
-        # Interpreted kernels are slow.
-        for layout in ("step", "expanded") if backend == "triton" else LAYOUTS:
+        layouts = [layout for layout in LAYOUTS if (layout in QUICK) != rest]
+        for layout in INTERPRETED[rest] if backend == "triton" else layouts:
             if framework == "torch" and layout == "negative":
                 continue  # torch has no negative steps
             if values.ndim == 1 and layout == "transposed":

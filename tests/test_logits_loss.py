@@ -418,6 +418,7 @@ def test_compiled_as_one_graph(device: str, backend: str) -> None:
 
 @needs_torch
 @pytest.mark.skipif(not _installed("triton"), reason="triton is not installed")
+@pytest.mark.slow
 def test_the_kernels_compile_for_hopper() -> None:
     """For sm_90, without a GPU: nothing spilled, 16-byte loads."""
     made = compiled_by("compile_logits.py")
@@ -470,9 +471,9 @@ EVERYTHING: dict[str, Any] = {
     [
         ("bfloat16", 128256, {}),
         ("bfloat16", 1001, EVERYTHING),
-        ("float16", 1000, EVERYTHING),
+        pytest.param("float16", 1000, EVERYTHING, marks=pytest.mark.slow),
         ("float32", 50257, {}),
-        ("float32", 1000, EVERYTHING),
+        pytest.param("float32", 1000, EVERYTHING, marks=pytest.mark.slow),
         ("float32", 5, EVERYTHING),
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "everything" if value else "plain",

@@ -114,6 +114,7 @@ def used_and_promised(impl: Any, sizes: tuple[int, int, int], dtype: str, kind: 
     return measured_scratch(impl, chosen, dtype, options != "plain", OPTIONS[options]), chosen.scratch_bytes
 
 
+@pytest.mark.slow  # the two tests below hold the same promise: tightly, and at sizes that nothing divides
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize(("run", "dtype"), in_turn(itertools.product(PLANS, OPTIONS), ["float32", "bfloat16"]))
@@ -180,7 +181,7 @@ def assert_tight(used: int, promised: int, share: float = SHARE) -> None:
 
 @pytest.mark.case(31)
 @every_implementation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", WHOLE)
 def test_promise_is_what_is_needed(impl: Any, kind: str, dtype: str) -> None:
     tokens, hidden, vocab = SIZES[impl.fused]
@@ -221,13 +222,18 @@ def ragged_calls() -> list[Any]:
         sizes = tuple(int(rng.integers(*limits)) for limits in ((100, 1500), (16, 300), (2000, 20000)))
         kind, options = list(PLANS)[i % len(PLANS)], list(OPTIONS)[int(rng.integers(len(OPTIONS)))]
         calls.append((sizes, ["float32", "bfloat16"][i % 2], kind, options))
+    drawn = len(calls)
     # Each of these has needed more than it was promised: a ragged chunk's, a ragged block's, a copy of a 16-bit weight.
     calls.append(((931, 162, 16126), "float32", "two_pass", "smooth"))
     calls.append(((1148, 138, 14216), "float32", "tokens", "cap"))
     calls.append(((253, 211, 19721), "bfloat16", "vocab", "smooth"))
     # Many tokens, few ids: what is held per token, dX in float32 before all, is most of it.
     calls.append(((9000, 400, 1000), "bfloat16", "tokens", "plain"))
-    return [pytest.param(*call, id="-".join([*map(str, call[0]), *call[1:]])) for call in calls]
+    slow = {False: (), True: (pytest.mark.slow,)}
+    return [
+        pytest.param(*call, id="-".join([*map(str, call[0]), *call[1:]]), marks=slow[2 < number < drawn])
+        for number, call in enumerate(calls)
+    ]
 
 
 @pytest.mark.case(31)

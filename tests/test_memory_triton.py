@@ -49,7 +49,7 @@ def split_parts(chosen: ChunkPlan) -> int:
 
 @pytest.mark.case(31)
 @pytest.mark.usefixtures("no_kernels")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", WHOLE)
 def test_promise_is_what_is_needed(kind: str, dtype: str) -> None:
     tokens, hidden, vocab = SIZES[True]

@@ -104,7 +104,13 @@ def lowered_configuration(name: str, ids: str = "int32") -> str:
     return lowered(jax.value_and_grad(loss, (0, 1, 2) if with_bias else (0, 1)), x, w, b, y, k)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+# Each kernel is in one of the others, with the options that change it most.
+SLOW = ("chunks_smooth", "all", "none", "bias_statistics")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CONFIGURATIONS]
+)
 def test_lowers_for_cuda(name: str, compiled: None) -> None:
     text = lowered_configuration(name)
     assert "mosaic_gpu" in text
@@ -114,7 +120,9 @@ def test_lowers_for_cuda(name: str, compiled: None) -> None:
 
 
 @pytest.mark.case(32)
-@pytest.mark.parametrize("name", ["chunks_smooth", "vocab_all", "none_held"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("chunks_smooth", "vocab_all")), "none_held"]
+)
 def test_lowers_with_x64_and_strict_promotion(name: str, compiled: None) -> None:
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         text = lowered_configuration(name, "int64")

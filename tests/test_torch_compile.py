@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
 from functorch.compile import make_boxed_func  # noqa: E402
-from implementations import TORCH_PLACES, in_every_torch_place  # noqa: E402
+from implementations import TORCH_PLACES, in_every_torch_place, slow_where_interpreted  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.library import opcheck  # noqa: E402
@@ -112,11 +112,15 @@ OPTIONS = (
     "plain", "sum_z", "none", "smooth", "softcap", "softcap_smooth", "statistics", "number", "tensor", "chunks",
     "chunks_smooth", "two_passes", "vocab",
 )  # fmt: skip
+# These take no path of their own through the graph.
+SLOW = ("sum_z", "smooth", "softcap", "softcap_smooth", "number", "two_passes")
 
 
 @pytest.mark.case(24)
 @in_every_torch_place
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in OPTIONS]
+)
 def test_training(device: str, backend: str, name: str) -> None:
     if (device, backend) == ("cpu", "triton") and name in ("sum_z", "softcap", "number", "tensor"):
         pytest.skip("interpreted kernels are slow: the others have these options' paths too")
@@ -148,7 +152,7 @@ def test_only_the_wanted_gradients(device: str, backend: str, name: str, wrt: st
 
 @pytest.mark.case(24)
 @in_every_torch_place
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_low_precision(device: str, backend: str, dtype: Any) -> None:
     chunks = plan_of(backend, str(dtype).removeprefix("torch."), order="tokens", chunk=24)
     assert_same(loss_with(backend), tensors(device, dtype=dtype))
@@ -286,7 +290,7 @@ def test_a_budget_too_small_for_the_next_power_of_two(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.case(22)
-@in_every_torch_place
+@slow_where_interpreted
 def test_a_changing_number_of_chunks(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "TOKEN_TILE", 16)
     monkeypatch.setattr(checks, "choose_plan", lambda request: few_chunks(request.tokens))

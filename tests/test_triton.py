@@ -8,6 +8,7 @@ the interpreter round.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -51,22 +52,39 @@ RUNS = (
 )
 
 
+# Interpreting takes as long as there are tokens. Small problems have more than one tile of rows and of columns too.
+EVERY_SIZE = pytest.mark.parametrize(
+    "small", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["small", "whole"]
+)
+
+
+def sized(name: str, small: bool) -> Any:
+    """A named problem, or the same with fewer tokens."""
+    problem = problem_named(name)
+    if not small or problem.tokens <= 74:
+        return problem
+    if len(problem.shape) == 2:
+        return dataclasses.replace(problem, name=f"{name}_small", shape=(2, 37))
+    return dataclasses.replace(problem, name=f"{name}_small", shape=(40,), vocab=min(problem.vocab, 400))
+
+
 def plans(problem: Any) -> dict[str, Any]:
     sizes = {"tokens": problem.tokens, "hidden": problem.hidden, "vocab": problem.vocab, "dtype": problem.dtype}
     return {
         "default": plan(**sizes, fused=True),
-        "tokens": plan(**sizes, fused=True, order="tokens", chunk=70),
-        "tokens_two_pass": plan(**sizes, fused=True, order="tokens", chunk=64, one_pass=False),
+        "tokens": plan(**sizes, fused=True, order="tokens", chunk=problem.tokens * 3 // 8),
+        "tokens_two_pass": plan(**sizes, fused=True, order="tokens", chunk=problem.tokens // 3 + 1, one_pass=False),
         "vocab": plan(**sizes, fused=True, order="vocab", chunk=50),
         "held": plan(**sizes, fused=True, order="tokens", chunk=problem.tokens),
     }
 
 
 @pytest.mark.parametrize(("name", "dtype", "order"), RUNS)
+@EVERY_SIZE
 @pytest.mark.case(1)
 @pytest.mark.case(23)
-def test_within_the_rule(name: str, dtype: str, order: str) -> None:
-    problem = problem_named(name).with_dtype(dtype)
+def test_within_the_rule(name: str, dtype: str, order: str, small: bool) -> None:
+    problem = sized(name, small).with_dtype(dtype)
     assert_within(problem, run_case(TRITON, problem.case(), plan=plans(problem)[order]))
 
 
@@ -97,7 +115,7 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
         ("odd_none", "held", {}),
         ("odd_none_all", "vocab", {}),
     ):
-        problem = problem_named(name)
+        problem = sized(name, small=True)
         run_case(TRITON, problem.case(), plan=plans(problem)[order], **options)
     logits = torch.randn(6, 40, requires_grad=True)
     cross_entropy(logits, torch.arange(6), backend="triton").backward()
@@ -106,8 +124,9 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["odd_all", "odd_softcap", "confident_wrong"])
-def test_statistics(name: str) -> None:
-    problem = problem_named(name).with_dtype("float32")
+@EVERY_SIZE
+def test_statistics(name: str, small: bool) -> None:
+    problem = sized(name, small).with_dtype("float32")
     true = truth(problem).stats
     made = run_case(TRITON, problem.case(), return_stats=True).stats
     for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
@@ -195,7 +214,7 @@ def test_a_slices_matrix_lies_where_dw_is_not_yet_written(
         assert (memory == weight.untyped_storage().nbytes()) == lent
 
 
-@pytest.mark.parametrize("chunk", [None, 64])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 64])
 def test_long_runs_of_one_target(chunk: int | None) -> None:
     """A frequent target's row of dW and element of db is summed in pieces; every piece must arrive, once."""
     rng = np.random.default_rng(5)
@@ -296,15 +315,15 @@ def test_tokens_are_sorted_by_target(targets: list[int]) -> None:
 
 def test_many_tokens_are_sorted_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same gradient bit by bit."""
-    hidden, weight = torch.randn(130, 32, requires_grad=True), torch.randn(60, 32, requires_grad=True)
-    target, made = torch.randint(0, 60, (130,)), []
-    for most in (fused.MOST_RANKED, 129):
+    hidden, weight = torch.randn(40, 32, requires_grad=True), torch.randn(60, 32, requires_grad=True)
+    target, made = torch.randint(0, 60, (40,)), []
+    for most in (fused.MOST_RANKED, 39):
         monkeypatch.setattr(fused, "MOST_RANKED", most)
         sort, seen = torch.sort, []
         monkeypatch.setattr(torch, "sort", lambda *x, sort=sort, seen=seen, **o: seen.append(1) or sort(*x, **o))
         loss = linear_cross_entropy(hidden, weight, target, backend="triton")
         made.append(torch.autograd.grad(loss, (hidden, weight)))
-        assert bool(seen) == (most < 130)
+        assert bool(seen) == (most < 40)
         monkeypatch.undo()
     assert all(map(torch.equal, *made))
 
