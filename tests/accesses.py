@@ -1,8 +1,8 @@
-"""What the programs of an interpreted Triton kernel read and write: each address lies in an array that the kernel was
-given, and where one program writes no other one reads or writes, but by atomic operations.
+"""What the programs of an interpreted Triton kernel read and write.
 
-Neither need show in results: behind an array there is memory, too, and programs that are interpreted run one after
-another. Of compute-sanitizer, racecheck looks at shared memory only.
+Each address must lie in an array that the kernel was given. Where one program writes, no other program may read or
+write, unless by atomic operations. Results need not show either fault: there is memory behind an array too, and
+interpreted programs run one after another. (compute-sanitizer's racecheck looks at shared memory only.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AccessError(AssertionError):
 
 @dataclasses.dataclass
 class Accesses:
-    """Of one launch."""
+    """The accesses of one launch."""
 
     kernel: str
     arrays: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -54,7 +54,7 @@ class Accesses:
         self.touched.setdefault(what, []).append((addresses, program))
 
     def check(self) -> None:
-        """That no two programs are in each other's way."""
+        """Check that no two programs are in each other's way."""
         owned, owners = self._sorted(WRITE)
         if (np.diff(owned) == 0).any():  # each program is there once
             raise AccessError(f"{self.kernel}: two programs write to one place")
@@ -68,7 +68,7 @@ class Accesses:
             raise AccessError(f"{self.kernel}: one program reads what others change atomically")
 
     def _sorted(self, what: str) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Addresses, and the programs that were there, each once for an address."""
+        """Addresses and the programs that touched them, each pair once."""
         parts = [np.stack([a, np.full_like(a, program)]) for a, program in self.touched.get(what, ())]
         pairs = np.unique(np.concatenate([np.zeros((2, 0), np.int64), *parts], axis=1), axis=1)
         return pairs[0], pairs[1]
@@ -82,7 +82,7 @@ def checked() -> Iterator[None]:
     now: list[Accesses] = []
 
     def watch(name: str, what: str, pointers: int, mask: int) -> None:
-        """``pointers`` and ``mask``: which arguments of the interpreter's operation these are."""
+        """Watch an operation of the interpreter; ``pointers`` and ``mask`` say which of its arguments they are."""
         operation = getattr(interpreter.InterpreterBuilder, name)
 
         def watched(self: Any, *arguments: Any, **options: Any) -> Any:

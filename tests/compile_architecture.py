@@ -22,7 +22,7 @@ CAPABILITY = 80  # its code is like an Ampere GPU's
 
 
 def compiled() -> dict[str, Any]:
-    """Of the record that a bfloat16 call finds on such a GPU."""
+    """The kernel that a bfloat16 call finds on such a GPU, compiled."""
     architecture.ARCHITECTURES.insert(0, imaginary(Imaginary(), "half", 42))
     architecture.major_of = lambda index: 42  # type: ignore[assignment]
     found = architecture.architecture_of(torch.bfloat16, 0, True)

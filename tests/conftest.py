@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _first_gpu_is_current(request: pytest.FixtureRequest) -> None:
-    """JAX leaves the GPU it used last current, for torch too; in every test "cuda" is the first."""
+    """Make the first GPU current in every test. JAX leaves the GPU that it used last current, for torch too."""
     if request.node.get_closest_marker("gpu") is not None and importlib.util.find_spec("torch") is not None:
         import torch
 
@@ -82,7 +82,7 @@ def _first_gpu_is_current(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="module")
 def checked_accesses() -> Iterator[None]:
-    """Where Triton's kernels are interpreted, what they read and write is looked at (tests/accesses.py)."""
+    """Check what interpreted Triton kernels read and write (tests/accesses.py)."""
     from implementations import INTERPRETS
 
     if not INTERPRETS:

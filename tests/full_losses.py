@@ -9,7 +9,7 @@ from typing import Any
 
 
 def logits(x: Any, w: Any, b: Any, xp: Any, logit_scale: float = 1.0, softcap: float | None = None) -> Any:
-    """[..., V]."""
+    """Logits [..., V]."""
     z = logit_scale * (x @ w.T + b)
     return z if softcap is None else softcap * xp.tanh(z / softcap)
 

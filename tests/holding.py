@@ -15,8 +15,8 @@ def nanoseconds():
 
 @gluon.jit
 def hold_kernel(started_ptr, done_ptr, late_ptr, room_ptr, most_ns, SIZE: gl.constexpr):
-    """Each program counts in ``started``, and ends when ``done`` is set; after ``most_ns`` all the same, counted in
-    ``late``."""
+    """Each program counts itself in ``started`` and ends when ``done`` is set. After ``most_ns`` it ends anyway, and
+    counts itself in ``late``."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     room = gl.allocate_shared_memory(gl.int32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     place = room_ptr + gl.arange(0, SIZE, layout=layout)

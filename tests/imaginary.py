@@ -12,7 +12,7 @@ from logitless.torch_impl.kernels.portable import Portable
 
 
 class Imaginary(Portable):
-    """The portable products, which count how often they are launched."""
+    """The portable products. They count their launches."""
 
     def __init__(self) -> None:
         self.launched = {"logits": 0, "hidden": 0, "weight": 0}

@@ -40,7 +40,7 @@ class LogProbOutcome:
 
 
 class Implementation:
-    """What tests ask of each."""
+    """What the tests ask of each implementation."""
 
     name: str
     backend: str
@@ -54,7 +54,7 @@ class Implementation:
 
     @property
     def fused(self) -> bool:
-        """Of the plans that it makes."""
+        """Whether its plans are those of the kernels."""
         return self.backend in ("triton", "pallas")
 
     @property
@@ -184,7 +184,7 @@ class TorchTritonCuda(TorchEagerCuda):
 
 
 class TorchTritonCudaBfloat16(TorchTritonCuda):
-    """The same where the dtype is not the subject: kernels for 16 bits are others than those for 32."""
+    """The same in bfloat16, for tests whose subject is not the dtype: 16-bit kernels are not the 32-bit ones."""
 
     name = "torch_triton_cuda_bfloat16"
     dtype = "bfloat16"
@@ -411,10 +411,11 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def in_turn(firsts: Iterable[Any], dtypes: Sequence[str], always: Sequence[str] = ()) -> list[Any]:
-    """Pairs (first, dtype) for parametrize: on a GPU all, elsewhere each first with ``always`` and one more, in turn;
-    with JAX alone only one, another than beside torch.
+    """Pairs (first, dtype) for parametrize.
 
-    A CPU spends a second on every program that JAX compiles, and what depends on the dtype hardly depends on the rest.
+    On a GPU: all pairs. Elsewhere: each first with the dtypes of ``always`` and one more, in turn. With JAX alone: each
+    first with one dtype, a different one than beside torch. A CPU spends a second on every program that JAX compiles,
+    and a dtype's faults rarely depend on the rest.
     """
     pairs, others = [], [dtype for dtype in dtypes if dtype not in always]
     for number, first in enumerate(firsts):
@@ -472,7 +473,7 @@ def _ideal_errors(problem: Problem, product: Callable[[Any, Any], Any]) -> dict[
 
 
 def with_commonest(case: Case, outputs: dict[str, Any]) -> dict[str, Any]:
-    """The outputs, and of a trained problem the rows of dW that belong to its commonest targets."""
+    """The outputs, and for a trained problem the rows of dW of its commonest targets."""
     if "trained" not in case.problem.tags or "dweight" not in outputs:
         return outputs
     return outputs | {COMMONEST: outputs["dweight"][case.commonest_targets()]}

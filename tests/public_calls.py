@@ -1,4 +1,4 @@
-"""A right call of every public function, by name; for tests that go over all of their arguments."""
+"""A valid call of every public function, by name, for tests that go over all arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_LINEAR = ("in_features", "out_features", "bias", "device", "dtype")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """A right array: its shape, and ``float`` (the dtype of all others), ``index`` or ``weights`` (any float dtype)."""
+    """A valid array: its shape, and ``float`` (the dtype of all others), ``index`` or ``weights`` (any float dtype)."""
 
     shape: tuple[int, ...]
     kind: str = "float"
@@ -98,7 +98,7 @@ def parameters_of(framework: str, name: str) -> list[str]:
 
 
 def call_of(framework: str, name: str) -> tuple[Made, Callable[..., Any], dict[str, Any]]:
-    """A public function, and arguments that it takes."""
+    """A public function and valid arguments for it."""
     made = Made(framework)
     function = getattr(made.module, name)
     parameters = parameters_of(framework, name)

@@ -49,7 +49,7 @@ class Ranks:
     """Use as a context: the processes end with it."""
 
     def __init__(self, ranks: int, timeout_s: float = TIMEOUT_S, sizes: tuple[int, ...] = ()) -> None:
-        """``sizes``: of groups of the first so many ranks, for :func:`group_of`."""
+        """``sizes``: how many ranks the groups of :func:`group_of` have."""
         self.ranks, self.timeout_s, self.sizes = ranks, timeout_s, sizes
 
     def __enter__(self) -> Ranks:
@@ -83,7 +83,7 @@ class Ranks:
         self.folder.cleanup()
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
-        """What ``function(rank, *arguments)`` gave on each of the first ``ranks`` ranks: a value, or a Failed."""
+        """The result of ``function(rank, *arguments)`` on each of the first ``ranks`` ranks: a value, or a Failed."""
         chosen = self.pipes[:ranks]
         for pipe in chosen:
             pipe.send((function, arguments))

@@ -1,4 +1,4 @@
-"""That tests/accesses.py finds what it looks for."""
+"""tests/accesses.py finds the faults that it looks for."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_wrong_is_found(kernel: Any, options: dict[str, int], message: s
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_descriptors_are_looked_at(step: int) -> None:
-    """Programs may read the same rows, and write no others than those that there are."""
+    """Programs may read the same rows. They may write only rows that exist."""
     matrix = torch.zeros(8, 4)
     read, written = (TensorDescriptor(m, [8, 4], [4, 1], [2, 4]) for m in (torch.ones(8, 4), matrix))
     with checked():

@@ -38,7 +38,7 @@ PLANNED_RUNS += [(name, "one_chunk") for name in ("odd_none", "odd_none_all", "o
 
 
 def plans(problem: Problem) -> dict[str, Any]:
-    """One chunk size that leaves a ragged rest in each order, in one pass and with lse known first."""
+    """For each order a chunk size that leaves a ragged rest, in one pass and with lse known first."""
     wide = 4999 if problem.vocab > 5000 else 50
     return {
         "tokens": plan_for(problem, order="tokens", chunk=37 if problem.tokens < 500 else 300),

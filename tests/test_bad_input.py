@@ -1,7 +1,7 @@
-"""Every argument of every public function, given what it is not: an error that names the argument, what came and what
-is allowed; and every other argument is what it was.
+"""Every argument of every public function gets a wrong value. The error names the argument, what came and what is
+allowed, and every other argument stays as it was.
 
-The table is by an argument's name. A new argument that has no row, or a new function without a right call, fails
+The table goes by an argument's name. A new argument without a row, or a new function without a valid call, fails
 ``test_the_table_is_whole``.
 """
 
@@ -109,7 +109,7 @@ def described(value: Any) -> str:
 
 
 def refusal(function: Callable[..., Any], right: dict[str, Any], parameter: str, value: Any) -> tuple[str, str]:
-    """What the error says that it is about, and what it says in all."""
+    """The argument that the error names, and the whole message."""
     try:
         function(**(right | {parameter: value}))
     except (TypeError, ValueError, NotImplementedError) as error:

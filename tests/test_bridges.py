@@ -35,7 +35,7 @@ def tokens(count: int = 12, hidden: int = 8, vocab: int = 30, dtype: Any = None)
 
 
 def expected(x: Any, w: Any, y: Any, upstream: Any, **options: Any) -> list[Any]:
-    """Gradients of x and w by torch_impl."""
+    """Gradients of x and w from torch_impl."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     torch_impl.linear_cross_entropy(x, w, y, **options).backward(upstream)
     return [x.grad, w.grad]
@@ -116,7 +116,8 @@ class TestTheLoss:
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_autocast_around_the_jax_loss(self, dtype: Any, bias: bool) -> None:
-        """Parameters in float32, input in either: computed in bfloat16, gradients in each tensor's own dtype."""
+        """Parameters are float32 and the input either dtype. The loss is computed in bfloat16, and each gradient has
+        its tensor's own dtype."""
         x, w, y = tokens()
         x = x.detach().to(dtype).requires_grad_()
         b = torch.linspace(-1, 1, 30).requires_grad_() if bias else None
@@ -367,7 +368,7 @@ class TestJaxInTorch:
             result.sum().backward()
 
     def test_a_write_after_the_call_does_not_reach_it(self) -> None:
-        """On a CPU: the call has read its arguments when it returns."""
+        """On a CPU the call has read its arguments when it returns."""
         function = jax_in_torch(lambda x: (x @ x @ x @ x).sum())
         x = torch.ones(600, 600)
         function(x)
@@ -396,7 +397,7 @@ class TestJaxInTorch:
         assert not x.grad[1::2].any()
 
     def test_settings_of_the_forward_hold_in_the_backward(self) -> None:
-        """torch may run a backward anywhere; x64 was on where the forward was made."""
+        """torch may run a backward in any thread. x64 was on where the forward ran."""
         function = jax_in_torch(lambda x: jnp.sin(x) * x)
         x = torch.randn(5, dtype=torch.float64, requires_grad=True)
         with jax.enable_x64(True):

@@ -33,7 +33,7 @@ def test_pallas_knows_what_it_was_built_for(capability: str, runs: bool) -> None
 
 
 def test_the_backend_is_then_the_portable_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As api chooses it, and as an error names it, which is what doctor shows."""
+    """The api chooses it, and an error names it; doctor shows that error."""
     torch = pytest.importorskip("torch", reason="needs torch")
     pytest.importorskip("triton", reason="the refusal would be about triton")
     from logitless.torch_impl.backend import chosen_backend

@@ -18,7 +18,7 @@ D, V = 16, 101
 
 
 class Output(dict):
-    """As transformers' ModelOutput: a dict whose keys are attributes too."""
+    """Like transformers' ModelOutput: a dict whose keys are attributes too."""
 
     __getattr__ = dict.get
 
@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
         return self.lm_head
 
     def finish(self, logits: Any) -> Any:
-        """What the model does to the head's result."""
+        """What the model does with the head's result."""
         return logits
 
     def forward(self, ids: Any, labels: Any = None) -> Any:
@@ -167,7 +167,7 @@ def test_no_logits_are_made() -> None:
 
 
 class Wrapper(torch.nn.Module):
-    """As PEFT or DistributedDataParallel wrap a model."""
+    """Wraps a model as PEFT and DistributedDataParallel do."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def test_the_module_is_restored_whatever_happens() -> None:
 
 
 def test_accelerates_forward_comes_back() -> None:
-    """accelerate replaces the forward of an instance; a hook of its that changes no value may be left out."""
+    """accelerate replaces an instance's forward. Its hook, which changes no value, may be left out."""
     hooks = pytest.importorskip("accelerate.hooks", reason="this is about it")
     model, (ids, _) = Model(), ids_and_target()
     hooks.add_hook_to_module(model.lm_head, hooks.ModelHook())

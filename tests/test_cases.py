@@ -73,7 +73,7 @@ def test_none_with_random_upstream(impl: Any, name: str) -> None:
 @pytest.mark.case(3)
 @in_its_own_dtype
 def test_an_ignored_token_shuts_out_whatever_arrives_there(impl: Any) -> None:
-    """A NaN or infinite upstream gradient (and hidden state) of an ignored token reaches no gradient."""
+    """An ignored token may have a NaN or infinite upstream gradient, or hidden state. No gradient shows it."""
     rng = np.random.default_rng(0)
     x, w, y = rng.standard_normal((6, 8)), rng.standard_normal((9, 8)), rng.integers(0, 9, 6)
     x, w = round_to(x, impl.dtype), round_to(w, impl.dtype)
@@ -264,7 +264,7 @@ def test_weight_gradient_does_not_worsen_with_chunks(impl: Any, dtype: str) -> N
 @beside_torch
 @in_its_own_dtype
 def test_more_logits_than_two_to_the_31(impl: Any) -> None:
-    """N · V past 2³¹; every token is the same, so the truth is one row's."""
+    """N · V is more than 2³¹. Every token is the same, so one row's truth is enough."""
     tokens, vocab = 66_000, 32_771
     rng = np.random.default_rng(0)
     row, w = (round_to(rng.standard_normal(shape), impl.dtype) for shape in (2, (vocab, 2)))
@@ -291,7 +291,7 @@ def test_more_logits_than_two_to_the_31(impl: Any) -> None:
 @beside_torch
 @every_implementation
 def test_a_weight_of_more_than_two_to_the_31_elements(impl: Any) -> None:
-    """V · D past 2³¹: all rows are 0 but the last, which is the target."""
+    """V · D is more than 2³¹. All rows are 0 except the last, which is the target."""
     if impl.name.startswith("jax") and not cuda_device_count():
         pytest.skip("a minute on a CPU; JAX on a GPU runs it, and the test above on both")
     vocab, hidden = 2**21 + 9, 1024
@@ -309,7 +309,8 @@ def test_a_weight_of_more_than_two_to_the_31_elements(impl: Any) -> None:
 @in_its_own_dtype
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_gradient_through_lse(impl: Any, softcap: float | None) -> None:
-    """z-loss alone: with class weights 0 nothing else is left, and the upstream i makes every row distinct."""
+    """z-loss alone: class weights of 0 leave nothing else. Token i's upstream gradient is i, so that every row is
+    distinct."""
     x, w, y = random_arrays(30, 16, 50, impl.dtype)
     upstream = np.arange(1.0, 31.0)
     options = {"reduction": "none", "z_loss": 0.5, "class_weight": np.zeros(50, np.float32), "softcap": softcap}
@@ -361,7 +362,7 @@ def test_log_probs_and_entropy(impl: Any, run: tuple[str, float, float | None], 
 @in_its_own_dtype
 @pytest.mark.parametrize("order", ["tokens", "vocab"])
 def test_entropy_of_rows_rescued_midway(impl: Any, order: str) -> None:
-    """Logits that spread over hundreds of nats: anchors move after sums have been made, block by block."""
+    """Logits spread over hundreds of nats, so that anchors move after sums were made, block by block."""
     x, w, y = random_arrays(40, 16, 400, impl.dtype)
     x = round_to(60 * x, impl.dtype)
     true = reference.linear_log_probs(x, w, y, entropy_upstream=1.0)
@@ -481,7 +482,8 @@ def test_bitwise_the_same_from_run_to_run(impl: Any, order: str) -> None:
 
 @every_implementation
 def test_float16_small_gradients_survive_a_loss_scale(impl: Any) -> None:
-    """mean over many tokens makes gradients below float16's smallest number; an upstream loss scale must save them."""
+    """The mean over many tokens makes gradients smaller than float16's smallest number. An upstream loss scale must
+    save them."""
     problem = Problem("scaled", (4096,), 8, 300, dtype="float16", upstream=65536.0)
     case = problem.case()
     outcome = run_case(impl, case)
@@ -515,7 +517,7 @@ def test_a_memory_budget_is_enough(impl: Any, budget_share: float) -> None:
 
 
 def test_options_reach_the_reference() -> None:
-    """Guard of the helpers above: dropping an option must change the truth."""
+    """Guards the helpers above: leaving an option out must change the truth."""
     problem = problem_named("odd_most")
     case = problem.case()
     options = options_of(case)

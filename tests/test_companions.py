@@ -1,4 +1,4 @@
-"""What stands beside the loss: the padded gather, layers per pipeline stage, and the tables of what is kept."""
+"""The functions beside the loss: the padded gather, layers per pipeline stage, and the tables of saved tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def loads(counts: list[int], head: float, embedding: float) -> list[float]:
 
 
 def smallest_load(layers: int, stages: int, head: float, embedding: float, least: int) -> float:
-    """By trying every largest load there can be: how many layers fit below it."""
+    """The smallest possible largest load, found by trying every load there can be."""
     fixed = loads([0] * stages, head, embedding)
     candidates = sorted({cost + count for cost in fixed for count in range(least, layers + 1)})
     for largest in candidates:
@@ -111,7 +111,8 @@ def gather(impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gather_and_its_gradient(impl: Any, dtype: str) -> None:
-    """Every place's row, zeros after them; the gradient summed over duplicates and rounded once; bit for bit again."""
+    """Every place has its row, and zeros follow. The gradient is summed over duplicates and rounded once. A second run
+    gives the same bits."""
     from logitless.rounding import round_to
 
     rng = np.random.default_rng(0)
@@ -202,7 +203,8 @@ def test_rows_add_up() -> None:
 
 @needs_torch
 def test_saved_tensors_by_layer() -> None:
-    """Of two linear layers around a relu: an input each, once although two operations share it; weights apart."""
+    """Two linear layers around a relu each save their input. It is listed once, although two operations share it, and
+    apart from the weights."""
     import torch
     from torch import nn
 
@@ -236,7 +238,7 @@ def test_saved_tensors_by_layer() -> None:
 
 @pytest.mark.parametrize("framework", [pytest.param("torch", marks=needs_torch), pytest.param("jax", marks=needs_jax)])
 def test_the_share_of_the_loss(framework: str) -> None:
-    """Full logits keep them in float32 at least once; without them what waits is as large as the gradients."""
+    """Full logits are kept in float32 at least once. Without them, what is kept is as large as the gradients."""
     import importlib
 
     tokens, size, vocab = 64, 8, 4000

@@ -105,7 +105,7 @@ class TestWholeDemo:
         assert sorted(finished.folder.parent.iterdir()) == [finished.folder]
 
     def test_the_scratch_is_less_than_with_full_logits(self, finished: Finished) -> None:
-        """At a tiny size little is saved, yet the full logits must show in the full-logits numbers."""
+        """A tiny problem saves little, but the full logits must show in the full-logits numbers."""
         logits_bytes = 4 * TINY.batch * TINY.sequence * finished.result.vocabulary
         for run in finished.result.runs:
             assert run.full_logits_scratch_bytes >= logits_bytes

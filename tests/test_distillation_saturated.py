@@ -1,4 +1,4 @@
-"""Divergences of sides that are sure of classes far from id 0, in PyTorch (case 44)."""
+"""Divergences between sides that are both sure of classes far from id 0, in PyTorch (case 44)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README, the pages of docs/ and the examples show is run."""
+"""The code in the README, in the pages of docs/ and in the examples runs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_blocks_of_the_models_run(code: str, capsys: pytest.CaptureFixture[str])
 def test_blocks_run_as_a_program(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One after the other, in the order of the page; the ranks of torch.distributed are this process alone."""
+    """The blocks run one after another, as on the page. torch.distributed has this process as its only rank."""
     for name in PROGRAMS[page]:
         pytest.importorskip(name, reason="the page needs it")
     if page == "docs/sharding_jax.md":
@@ -150,7 +150,7 @@ def test_examples_learn(name: str, needs: tuple[str, ...], capsys: pytest.Captur
 
 
 def test_the_readme_quotes_the_gpu_results() -> None:
-    """The GPU figures' tables are what the results file gives, and every row of the README's is one of their rows."""
+    """The tables of the GPU figures show the results file, and every row of the README's table is one of their rows."""
     pytest.importorskip("matplotlib", reason="the report draws with it")
     from bench.report import gpu_table
 

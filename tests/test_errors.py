@@ -1,4 +1,5 @@
-"""Bad input: an error that names the argument, what came and what is allowed; nothing computed, nothing changed."""
+"""Bad input raises an error that names the argument, what came and what is allowed. Nothing is computed, and nothing
+changes."""
 
 from __future__ import annotations
 
@@ -331,7 +332,8 @@ def test_torch_ids_past_int32_are_not_wrapped() -> None:
 @pytest.mark.case(9)
 @in_its_own_dtype
 def test_unchecked_ids_make_nan_and_nothing_else(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ids are not looked at (GPU, compiled code) that token's loss is NaN; no other row is touched."""
+    """Ids are not checked on a GPU and in compiled code. A wrong id makes its token's loss NaN and touches no other
+    row."""
     package = "torch_impl" if impl.name.startswith("torch") else "jax_impl"
     monkeypatch.setattr(importlib.import_module(f"logitless.{package}.checks"), "check_ids", lambda *_: None)
     rng = np.random.default_rng(0)

@@ -1,5 +1,7 @@
-"""Random problems against float64 (``python -m bench fuzz``), with another seed in every run; and that the fuzzer
-finds what is wrong, goes on where it was stopped, and can repeat a problem."""
+"""Random problems against float64 (``python -m bench fuzz``), with another seed in every run.
+
+The fuzzer itself is tested too: it finds faults, goes on where it was stopped, and repeats a problem.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,13 @@ def test_random_problems_are_right(part: int) -> None:
 
 
 def drawn(count: int, **wanted: Any) -> list[Problem]:
-    """The first problems of the eager backend whose fields are as wanted."""
+    """The first problems of the eager backend that have the wanted fields."""
     problems = (draw(5, number, backends=("eager",)) for number in range(100 * count))
     return [p for p in problems if all(getattr(p, name) == value for name, value in wanted.items())][:count]
 
 
 def scaled_weight_grad(function: Any) -> Any:
-    """The function with a tenth too much of dW."""
+    """The function with dW too large by a tenth."""
 
     def broken(hidden: Any, weight: Any, *arguments: Any, **options: Any) -> Any:
         weight = weight.view_as(weight)

@@ -1,4 +1,4 @@
-"""The benchmark of ways to compute a head's loss: all compute the same, and its files are made."""
+"""The benchmark of ways to compute a head's loss: all ways agree, and the files are written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
     ids=["ragged", "no bias", "whole chunks", "less than a chunk", "one token"],
 )
 def test_every_variant_is_the_same_mean(batch: int, length: int, ignored: float, bias: bool) -> None:
-    """Over the tokens that count, for any number of them and of all."""
+    """The mean over the tokens that count, whether some or all of them count."""
     sizes = gist.Sizes(batch, length, 16, 203, "float32", bias=bias, ignored=ignored)
     *leaves, y = head_losses.arrays(sizes, "cpu")
     assert (y != head_losses.IGNORED).any()

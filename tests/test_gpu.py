@@ -146,7 +146,7 @@ def test_compiled_into_a_cuda_graph() -> None:
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_device_that_is_not_current(current: int) -> None:
-    """The same bits on the current device and on another; which one that is stays the caller's."""
+    """The current device and another one give the same bits. The caller's current device stays current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     made = []
@@ -174,7 +174,7 @@ def test_the_same_bits_from_run_to_run() -> None:
 
 @pytest.mark.case(28)
 def test_other_arguments_get_their_own_kernels() -> None:
-    """Aligned tensors and tensors that are not, in turn: each is what it is where nothing is known of earlier calls."""
+    """Aligned and unaligned tensors take turns. Each call gives what it gives when no earlier call is known."""
     from logitless.torch_impl.kernels import launch as launches
 
     x, w, b, y = tensors()
@@ -234,7 +234,7 @@ PLANS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "reduction": "none"}], ids=str)
 def test_what_is_not_written_is_read_nowhere(options: dict[str, Any], dtype: Any, kind: str) -> None:
-    """The same bits where it is NaN."""
+    """Memory that nobody wrote holds NaN, and the bits stay the same."""
     made = []
     for filled in (contextlib.nullcontext(), unwritten_is_nan()):
         x, w, b, y = tensors(dtype)
@@ -277,7 +277,7 @@ def test_many_tiles_of_every_result(hidden: int, chosen: tuple[str, int]) -> Non
 
 @pytest.mark.case(28)
 def test_programs_that_cannot_all_run_do_not_wait_for_each_other() -> None:
-    """Another stream holds multiprocessors until our gradient is there: ours is made by the programs that can run."""
+    """Another stream holds multiprocessors until our gradient is ready. The programs that can run must make it."""
     from holding import BYTES, hold_kernel
 
     multiprocessors, held = torch.cuda.get_device_properties(0).multi_processor_count, 16

@@ -172,7 +172,7 @@ class TestSharedMemory:
             assert to_jax(empty, copy=False).shape == tuple(empty.shape)
 
     def test_writes_show_on_the_other_side(self) -> None:
-        """Documented: an alias is an alias, also of what JAX takes to be immutable."""
+        """As documented: an alias shows writes, even where JAX takes an array to be immutable."""
         tensor = ramp((4,))
         array = to_jax(tensor)
         tensor[0] = 42
@@ -187,7 +187,7 @@ def frozen_parameter() -> Any:
 
 
 class TestBits:
-    """Every bit arrives as it left."""
+    """Every bit arrives unchanged."""
 
     @pytest.mark.parametrize("dtype", [dtype for dtype in SHARED_DTYPES if dtype != "bool" and itemsize(dtype) <= 2])
     @pytest.mark.parametrize("copy", [None, True])
@@ -289,7 +289,7 @@ class TestCopyKeyword:
             to_jax(tensor, copy=False)
 
     def test_copy_of_a_misaligned_buffer_is_finished_on_return(self) -> None:
-        """JAX's own copy goes on in the background, and mixes in what is written to the tensor afterwards."""
+        """JAX's own copy runs on in the background, and would take in what is written to the tensor afterwards."""
         tensor = ramp((1 << 24,), offset=4)
         for _ in range(3):
             tensor.fill_(1)
@@ -425,7 +425,7 @@ class TestTensorsThatAreRefused:
         assert to_jax(tensor.resolve_conj()).tolist() == [1 - 2j]
 
     def test_pending_negation(self) -> None:
-        """torch exports such a tensor without a word, with the wrong sign."""
+        """torch exports such a tensor with the wrong sign and raises nothing."""
         tensor = torch.tensor([1 + 2j]).conj().imag
         assert tensor.is_neg()
         with pytest.raises(ValueError, match=r"resolve_neg\(\)"):
@@ -501,7 +501,7 @@ class TestTensorsThatAreRefused:
 
     @pytest.mark.parametrize("dtype", ["complex32", "bits8", "float4_e2m1fn_x2", "int4", "uint3", "uint1"])
     def test_dtypes_that_only_torch_has(self, dtype: str) -> None:
-        """torch exports its 1- to 7-bit integers as whole bytes, without a word."""
+        """torch exports its 1- to 7-bit integers as whole bytes and raises nothing."""
         if not hasattr(torch, dtype):
             pytest.skip(f"this torch has no {dtype}")
         tensor = torch.zeros(16, dtype=torch.uint8).view(getattr(torch, dtype))
@@ -681,7 +681,7 @@ class TestPytrees:
 
 
 class TestReleaseAfter:
-    """The waiting thread of lifetime.py, which is the same without a GPU."""
+    """The waiting thread of lifetime.py, which needs no GPU."""
 
     def test_memory_is_held_until_the_wait_is_over(self) -> None:
         class Memory:
@@ -725,7 +725,7 @@ class TestReleaseAfter:
         assert finished.wait(10)
 
     def test_the_process_ends_after_the_waits(self) -> None:
-        """A thread that is still inside a framework when the interpreter goes aborts the process."""
+        """A thread that is inside a framework when the interpreter ends would abort the process."""
         code = """
             import time
             from logitless.interop import lifetime
@@ -747,7 +747,7 @@ class TestReleaseAfter:
         assert (done.returncode, done.stdout, done.stderr) == (0, "waited\n", "")
 
     def test_a_lease_that_lives_to_the_end_asks_nobody(self) -> None:
-        """What is dropped when the interpreter goes is dropped after the frameworks' modules."""
+        """At the end of the interpreter, the frameworks' modules go before the lease does."""
         code = """
             import torch
             from logitless.interop import lifetime

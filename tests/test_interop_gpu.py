@@ -119,7 +119,7 @@ class TestOrder:
         assert bool((x.grad == 2).all())
 
     def test_int64_is_checked_when_the_work_is_given(self) -> None:
-        """The range is known when the device gets there: the host neither waits for it first nor forgets it."""
+        """The range is known only when the device gets there. The host neither waits for it nor forgets it."""
         function, p = jax_in_torch(lambda y, p: _after_work(y.astype(jnp.float32), p).sum()), to_torch(work())
         right = torch.ones(COUNT, device="cuda", dtype=torch.int64)
         wrong = right.clone()
@@ -269,7 +269,7 @@ class TestSharing:
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """Python's garbage collector rests: where it frees a program or an array of JAX's, their GPU becomes current."""
+    """Stop Python's garbage collector: when it frees a program or an array of JAX's, that GPU becomes current."""
     gc.collect()
     gc.disable()
     yield

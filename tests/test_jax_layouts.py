@@ -86,7 +86,7 @@ def assert_right(backend: str, given: dict[str, Any], plain: dict[str, Any]) -> 
 
 
 def relaid(a: Any, like: Any) -> Any:
-    """``a`` with the strides of ``like``, in elements, and an offset: a change of dtype would leave them out."""
+    """``a`` with the strides of ``like``, in elements, and an offset. A change of dtype would lose them."""
     steps = [stride // like.itemsize for stride in like.strides]
     low = sum(min(0, (size - 1) * step) for size, step in zip(like.shape, steps, strict=True))
     high = sum(max(0, (size - 1) * step) for size, step in zip(like.shape, steps, strict=True))
@@ -190,7 +190,7 @@ ROADS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_second_derivatives_are_refused(function: str, road: str) -> None:
-    """The kernels' loops move 16-bit floats as integers, whose derivative is 0: never that, in silence."""
+    """The kernels' loops move 16-bit floats as integers, whose derivative is 0. Such a silent 0 must never come out."""
     with pytest.raises(NotImplementedError, match="differentiated once"):
         ROADS[road](FUNCTIONS[function], X)
 

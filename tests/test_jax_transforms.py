@@ -285,7 +285,7 @@ def of_log_probs(x: Any, w: Any, y: Any) -> Any:
 
 
 def of_distillation(x: Any, w: Any, y: Any) -> Any:
-    """Of itself, from a head that knows the targets: their cross-entropy but for what has no gradient."""
+    """A distillation from a head that knows the targets: their cross-entropy, up to terms without a gradient."""
     teacher = 30.0 * jax.nn.one_hot(jnp.maximum(y, 0), V, dtype=x.dtype)
     mask = (y >= 0).astype(jnp.int32)
     return distillation_loss(x, w, teacher, jnp.eye(V, dtype=x.dtype), mask=mask, normalizer=1.0)
@@ -311,7 +311,7 @@ def of_full_logits(x: Any, w: Any, y: Any) -> Any:
     ids=["sum", "none", "log_probs", "distillation", "torch"],
 )
 def test_other_derivatives_before_change_nothing(function: Any) -> None:
-    """JAX keeps a forward's traces for every set of differentiated arguments, but one structure of residuals."""
+    """JAX keeps a trace of the forward for each set of differentiated arguments, but one structure of residuals."""
     x, w, y = arrays()
     compiled = jax.jit(lambda x, w: function(x, w, y))
     expected = jax.grad(lambda x, w: of_full_logits(x, w, y), (0, 1))(x, w)
@@ -346,7 +346,7 @@ def test_lowers_for_cuda_without_a_gpu() -> None:
 @pytest.mark.case(32)
 @pytest.mark.parametrize("library", ["flax.nnx", "equinox"])
 def test_libraries_transforms(library: str) -> None:
-    """Each library's jit around its remat of a head whose forward is the loss; the gradients are jax.grad's."""
+    """Each library's jit and remat, around a head whose forward is the loss, give the gradients of jax.grad."""
     module = pytest.importorskip(library, reason="the test is of its transforms")
     x, w, y = arrays()
 

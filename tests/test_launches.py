@@ -1,4 +1,4 @@
-"""Launches of Triton's kernels: which are of one kind, and what happens at the first of a kind and at the others."""
+"""Launches of Triton's kernels: which are of one kind, and what the first and the later launches of a kind do."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ USUAL = {
 
 
 def called(**values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and options of a launch that is the usual one but for ``values``."""
+    """Arguments and options of the usual launch, with ``values`` in place of some."""
     every = list((USUAL | values).items())
     return tuple(value for _, value in every[:5]), dict(every[5:])
 
 
 def compiled_for(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """By Triton's own rule."""
+    """What Triton compiles for, by its own rule."""
     _, specialization, rest = BINDER(*arguments, **options)
     return repr((specialization, rest))
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_one_kind_is_compiled_once(name: str) -> None:
-    """What Triton would compile anew is of another kind: any two values of an argument, or of an option."""
+    """Whatever makes Triton compile anew is another kind: any two values of an argument or of an option."""
     for one, other in itertools.combinations(VALUES[name], 2):
         calls = called(**{name: one}), called(**{name: other})
         if compiled_for(*calls[0]) != compiled_for(*calls[1]):
@@ -94,8 +94,8 @@ class Marked(torch.Tensor):
 
 
 def test_what_kinds_have_in_common() -> None:
-    """New tensors of the same dtype and alignment, other shapes and classes of them, and other floats are of one kind,
-    which holds no tensor."""
+    """New tensors of the same dtype and alignment are of one kind, whatever their shapes and classes; so are other
+    floats. A kind holds no tensor."""
     given = torch.empty(64), torch.empty(64), None, 7, 1.0
     kind = launches.kind_of(PROBE, 0, given, {"FLAG": True})
     again = torch.empty(16, 4), torch.nn.Parameter(torch.empty(64)).as_subclass(Marked), None, 7, 2.5
@@ -105,7 +105,7 @@ def test_what_kinds_have_in_common() -> None:
 
 
 class Compiled:
-    """What was compiled for a kind; its launches, and those that a profiler could see."""
+    """A kernel compiled for a kind, with its launches and those that a profiler could see."""
 
     function, packed_metadata = "function", "metadata"
 
@@ -163,7 +163,7 @@ def test_triton_is_asked_once_for_a_kind(current: SimpleNamespace) -> None:
 
 
 def test_a_new_kind_waits_while_kernels_are_loaded(current: SimpleNamespace) -> None:
-    """By another thread's rehearsal, for instance."""
+    """Another thread's rehearsal loads them, for instance."""
     kernel, x = Kernel(), torch.empty(64)
     launch = launches.launch(kernel, 3)
     launch(x, x, None, 7, 1.0, SIZE=16, FLAG=True)
@@ -178,7 +178,7 @@ def test_a_new_kind_waits_while_kernels_are_loaded(current: SimpleNamespace) -> 
 
 
 def test_a_profiler_sees_every_launch(current: SimpleNamespace) -> None:
-    """Which Triton tells of launches."""
+    """Triton tells it of launches."""
     kernel, x, looks = Kernel(), torch.empty(64), print
     for number in range(3):
         if number == 1:
@@ -226,7 +226,7 @@ def wrong_kernel(out, SIZE: triton.language.constexpr):
 
 
 class FakeDriver:
-    """Of a machine with a Hopper GPU."""
+    """The driver of a machine with a Hopper GPU."""
 
     def __init__(self, launcher_cls: Any) -> None:
         self.launcher_cls = launcher_cls
@@ -447,13 +447,13 @@ def test_a_rehearsal_is_not_disturbed(
 
 
 def _collect(garbage: bool) -> bool:
-    """Have garbage collected or not; what is so then."""
+    """Switch garbage collection on or off, and return whether it is on."""
     (gc.enable if garbage else gc.disable)()
     return gc.isenabled()
 
 
 def _take_turns(seconds: float) -> float:
-    """Have threads take turns of ``seconds``; what that is in whole microseconds."""
+    """Let threads take turns of ``seconds``, and return the turn in whole microseconds."""
     sys.setswitchinterval(seconds)
     return sys.getswitchinterval()
 
@@ -500,7 +500,7 @@ def test_kernels_loaded_side_by_side_have_their_own_launchers(
 def test_a_call_beside_a_rehearsal_waits_for_its_end(
     compiling: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And does not rehearse the same."""
+    """It does not rehearse the same kernels again."""
     loading, go_on = threading.Event(), threading.Event()
 
     def load(kernel: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every array argument of every public function in every layout: the results and gradients of a contiguous copy."""
+"""Every array argument of every public function, in every layout, gives what its contiguous copy gives."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ OF_THE_VOCABULARY = {"weight", "bias", "class_weight", "teacher_weight", "teache
 @pytest.mark.case(33)
 @pytest.mark.parametrize(("framework", "name"), [pair for pair in functions() if pair[1] != "LinearCrossEntropy"])
 def test_no_tokens(framework: str, name: str, one_rank: None) -> None:
-    """Sums over nothing, and gradients that are 0."""
+    """Without tokens the sums are over nothing, and the gradients are 0."""
     made, function, right = call_of(framework, name)
     for key, array in ARRAYS[name].items():
         if key in right and key not in OF_THE_VOCABULARY:

@@ -1,4 +1,5 @@
-"""Vectors that are parts, expanded or moved, and rows that are one: as their contiguous copies (case 33)."""
+"""Vectors that are slices, expanded or moved, and matrices whose rows are one row, give what contiguous copies give
+(case 33)."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ def test_expanded(device: str, backend: str) -> None:
 @in_every_torch_place
 @pytest.mark.parametrize("name", ["mean", "log_probs", "logits"])
 def test_in_a_graph(name: str, device: str, backend: str) -> None:
-    """Compiled, also where the vectors become parts inside of the graph; and in torch.func."""
+    """Also compiled, where the graph itself takes the slices, and in torch.func."""
     a = given(device)
     y, t = torch.stack([a["target"]] * 2, -1), torch.stack([a["token_weight"]] * 2, -1)
 
@@ -174,7 +175,7 @@ def test_gather(layout: str, device: str) -> None:
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_transforms_without_tokens(with_entropy: bool) -> None:
-    """No token and a memory budget: nothing is made that was not asked for."""
+    """No token and a memory budget: the call returns only what was asked for."""
     x, w, y = torch.randn(0, D), torch.randn(V, D), torch.zeros(0, dtype=torch.long)
 
     def f(x: Any) -> Any:

@@ -181,7 +181,7 @@ every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
 
 def given_of(name: str, dtype: str, most: int = 16) -> tuple[Any, Any, dict[str, Any]]:
-    """logits rounded to the dtype that an implementation gets them in, target and options of (some of) the tokens."""
+    """Logits rounded to the dtype that the implementation gets, and targets and options of all or some tokens."""
     case = problem_named(name).with_dtype(dtype).case()
     z = case.hidden.astype(np.float64) @ case.weight.T.astype(np.float64)
     logits = round_to(z if case.bias is None else z + case.bias, dtype)
@@ -235,7 +235,8 @@ def test_within_the_rule(impl: Any, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.case(14)
 def test_confident_targets(impl: Any, dtype: str) -> None:
-    """p − 1 and the loss keep their relative accuracy as p → 1: at p = 0.999, 0.99999, 1 − 1e-7. Of ties the first."""
+    """p − 1 and the loss keep their relative accuracy as p → 1, here at 0.999, 0.99999 and 1 − 1e-7. Of tied logits the
+    first counts."""
     rest, some = np.array([1e-3, 1e-5, 1e-7]), np.arange(3)
     vocab = 5000  # more than a block of the kernels
     logits, target = np.zeros((4, vocab)), np.array([0, 150, vocab - 1, 9])
@@ -370,7 +371,7 @@ def test_what_must_not_be_overwritten_is_not() -> None:
 @needs_torch
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_memory_is_the_logits_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place, forward and backward make nothing of the logits' size: blocks of rows only."""
+    """In place, forward and backward make only blocks of rows, nothing as large as the logits."""
     import torch
 
     from logitless.torch_impl import cross_entropy
@@ -568,8 +569,8 @@ def test_kernels_are_the_default_and_take_the_logits_place(vocab: int) -> None:
 @needs_jax
 @needs_absl
 def test_pieces_cover_a_row_once() -> None:
-    """Behind the blocks of a row every column counts once, and pieces that share columns are asked for together: each
-    begins where its threads may load, and none reaches back to a block."""
+    """Behind a row's blocks every column counts once. Pieces that share columns are loaded together. Each begins where
+    its threads may load, and none reaches back into a block."""
     import jax.numpy as jnp
 
     from logitless.jax_impl.given_logits.kernels import PIECES, Row

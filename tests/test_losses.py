@@ -54,7 +54,7 @@ def onehot(a: dict[str, Any]) -> Any:
 
 
 def poisoned(values: Any, a: dict[str, Any]) -> Any:
-    """The values, with NaN where a token does not count: it must be read nowhere."""
+    """The values, with NaN where a token does not count: nothing may read it."""
     values = np.array(values)
     values[counted(a) == 0] = np.nan
     return values
@@ -103,7 +103,8 @@ def tools(impl: Any) -> tuple[Any, Any, Any, Any]:
 def made(
     impl: Any, name: str, a: dict[str, Any], constants: Any, dtype: str, wrt: Any = ARGUMENTS, **options: Any
 ) -> Any:
-    """Loss and gradients of ``name`` of the implementation; constants: names of ``a`` that are handed to it."""
+    """Loss and gradients of the implementation's function ``name``; ``constants`` names the arrays of ``a`` that it
+    also gets."""
     package, _, framework, context = tools(impl)
     loss, dtype = getattr(package, name), impl.takes(dtype)
     with context(dtype):
@@ -402,7 +403,7 @@ def test_distillation_reductions_and_normalizer(impl: Any) -> None:
 @in_its_own_dtype
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation_with_ids_that_neither_side_has(impl: Any, beta: float) -> None:
-    """A −inf bias takes an id out of a vocabulary: out of both it is as if it were not there."""
+    """A bias of −inf takes an id out of a vocabulary. Out of both, it is as if it did not exist."""
     a = arrays(impl.dtype)
     gone = np.isin(np.arange(V), [0, 31, V - 2, V - 1])
     few = {name: values[~gone] if name.endswith(("weight", "bias")) else values for name, values in a.items()}

@@ -97,8 +97,8 @@ def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> N
 @every_implementation
 @pytest.mark.parametrize(("side", "dtype"), in_turn([256, 512, 1024, 2048], ["float32", "bfloat16"]))
 def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The promise of the tile. The pass for the logsumexps has a plan of its own, which is given the same budget here;
-    on a GPU the kernels' smallest plan needs more than the smallest tiles."""
+    """The promise of the tile. The pass for the logsumexps has its own plan and gets the same budget here. On a GPU the
+    kernels' smallest plan needs more than the smallest tiles."""
     sizes = {"tokens": N, "hidden": D, "teacher_hidden": D_TEACHER, "vocab": V, "dtype": dtype}
     kernels = {"fused": impl.fused, "padded": impl.padded}
     sums = plan(tokens=N, hidden=D_TEACHER, vocab=V, dtype=dtype, one_pass=False, **kernels).scratch_bytes

@@ -52,7 +52,7 @@ def measured_scratch(impl: Any, chosen: ChunkPlan, dtype: str, with_bias: bool, 
 
 
 def summed(module: Any, backend: str, chosen: ChunkPlan, arrays: Any, options: dict[str, Any]) -> Any:
-    """One number of a call: the losses' sum, or that of log-probabilities and entropies."""
+    """One number of a call: the sum of the losses, or of log-probabilities and entropies."""
     if "with_entropy" in options:
         log_prob, entropy = module.linear_log_probs(*arrays, plan=chosen, backend=backend, **options)
         return (log_prob + entropy).sum()
@@ -132,7 +132,8 @@ GREEDY: dict[bool, dict[str, dict[str, Any]]] = {
 
 
 def greedy(chosen: ChunkPlan) -> list[dict[str, Any]]:
-    """Of a plan; exponentials that kernels hold until gradients arrive have those of both kinds."""
+    """The options that need most of a plan. Kernels that hold exponentials until the gradients arrive need those of
+    both kinds."""
     both = chosen.fused and chosen.holds_all
     return [options for kind in {chosen.one_pass, chosen.one_pass and not both} for options in GREEDY[kind].values()]
 
@@ -205,7 +206,7 @@ NEEDED: dict[str, tuple[tuple[int, int, int], dict[str, Any], str, str]] = {
 @pytest.mark.case(31)
 @pytest.mark.parametrize("name", NEEDED)
 def test_xla_needs_its_promise(name: str) -> None:
-    """On a CPU: the formula as a whole is no larger than its worst cases."""
+    """On a CPU the whole formula is no larger than its worst cases."""
     pytest.importorskip("jax", reason="this test is about XLA")
     if JaxXla.on_gpu:
         pytest.skip("XLA's programs for a GPU are others")

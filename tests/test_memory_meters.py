@@ -102,7 +102,7 @@ class TestTorchMeter:
         assert 2 * 4 * 64 * KIB <= peak <= 2 * 4 * 64 * KIB + KIB
 
     def test_freeing_older_memory_hides_nothing(self) -> None:
-        """Blocks from before the call, and blocks that an earlier metered call has left: neither is set off."""
+        """Neither blocks from before the call nor blocks that an earlier metered call left are subtracted."""
         torch = _torch()
         held = [torch.ones(700, KIB, dtype=torch.uint8)]
         assert self.peak(lambda: held.append(torch.ones(600, KIB, dtype=torch.uint8))) == 600 * KIB
@@ -127,7 +127,7 @@ class TestTorchMeter:
         assert self.peak(lambda: None) == 0
 
     def test_a_silent_profiler_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Were the events to vanish in some release, every scratch test would pass: so the meter must refuse."""
+        """If a release dropped the events, every scratch test would pass. So the meter must refuse."""
         _torch()
         from logitless.torch_impl import memory
 

@@ -36,7 +36,7 @@ def nothing(kernel: Any, *grid: int) -> Any:
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches do nothing; what they would have written is 0, which is an index too."""
+    """Launches do nothing. What they would have written is 0, which is a valid index too."""
     for module in (fused, logits_fused):
         monkeypatch.setattr(module, "launch", nothing)
     monkeypatch.setattr(torch, "empty", torch.zeros)

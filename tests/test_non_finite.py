@@ -1,4 +1,4 @@
-"""What is no number stays where it is: with its token, or with a class that no token has."""
+"""A value that is not finite stays with its token, or with a class that no token has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N, V = 40, 60
 
 
 class Interpreted(TorchTriton):
-    """Triton's interpreter cuts bfloat16 off where it is to be rounded."""
+    """Triton's interpreter cuts float32 off where it should round to bfloat16."""
 
     dtypes = ("float32", "float16")
 

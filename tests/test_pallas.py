@@ -132,7 +132,7 @@ def test_lowers_with_x64_and_strict_promotion(name: str, compiled: None) -> None
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what JAX's first device, a GPU, runs is compiled for it")
 def test_compiled_for_a_cpu_says_what_can(compiled: None) -> None:
-    """What is traced might have been compiled for a GPU: the error comes when it is known that it is not."""
+    """A traced program might be compiled for a GPU, so the error comes when it is known that it is not."""
     x, w, y = jnp.ones((3, 4), jnp.bfloat16), jnp.ones((9, 4), jnp.bfloat16), jnp.zeros(3, jnp.int32)
 
     def loss(x: Any) -> Any:
@@ -364,7 +364,7 @@ def assert_same_bits(one: Any, other: Any) -> None:
 
 
 def assert_close(one: Any, other: Any) -> None:
-    """Of two programs that XLA fuses differently: a sum in float32 may go another way, and with it a rounding."""
+    """For two programs that XLA fuses differently: a float32 sum may take another order, and so round otherwise."""
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert a.dtype == b.dtype
         assert error(a, b) <= THREE_DIGITS

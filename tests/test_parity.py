@@ -66,7 +66,7 @@ def test_everything_here_agrees(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("output", ["loss", "dhidden", "dweight", "dbias"])
 @pytest.mark.parametrize("share", [0.3, 3.0])
 def test_the_rule_is_that_of_the_tolerance_table(output: str, share: float) -> None:
-    """An implementation that is the truth but for one output, wrong by a share of what is allowed."""
+    """An implementation that is exact except for one output, which is wrong by a share of the allowance."""
     problem = BY_NAME["odd_bias"].with_dtype("bfloat16")
     measured = compare(problem, {"exact": reference}).rows[0].measures[output]
     assert measured.error == 0.0

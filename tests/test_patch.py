@@ -57,7 +57,7 @@ def make(name: str = "LlamaForCausalLM", **options: Any) -> Any:
 
 
 def is_made(logits: Any) -> bool:
-    """Whether an output has logits; where it has none, their use is an error that says how to get them."""
+    """Whether an output has logits. Where it has none, using them raises an error that says how to get them."""
     if not isinstance(logits, LazyLogits):
         return True
     assert logits.shape[-1] == V
@@ -85,7 +85,7 @@ def loss_and_gradients(model: Any, **inputs: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def assert_same(ours: tuple[Any, dict[str, Any]], theirs: tuple[Any, dict[str, Any]]) -> None:
-    """Loss and every gradient within the table; each gradient on the scale of the largest."""
+    """Loss and every gradient agree within the table; each gradient counts on the scale of the largest."""
     assert error(ours[0], theirs[0]) <= ON_TOP_LOSS["float32"]
     assert ours[1].keys() == theirs[1].keys()
     largest = max(float(gradient.norm()) for gradient in theirs[1].values())
@@ -469,7 +469,7 @@ def test_trainer(tmp_path: Any) -> None:
 
 
 def test_accelerate_and_mixed_precision() -> None:
-    """Its wrapper of the forward goes on and comes off without taking the patch along."""
+    """accelerate's wrapper of the forward is added and removed, and the patch stays."""
     accelerate = pytest.importorskip("accelerate", reason="this is about it")
     model, (ids, labels) = patch(make()), ids_and_labels()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # Trainer's
@@ -581,7 +581,7 @@ def test_the_benchmark_runs() -> None:
 
 
 def test_the_benchmarks_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reaches the patch; a batch for which no plan is within it does not fit, any other failure is one."""
+    """It reaches the patch. A batch without a plan within the budget does not fit. Any other failure stays one."""
     from bench import hf
 
     monkeypatch.setattr(hf, "BUDGET", 200_000)

@@ -242,7 +242,7 @@ LARGE = 2**40
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which way the Triton backend's gradients were made, call by call."""
+    """How the Triton backend made the gradients, call by call."""
     from logitless.torch_impl.kernels import fused, rehearsal
 
     ways: list[str] = []
@@ -308,7 +308,7 @@ def test_losses_whose_exponentials_wait(impl: Any, options: dict[str, Any], coun
 
 @every_triton
 def test_nothing_waits_unless_it_can(impl: Any, counted: list[str]) -> None:
-    """Without a budget, with entropy, with a softcap and label smoothing, or beyond the budget: in two passes."""
+    """Two passes without a budget, with entropy, with a softcap and label smoothing, or beyond the budget."""
     x, w, _, y = some(dtype=impl.dtype)
     impl.run_log_probs(x, w, y)
     impl.run_log_probs(x, w, y, entropy_upstream=1.0, memory_budget=LARGE)

@@ -183,7 +183,8 @@ def test_a_plan_is_frozen_and_checked_against_the_call() -> None:
 @settings(deadline=None, max_examples=100)
 @given(sizes, st.integers(2**20, 2**34))
 def test_plans_for_the_kernels(arguments: dict[str, Any], budget: int) -> None:
-    """Same slices, own promise and own cost: within the budget, nothing dearer than needed, float16 in two passes."""
+    """The same slices with a promise and a cost of their own: within the budget, never dearer than needed, float16 in
+    two passes."""
     if arguments["dtype"] == "float64":
         with pytest.raises(ValueError, match="fused: got True beside dtype='float64'"):
             plan(**arguments, fused=True)
@@ -277,7 +278,7 @@ def test_slices_of_a_padded_plan_lend_the_gradients_memory() -> None:
 def test_what_waits_for_a_gradient_per_token(
     arguments: dict[str, Any], order: Any, fused: bool, budget: int | None
 ) -> None:
-    """With ``hold`` there is one plan more, and only where it can be: the kernels, one chunk, not float16."""
+    """``hold`` adds one plan, and only where it can exist: for the kernels, in one chunk, not in float16."""
     arguments |= {"one_pass": False, "order": order, "memory_budget": budget}
     arguments |= {"fused": fused and arguments["dtype"] != "float64"}
     try:

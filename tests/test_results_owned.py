@@ -1,4 +1,4 @@
-"""Results per token are the caller's own: changed in place they give right gradients, and nothing saved changes with
+"""Results per token belong to the caller. Changed in place they give right gradients, and nothing saved changes with
 them (case 39)."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def some(device: str, *shape: int) -> Any:
 
 
 def make(name: str, device: str, backend: str, shape: tuple[int, ...]) -> Callable[[Any, Any], Any]:
-    """A result per token of (x, w)."""
+    """A result per token, as a function of (x, w)."""
     y = torch.randint(0, V, shape, generator=torch.Generator().manual_seed(1)).to(device)
     budget = {"memory_budget": 2**24}
     if name == "log_prob":

@@ -87,7 +87,7 @@ def through_a_body(f: Callable[[Any], Any], x: Any) -> Any:
 
 
 def by_the_factor(f: Callable[[Any], Any], x: Any) -> Any:
-    """The gradient's derivative in what the loss was multiplied by."""
+    """The derivative of the gradient in the factor of the loss."""
     leaf, factor = x.clone().requires_grad_(), torch.ones((), dtype=x.dtype, device=x.device, requires_grad=True)
     (g,) = torch.autograd.grad(f(leaf) * factor, leaf, create_graph=True)
     return torch.autograd.grad(g.sum(), factor, allow_unused=True)
@@ -120,7 +120,7 @@ def test_every_way_is_refused(name: str, device: str, backend: str) -> None:
 @in_every_torch_place
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_first_derivatives_with_a_graph_stay(name: str, device: str, backend: str) -> None:
-    """create_graph alone is no second derivative; what it gives may be changed in place, and has the same values."""
+    """create_graph alone takes no second derivative. Its gradients have the same values and may be changed in place."""
     f, x = make(name, device, backend)
     leaf = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(f(leaf), leaf)

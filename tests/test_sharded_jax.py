@@ -244,7 +244,7 @@ def test_normalizer_with_weights_and_without_a_token() -> None:
 
 @pytest.mark.case(26)
 def test_what_is_communicated() -> None:
-    """Anchors; the largest logit and the sums of a chunk; dX, and no dX where hidden is frozen. All once."""
+    """The anchors, a chunk's largest logit and sums, and dX; no dX where hidden is frozen. Each once."""
     x, w, y = arrays()
     step = jax.value_and_grad(over_vocab(), (0, 1))
     assert collectives(step, x, w, y) == {"all_reduce": 4}
@@ -281,7 +281,7 @@ def test_temporary_memory_is_within_the_budget() -> None:
 
 
 def test_hidden_of_each_device_has_its_own_gradient() -> None:
-    """What JAX knows as varying is not summed here: the transpose of what made it so does, once."""
+    """What JAX knows as varying is not summed here. The transpose of what made it varying sums it, once."""
     x, w, y = arrays()
     true = reference.linear_cross_entropy(np.asarray(x), np.asarray(w), np.asarray(y))
 

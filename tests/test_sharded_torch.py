@@ -145,7 +145,7 @@ def test_equal_to_one_device(pool: Ranks, name: Any, ranks: int, more: dict[str,
 @pytest.mark.case(26)
 @pytest.mark.parametrize("name", ["odd_most", "odd_none_all"])
 def test_sequence_parallel(pool: Ranks, name: str) -> None:
-    """hidden and its gradient are a rank's share of the tokens; the loss is of all of them."""
+    """hidden and its gradient hold a rank's share of the tokens. The loss is over all of them."""
     problem = problem_named(name)
     answers = pool.run(shard_run, problem, 4, {}, True, ranks=4)
     assert answers[0][0][1].shape == (1, 47, 31)
@@ -349,7 +349,7 @@ def test_other_placements_are_refused(pool: Ranks) -> None:
 
 
 def batch_of(rank: int) -> tuple[Any, Any]:
-    """A rank's tokens: as many as its number plus one, none of rank 2's valid."""
+    """A rank's tokens: one more than its number. None of rank 2's are valid."""
     rng = np.random.default_rng(rank)
     target = torch.tensor(rng.integers(0, 11, rank + 1))
     return torch.tensor(rng.standard_normal((rank + 1, 6))).float(), target if rank != 2 else target * 0 - 100

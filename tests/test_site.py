@@ -1,6 +1,6 @@
-"""The documentation site: what its pages show beside their own words is there and up to date.
+"""What the site's pages take from elsewhere exists and is up to date.
 
-``make docs`` builds it; these need none of its packages but where a test says so.
+``make docs`` builds the site. These tests need none of its packages, unless a test says so.
 """
 
 from __future__ import annotations

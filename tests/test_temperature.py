@@ -23,7 +23,8 @@ def some(dtype: str) -> tuple[Any, ...]:
 
 
 def true_log_probs(x: Any, w: Any, y: Any, b: Any, softcap: float | None, scale: float = 1.0) -> Any:
-    """log softmax(f(x wᵀ + b) / T) of the targets in float64: what a sampler at temperature T draws from."""
+    """log softmax(f(x wᵀ + b) / T) of the targets in float64: the distribution that a sampler at temperature T draws
+    from."""
     z = scale * (x.astype(np.float64) @ w.T.astype(np.float64) + b)
     z = (z if softcap is None else softcap * np.tanh(z / softcap)) / T
     z = z - z.max(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What only PyTorch has: autograd's graph, autocast, torch.compile, modules."""
+"""What only PyTorch has: autograd's graph, autocast, modules."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def differentiated() -> dict[str, Any]:
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize("name", differentiated())
 def test_second_derivatives_are_refused(name: str, constant: bool) -> None:
-    """Also where the upstream gradient is a constant: a gradient penalty's own gradient would be missing silently."""
+    """Also where the upstream gradient is a constant: otherwise a gradient penalty would silently lose its own
+    gradient."""
     loss, x = differentiated()[name]
     (grad,) = torch.autograd.grad(loss if constant else loss**2, x, create_graph=True)
     with pytest.raises(RuntimeError, match=f"^{name} is differentiable once: .*create_graph=True"):

@@ -26,7 +26,7 @@ from logitless.torch_impl.compiled import tracing  # noqa: E402
 
 
 def in_turns(names: str, values: Iterable[tuple[Any, ...]]) -> Any:
-    """Every value on a GPU's two places, and on a CPU on eager and interpreted kernels in turn: both are slow."""
+    """Every value in both places of a GPU. On a CPU eager and interpreted kernels take turns, because both are slow."""
     made = []
     for number, value in enumerate(values):
         ident = "-".join(str(part).removeprefix("torch.") for part in value)
@@ -203,7 +203,7 @@ def test_inductor_and_tied_weights(device: str, backend: str) -> None:
 @pytest.mark.case(24)
 @in_every_torch_place
 def test_the_graph_holds_one_operation(device: str, backend: str) -> None:
-    """Not the chunks' own operations: what a compiler would make of those is neither as fast nor as small."""
+    """It does not hold the chunks' own operations: a compiler's version of those is neither as fast nor as small."""
     graphs: list[Any] = []
 
     def keep(graph: Any, _: Any) -> Any:
@@ -222,7 +222,7 @@ def test_the_graph_holds_one_operation(device: str, backend: str) -> None:
 @pytest.mark.case(5)
 @in_turns("name", [("plain",), ("chunks",), ("none",)])
 def test_two_backwards(device: str, backend: str, name: str) -> None:
-    """Nothing that waits is used up: the same bits again."""
+    """The backward uses nothing up: a second one gives the same bits."""
     arrays = tensors(device)
     function = loss_with(backend, **options_named(name, device, backend))
     loss = torch.compile(function, fullgraph=True, backend="aot_eager")(*arrays).sum()
@@ -369,7 +369,7 @@ def calls_of_operations(function: Callable[..., Any], arrays: tuple[Any, ...]) -
 
 @in_turns("name", [("plain",), ("chunks_smooth",), ("statistics",), ("two_passes",), ("log_probs",)])
 def test_operations_keep_their_promises(device: str, backend: str, name: str) -> None:
-    """Schema, shapes, strides and dtypes in advance, no aliases, nothing written: PyTorch's own checks."""
+    """PyTorch's own checks: schema, shapes, strides and dtypes as announced, no aliases, nothing written."""
 
     def log_probs(x: Any, w: Any, b: Any, y: Any) -> Any:
         return linear_log_probs(x * 2, w, y, b, with_entropy=True, backend=backend)

@@ -1,4 +1,4 @@
-"""What stands around a call in PyTorch: torch.func's transforms, checkpoints, export, loss scaling (cases 24, 25)."""
+"""What surrounds a call in PyTorch: torch.func's transforms, checkpoints, export, loss scaling (cases 24, 25)."""
 
 from __future__ import annotations
 

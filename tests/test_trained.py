@@ -1,6 +1,5 @@
-"""The accuracy rule where gradients cancel: targets drawn from the model's own softmax.
-
-It is held over all of dW and over the rows of the commonest targets, for every dtype and every kind of plan."""
+"""The accuracy rule where gradients cancel: targets are drawn from the model's own softmax. It holds over all of dW and
+over the rows of the commonest targets, for every dtype and every kind of plan."""
 
 from __future__ import annotations
 

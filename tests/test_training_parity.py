@@ -28,7 +28,7 @@ SETTINGS = DemoSettings(vocabulary=500, width=32, layers=1, heads=4, sequence=16
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Several make steps this small slower, and many times slower beside other processes."""
+    """With several threads such small steps are slower, and many times slower beside other processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -90,7 +90,7 @@ def test_within_the_rule(name: str, dtype: str, order: str, small: bool) -> None
 
 @pytest.mark.case(28)
 def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current device: each launch is made inside of what makes the tensors' own current."""
+    """Triton launches on the current device. So each launch must happen while the tensors' device is current."""
     inside: list[torch.device] = []
     launched: set[str] = set()
 
@@ -151,7 +151,7 @@ def test_log_probs_and_entropy() -> None:
 
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_ignored_tokens_may_lie_anywhere(chunk: int | None) -> None:
-    """Bit for bit the same, wherever the ignored tokens stand between the valid ones."""
+    """The same bits, wherever the ignored tokens stand between the valid ones."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(24, 16, generator=generator), torch.randn(90, 16, generator=generator)
     y = torch.randint(0, 90, (24,), generator=generator)
@@ -216,7 +216,7 @@ def test_a_slices_matrix_lies_where_dw_is_not_yet_written(
 
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 64])
 def test_long_runs_of_one_target(chunk: int | None) -> None:
-    """A frequent target's row of dW and element of db is summed in pieces; every piece must arrive, once."""
+    """A frequent target's row of dW and element of db are summed in pieces. Every piece must arrive, once."""
     rng = np.random.default_rng(5)
     x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((230, 8), (20, 8), (20,)))
     for share in (1.0, 0.5):
@@ -258,7 +258,8 @@ def places_kernel(out_ptr, row_tiles, column_tiles, GROUP: tl.constexpr, COUNT: 
 
 
 def places(row_tiles: int, column_tiles: int, group: int, count: int) -> Any:
-    """[count]: of every tile, in the order in which programs take them, its row tile times the columns plus its own."""
+    """For every tile, in the order in which programs take them: its row tile times the number of columns, plus its
+    column."""
     out = torch.empty(count, dtype=torch.int32)
     places_kernel[(1,)](out, row_tiles, column_tiles, GROUP=group, COUNT=count)
     return out.numpy()
@@ -314,7 +315,7 @@ def test_tokens_are_sorted_by_target(targets: list[int]) -> None:
 
 
 def test_many_tokens_are_sorted_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same gradient bit by bit."""
+    """The gradient has the same bits."""
     hidden, weight = torch.randn(40, 32, requires_grad=True), torch.randn(60, 32, requires_grad=True)
     target, made = torch.randint(0, 60, (40,)), []
     for most in (fused.MOST_RANKED, 39):

@@ -109,7 +109,7 @@ def test_added_to_what_is_there(way: str) -> None:
 
 
 def test_a_buffer_saves_a_gradient() -> None:
-    """Nothing of dW's size is made, forward or backward; the plain call makes dW itself."""
+    """Neither forward nor backward makes anything as large as dW. The plain call makes dW itself."""
     x, w = torch.randn(16, 64, requires_grad=True), torch.randn(4000, 64, requires_grad=True)
     y, buffer = torch.zeros(16, dtype=torch.int64), torch.zeros(4000, 64)
     plan = make_plan(tokens=16, hidden=64, vocab=4000, dtype="float32", device="cpu", order="vocab", chunk=512)
