@@ -361,6 +361,16 @@ INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and _installed("torch") a
 interpreted = pytest.mark.skipif(
     not INTERPRETS, reason="kernels are interpreted only where there is no GPU, and triton must be installed"
 )
+
+
+def uninterpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have nowhere to run. Triton comes first: it decides at its import, once, whether it interprets."""
+    if _installed("torch") and _installed("triton"):
+        importlib.import_module("logitless.torch_impl.kernels.fused")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("LOGITLESS_PALLAS_INTERPRET", "0")
+
+
 # (device, backend) of PyTorch: two on a CPU, then two on a GPU.
 TORCH_PLACES = (
     pytest.param("cpu", "eager", id="eager"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from implementations import uninterpreted
 from typer.testing import CliRunner
 
 import logitless
@@ -208,8 +209,7 @@ def test_doctor_prints_what_it_found() -> None:
 def test_the_portable_backend_runs_and_the_fast_one_says_why_not(
     framework: str, portable: str, fast: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setenv("LOGITLESS_PALLAS_INTERPRET", "0")
+    uninterpreted(monkeypatch)
     pytest.importorskip(framework, reason=f"{framework} is not installed here")
     report = doctor.try_backend(framework, portable)
     assert (report.status, "agree with the float64 reference" in report.reason) == ("runs", True), report.reason

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import every_implementation, in_its_own_dtype
+from implementations import every_implementation, in_its_own_dtype, uninterpreted
 
 from logitless import plan, spec
 from logitless.spec import ArrayInfo, LossOptions
@@ -72,8 +72,7 @@ def test_other_infinities_and_types(impl: Any) -> None:
 
 @every_implementation
 def test_backends_that_cannot_run_name_one_that_can(impl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setenv("LOGITLESS_PALLAS_INTERPRET", "0")
+    uninterpreted(monkeypatch)
     kernel = {"eager": "triton", "xla": "pallas"}.get(impl.backend)
     if kernel is not None and not (kernel == "triton" and impl.on_gpu):  # what is called here is float32
         other = type(impl)()
@@ -370,7 +369,7 @@ def test_nothing_is_computed_before_the_checks(monkeypatch: pytest.MonkeyPatch) 
     from logitless.torch_impl import linear_cross_entropy
     from logitless.torch_impl.backend import BACKENDS, backend_named
 
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    uninterpreted(monkeypatch)
     for name in BACKENDS:
         monkeypatch.setattr(
             backend_named(name), "prepare", lambda *_: pytest.fail("computed before the checks were done")
