@@ -78,9 +78,9 @@ def measure(shape: Shape, rounds: int, repeats: int) -> list[dict[str, Any]]:
         for name, step in variants.items():
             times[name].append(timed(step, repeats))
     rows = {
-        name: shape.sizes() | {"variant": name, "time_ms": statistics.median(t for t, _ in made)}
-        | {"host_ms": statistics.median(h for _, h in made), "rounds": rounds, "repeats": repeats}
-        for name, made in times.items()
+        name: shape.sizes() | {"variant": name, "time_ms": statistics.median(t for t, _ in of_step)}
+        | {"host_ms": statistics.median(h for _, h in of_step), "rounds": rounds, "repeats": repeats}
+        for name, of_step in times.items()
     }  # fmt: skip
     for name, native in NATIVE.items():
         rows[name]["native"] = native

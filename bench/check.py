@@ -129,18 +129,18 @@ class Parts:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
         self.values: dict[str, Any] = {}
-        for given in update:
-            name, _, parts = given.partition(":")
+        for entry in update:
+            name, _, parts = entry.partition(":")
             values = json.loads(Path(name).read_text())
             named = parts.split(",") if parts else []
             keys = [key for part in named if part not in SHAPES for key in PARTS[part]] if parts else list(values)
             self.values |= {key: values[key] for key in keys if key in values}
             shapes = [part for part in named if part in SHAPES]
             if shapes:
-                made = values["machine"]
-                self._compare("machine", made)
+                there = values["machine"]
+                self._compare("machine", there)
                 # A row that does not say its commit has its own file's, which is no longer beside it.
-                rows = [{"commit": made["commit"]} | row for row in values["rows"] if row["shape"] in shapes]
+                rows = [{"commit": there["commit"]} | row for row in values["rows"] if row["shape"] in shapes]
                 self._put_rows("rows", rows)
         self._write()
 
@@ -155,10 +155,10 @@ class Parts:
     def replace_rows(self, machine_key: str, machine: dict[str, Any], part: Part) -> None:
         """The rows of some shapes alone, and errors; the others were measured on such a machine (``machine_key``)."""
         self._compare(machine_key, machine)
-        for key, made in part:
-            self._put_rows(key, [row | {"commit": machine["commit"]} for row in made])
+        for key, rows in part:
+            self._put_rows(key, [row | {"commit": machine["commit"]} for row in rows])
             self._write()
-            print(key, *{row.get("shape") for row in made}, flush=True)
+            print(key, *{row.get("shape") for row in rows}, flush=True)
 
     def _compare(self, machine_key: str, machine: dict[str, Any]) -> None:
         """Rows beside others were measured on such a GPU and with the same versions."""
@@ -167,11 +167,11 @@ class Parts:
         if (earlier["gpu"], earlier["versions"]) != (machine["gpu"], here):
             raise ValueError(f"rows: got {machine}, allowed is what the other rows were measured with: {earlier}")
 
-    def _put_rows(self, key: str, made: list[dict[str, Any]]) -> None:
-        """``made`` in place of the rows of its shapes."""
-        shapes = {row.get("shape") for row in made}
+    def _put_rows(self, key: str, rows: list[dict[str, Any]]) -> None:
+        """``rows`` in place of those of their shapes."""
+        shapes = {row.get("shape") for row in rows}
         others = [row for row in self.values[key] if row.get("shape") not in shapes]
-        self.values[key] = sorted(others + made, key=lambda row: place(row.get("shape", "")))
+        self.values[key] = sorted(others + rows, key=lambda row: place(row.get("shape", "")))
 
     def add(self, key: str, value: Any) -> None:
         if isinstance(value, list):

@@ -81,9 +81,9 @@ def row_of_steps(step: Step, meter: Meter, warm_s: float, window_s: float) -> di
     import torch
 
     def event() -> Any:
-        made = torch.cuda.Event(enable_timing=True, blocking=True)
-        made.record()
-        return made
+        mark = torch.cuda.Event(enable_timing=True, blocking=True)
+        mark.record()
+        return mark
 
     def run(seconds: float) -> tuple[Any, Any, int]:
         first, steps, ahead, start = event(), 0, collections.deque[Any](), time.perf_counter()
@@ -109,8 +109,8 @@ def row_of_steps(step: Step, meter: Meter, warm_s: float, window_s: float) -> di
 def rows_of(name: str, sizes: dict[str, Any], rounds: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     """One row a variant: medians of its rounds, their ratios to the first variant's, and the rounds."""
     rows = []
-    for variant, made in rounds.items():
-        each = [one | {"joules": one["time_ms"] * one["watts"] / 1e3} for one in made]
+    for variant, of_variant in rounds.items():
+        each = [one | {"joules": one["time_ms"] * one["watts"] / 1e3} for one in of_variant]
         middle = {key: statistics.median(one[key] for one in each) for key in each[0]}
         rows.append({"shape": name, **sizes, "variant": variant, **middle, "rounds": each})
     for row in rows:
@@ -121,7 +121,7 @@ def rows_of(name: str, sizes: dict[str, Any], rounds: dict[str, list[dict[str, f
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How rows of steps are made."""
+    """How rows of steps are timed."""
 
     meter: Meter
     rounds: int
@@ -132,12 +132,12 @@ class Rows:
         self, name: str, sizes: dict[str, Any], steps: dict[str, Step], restore: Step | None = None
     ) -> list[dict[str, Any]]:
         """A row a step, its ratios to the first's; ``restore`` comes before each row of steps."""
-        made: dict[str, list[dict[str, float]]] = {variant: [] for variant in steps}
+        rounds: dict[str, list[dict[str, float]]] = {variant: [] for variant in steps}
         for variant in in_turn(steps, self.rounds):
             if restore is not None:
                 restore()
-            made[variant].append(row_of_steps(steps[variant], self.meter, self.warm_s, self.window_s))
-        return rows_of(name, sizes, made)
+            rounds[variant].append(row_of_steps(steps[variant], self.meter, self.warm_s, self.window_s))
+        return rows_of(name, sizes, rounds)
 
 
 def measure(name: str, rows: Rows, alone: bool) -> Iterator[list[dict[str, Any]]]:

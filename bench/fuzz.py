@@ -158,13 +158,13 @@ def _carried_out(
 def _progress(
     options: argparse.Namespace, done: list[dict[str, Any]], known: set[Any], total: int, seconds: float
 ) -> None:
-    made = sum(part["problems"] for part in done if tuple(part["numbers"]) not in known)
+    count = sum(part["problems"] for part in done if tuple(part["numbers"]) not in known)
     wrong = sum(len(part["wrong"]) for part in done)
-    rest = seconds / max(1, made) * (total - made)
+    rest = seconds / max(1, count) * (total - count)
     for one in done[-1]["wrong"] if wrong <= SHOWN else []:
         print(f"\nwrong: {one['command']}\n  " + "\n  ".join(one["wrong"]), file=sys.stderr)
-    end = "\n" if made == total else ""
-    line = f"seed {options.seed}: {made} of {total} problems, {wrong} wrong, {rest:.0f} s left   "
+    end = "\n" if count == total else ""
+    line = f"seed {options.seed}: {count} of {total} problems, {wrong} wrong, {rest:.0f} s left   "
     print("\r" + line, end=end, file=sys.stderr, flush=True)
 
 

@@ -93,8 +93,8 @@ class Arrays(Protocol):
 
 
 def arrays_of(framework: str, shape: Shape) -> Arrays:
-    made: Arrays = importlib.import_module(f"bench.gpu_{framework}").Arrays(shape)
-    return made
+    arrays: Arrays = importlib.import_module(f"bench.gpu_{framework}").Arrays(shape)
+    return arrays
 
 
 def forget(framework: str) -> None:
@@ -117,14 +117,14 @@ def step_of(arrays: Arrays, chosen: ChunkPlan, backend: str) -> Step:
 
 def kernel_steps(arrays: Arrays) -> dict[str, Planned]:
     """Our kernels' steps by a variant's name, each with its plan where scratch is promised."""
-    made: dict[str, Planned] = {
+    steps: dict[str, Planned] = {
         name: (step_of(arrays, chosen, arrays.kernels), chosen) for name, chosen in kernel_plans(arrays).items()
     }
     if arrays.shape.extras:
         loss = functools.partial(arrays.loss, backend=arrays.kernels)
-        made[f"{arrays.kernels}, half ignored"] = arrays.step(loss, target=arrays.half_ignored()), None
-        made[f"{arrays.kernels}, forward only"] = arrays.forward(loss), None
-    return made
+        steps[f"{arrays.kernels}, half ignored"] = arrays.step(loss, target=arrays.half_ignored()), None
+        steps[f"{arrays.kernels}, forward only"] = arrays.forward(loss), None
+    return steps
 
 
 def _peers(arrays: Arrays, left_out: str | None = None) -> dict[str, Planned]:
@@ -163,11 +163,11 @@ def sweep(framework: str, kind: str, rounds: int, with_peers: bool) -> list[dict
         arrays = arrays_of(framework, shape)
         return _rows(arrays, kind, kernel_steps(arrays) | (_peers(arrays, "compile") if with_peers else {}), rounds)
 
-    made = []
+    found = []
     for shape in SWEEPS[kind]:
-        made += rows(shape)
+        found += rows(shape)
         forget(framework)
-    return made
+    return found
 
 
 def measure_tokens(framework: str, rounds: int, with_peers: bool, shape: Shape = TOKEN_SHAPE) -> list[dict[str, Any]]:
@@ -184,8 +184,8 @@ def measure_tokens(framework: str, rounds: int, with_peers: bool, shape: Shape =
             sizes = shape.sizes() | {"fused": True, "padded": arrays.padded}
             chosen = plan(**sizes, one_pass=False, memory_budget=budget, hold=hold)
             name = arrays.prefix + name + ("" if budget is None else f", {budget // MIB} MiB")
-            given = functools.partial(values, memory_budget=budget, backend=arrays.kernels)
-            steps[name] = arrays.token_step(given), chosen
+            function = functools.partial(values, memory_budget=budget, backend=arrays.kernels)
+            steps[name] = arrays.token_step(function), chosen
     if with_peers:
         steps |= {name: (arrays.token_step(values), None) for name, values in arrays.token_peers().items()}
     variants = _variants(arrays, steps)
@@ -229,24 +229,24 @@ def truth_and_ideal(x: Any, w: Any, y: Any) -> tuple[tuple[Any, ...], tuple[Any,
     return truth, ideal
 
 
-def output_errors(made: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
+def output_errors(outputs: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str, float]:
     """‖· − truth‖ / ‖truth‖ of loss, dX and dW, from what NumPy can read as float64."""
     from logitless.tolerances import error
 
     names = ("loss_error", "dhidden_error", "dweight_error")
-    pairs = zip(names, made, truth, strict=True)
+    pairs = zip(names, outputs, truth, strict=True)
     return {name: error(np.asarray(a, np.float64), np.asarray(b, np.float64)) for name, a, b in pairs}
 
 
 def first_call_seconds(framework: str) -> dict[str, float]:
     """Wall time of this process's first forward and backward, then of the first at another shape, with all that has to
     be traced and compiled."""
-    made = {}
+    seconds = {}
     for name in ("small", "odd"):
         arrays = arrays_of(framework, SHAPES[name])
         step = arrays.first_step(functools.partial(arrays.loss, backend=arrays.kernels))
         arrays.wait()
         start = time.perf_counter()
         step()
-        made[name] = time.perf_counter() - start
-    return made
+        seconds[name] = time.perf_counter() - start
+    return seconds

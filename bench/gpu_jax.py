@@ -145,7 +145,7 @@ class Arrays:
         def scratch_bytes() -> int:
             step()
             wait()
-            return 0  # what it holds is made before
+            return 0  # its buffers are there before
 
         return Variant(scratch_bytes, lambda: burst_ms(step, wait))
 
@@ -177,8 +177,8 @@ class Arrays:
 
     def per_token(self) -> dict[str, gpu.PerToken]:
         return {
-            "log-probs": lambda x, w, y, **given: linear_log_probs(x, w, y, **given)[:1],
-            "log-probs and entropy": lambda x, w, y, **given: linear_log_probs(x, w, y, with_entropy=True, **given),
+            "log-probs": lambda x, w, y, **options: linear_log_probs(x, w, y, **options)[:1],
+            "log-probs and entropy": lambda x, w, y, **options: linear_log_probs(x, w, y, with_entropy=True, **options),
         }
 
     def token_peers(self) -> dict[str, gpu.PerToken]:
@@ -191,8 +191,8 @@ class Arrays:
         upstream = jax.random.normal(jax.random.key(1), self.y.shape)
 
         def both(x: Any, w: Any, y: Any, g: Any) -> Any:
-            made, backward = jax.vjp(lambda x, w: values(x, w, y), x, w)
-            return made, backward((g,) * len(made))
+            results, backward = jax.vjp(lambda x, w: values(x, w, y), x, w)
+            return results, backward((g,) * len(results))
 
         return Step(both, self.x, self.w, self.y, upstream)
 

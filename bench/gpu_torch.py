@@ -114,22 +114,22 @@ class Arrays:
 
     def per_token(self) -> dict[str, gpu.PerToken]:
         return {
-            "log-probs": lambda x, w, y, **given: (linear_log_probs(x, w, y, **given)[0],),
-            "log-probs and entropy": lambda x, w, y, **given: linear_log_probs(x, w, y, with_entropy=True, **given),
-            "reduction none": lambda x, w, y, **given: (linear_cross_entropy(x, w, y, reduction="none", **given),),
+            "log-probs": lambda x, w, y, **options: (linear_log_probs(x, w, y, **options)[0],),
+            "log-probs and entropy": lambda x, w, y, **options: linear_log_probs(x, w, y, with_entropy=True, **options),
+            "reduction none": lambda x, w, y, **options: (linear_cross_entropy(x, w, y, reduction="none", **options),),
         }
 
     def token_peers(self) -> dict[str, gpu.PerToken]:
-        made: dict[str, gpu.PerToken] = {
+        peers: dict[str, gpu.PerToken] = {
             "torch, full logits": _full_log_probs, "torch.compile": torch.compile(_full_log_probs)
         }  # fmt: skip
         if cce := peer("cut_cross_entropy", "linear_cross_entropy"):
-            made["cut-cross-entropy"] = lambda x, w, y: (cce(x, w, y, reduction="none"),)
+            peers["cut-cross-entropy"] = lambda x, w, y: (cce(x, w, y, reduction="none"),)
         if liger := peer(LIGER, "liger_fused_linear_cross_entropy"):
             # Scaled by the detached probability, the one per-token factor that it takes.
             options = {"reduction": "sum", "use_token_scaling": True}
-            made["Liger-Kernel, token scaling"] = lambda x, w, y: (liger(x, w, y, **options).reshape(1),)
-        return made
+            peers["Liger-Kernel, token scaling"] = lambda x, w, y: (liger(x, w, y, **options).reshape(1),)
+        return peers
 
     def token_floor(self) -> Variant:
         return Step(self, torch_four_products(self.x.detach(), self.w.detach()), gradients=False).variant()
@@ -140,8 +140,8 @@ class Arrays:
 
         def run() -> None:
             self.x.grad = self.w.grad = None
-            made = values(self.x, self.w, self.y)
-            torch.autograd.backward(made, [g[: len(v)].to(v.dtype) for g, v in zip(upstream, made, strict=False)])
+            results = values(self.x, self.w, self.y)
+            torch.autograd.backward(results, [g[: len(v)].to(v.dtype) for g, v in zip(upstream, results, strict=False)])
 
         return Step(self, run)
 

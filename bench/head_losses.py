@@ -80,8 +80,8 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        made = (None if gradient is None else gradient * upstream for gradient in ctx.saved_tensors)
-        return *made, None, None, None
+        gradients = (None if gradient is None else gradient * upstream for gradient in ctx.saved_tensors)
+        return *gradients, None, None, None
 
 
 def gradient_in_forward(chunk: int) -> Loss:
@@ -101,20 +101,20 @@ def liger_style(sizes: Sizes) -> Loss:
 
 def variants(sizes: Sizes, chunk: int, compiled: bool, budget: int | None) -> dict[str, Loss]:
     """Name → loss(x, w, b, y), a mean over the tokens that count."""
-    made: dict[str, Loss] = {"full logits": full_logits}
+    losses: dict[str, Loss] = {"full logits": full_logits}
     if compiled:
-        made["full logits, torch.compile"] = torch.compile(full_logits)
-    made["chunks, checkpoint"] = chunked_with_checkpoint(chunk)
-    made["chunks, gradient in the forward"] = gradient_in_forward(chunk)
-    made["chunks, as Liger"] = liger_style(sizes)
+        losses["full logits, torch.compile"] = torch.compile(full_logits)
+    losses["chunks, checkpoint"] = chunked_with_checkpoint(chunk)
+    losses["chunks, gradient in the forward"] = gradient_in_forward(chunk)
+    losses["chunks, as Liger"] = liger_style(sizes)
     if liger := peer("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"):
-        made["Liger-Kernel"] = lambda x, w, b, y: liger(x, w, y, bias=b, ignore_index=IGNORED)
-    made["logitless"] = lambda x, w, b, y: linear_cross_entropy(x, w, y, b)
+        losses["Liger-Kernel"] = lambda x, w, b, y: liger(x, w, y, bias=b, ignore_index=IGNORED)
+    losses["logitless"] = lambda x, w, b, y: linear_cross_entropy(x, w, y, b)
     if budget is not None:
-        made[f"logitless, {budget >> 20} MiB"] = lambda x, w, b, y: linear_cross_entropy(
+        losses[f"logitless, {budget >> 20} MiB"] = lambda x, w, b, y: linear_cross_entropy(
             x, w, y, b, memory_budget=budget
         )
-    return made
+    return losses
 
 
 def arrays(sizes: Sizes, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -134,16 +134,16 @@ def arrays(sizes: Sizes, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Te
 def measure(sizes: Sizes, losses: dict[str, Loss], device: str, rounds: int, seed: int = 0) -> list[dict[str, Any]]:
     """A row for every variant; one that does not fit into the memory has no time."""
     *leaves, y = arrays(sizes, device, seed)
-    given = [leaf for leaf in leaves if leaf is not None]
-    inputs, gradients = sum(t.nbytes for t in (*given, y)), sum(t.nbytes for t in given)
+    present = [leaf for leaf in leaves if leaf is not None]
+    inputs, gradients = sum(t.nbytes for t in (*present, y)), sum(t.nbytes for t in present)
 
     def step_of(loss: Loss) -> Callable[[], float]:
         def step() -> float:
-            for leaf in given:
+            for leaf in present:
                 leaf.grad = None
-            made = loss(*leaves, y)
-            made.backward()
-            return float(made.detach())  # waits for the device
+            value = loss(*leaves, y)
+            value.backward()
+            return float(value.detach())  # waits for the device
 
         return step
 
@@ -154,7 +154,7 @@ def measure(sizes: Sizes, losses: dict[str, Loss], device: str, rounds: int, see
         step = step_of(loss)
         try:
             row["loss"] = step()
-            for leaf in given:
+            for leaf in present:
                 leaf.grad = None
             gc.collect()
             row["scratch_bytes"] = peak_scratch_bytes(step) - gradients
@@ -162,9 +162,6 @@ def measure(sizes: Sizes, losses: dict[str, Loss], device: str, rounds: int, see
         except torch.OutOfMemoryError as failure:
             row["error"] = str(failure)[:300]
         rows[name] = row
-    times: dict[str, list[float]] = {}
-    for _, times in timing.interleaved_ms(steps, rounds):  # noqa: B007
-        pass
-    for name in steps:
-        rows[name] |= {"time_ms": timing.median_ms(times[name]), "times_ms": times[name]}
+    for name, times in timing.interleaved_ms(steps, rounds).items():
+        rows[name] |= {"time_ms": timing.median_ms(times), "times_ms": times}
     return list(rows.values())

@@ -61,7 +61,7 @@ class TorchArrays:
         nothing."""
         import torch
 
-        class Given(torch.autograd.Function):
+        class Operand(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, seed: Any, values: Any) -> Any:
                 return torch.empty(0, dtype=values.dtype, device=values.device).set_(values)
@@ -71,8 +71,8 @@ class TorchArrays:
                 return torch.zeros(()), None
 
         seed, own = torch.zeros((), requires_grad=True), self.logits.clone()
-        given: Any = Given.apply
-        return lambda: torch.autograd.grad(loss(given(seed, own), self.target), seed)
+        operand: Any = Operand.apply
+        return lambda: torch.autograd.grad(loss(operand(seed, own), self.target), seed)
 
     def variant(self, step: Callable[[], Any], gradient_bytes: int) -> Variant:
         from logitless.torch_impl.memory import peak_scratch_bytes
@@ -100,17 +100,17 @@ def torch_variants(tokens: int, vocab: int, with_peers: bool) -> dict[str, Any]:
 
     arrays = TorchArrays(tokens, vocab)
     size = arrays.logits.nbytes
-    made = {"floor": arrays.variant(arrays.floor(), 0)}
+    variants = {"floor": arrays.variant(arrays.floor(), 0)}
     for backend in ("triton", "eager"):
         ours = functools.partial(cross_entropy, backend=backend)
-        made[f"torch, {backend}"] = arrays.variant(arrays.step(ours), size)
+        variants[f"torch, {backend}"] = arrays.variant(arrays.step(ours), size)
         in_place = functools.partial(ours, inplace_backward=True)
-        made[f"torch, {backend}, in place"] = arrays.variant(arrays.overwriting_step(in_place), 0)
-    made["torch.nn.functional"] = arrays.variant(arrays.step(torch.nn.functional.cross_entropy), size)
+        variants[f"torch, {backend}, in place"] = arrays.variant(arrays.overwriting_step(in_place), 0)
+    variants["torch.nn.functional"] = arrays.variant(arrays.step(torch.nn.functional.cross_entropy), size)
     for name, loss, writes in torch_peers() if with_peers else ():
         step = arrays.overwriting_step(loss) if writes else arrays.step(loss)
-        made[name] = arrays.variant(step, 0 if writes else size)
-    return made
+        variants[name] = arrays.variant(step, 0 if writes else size)
+    return variants
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,21 +165,21 @@ def jax_variants(tokens: int, vocab: int) -> dict[str, Any]:
         for name, loss in {**losses, "jnp, log_softmax": _log_softmax}.items()
     }
     compile_all(steps.values())
-    made = {name: step.variant() for name, step in steps.items()}
+    variants = {name: step.variant() for name, step in steps.items()}
     for name, loss in losses.items():
-        made[f"{name}, in place"] = _donated_variant(functools.partial(loss, inplace_backward=True), logits, target)
-    return made
+        variants[f"{name}, in place"] = _donated_variant(functools.partial(loss, inplace_backward=True), logits, target)
+    return variants
 
 
 def _donated_variant(loss: LogitLoss, logits: Any, target: Any) -> Any:
     """Made when it is metered: what cannot run here is one row."""
-    made: list[DonatedStep] = []
+    steps: list[DonatedStep] = []
 
     def scratch_bytes() -> int:
-        made.append(DonatedStep(loss, logits, target))
-        return made[0].scratch_bytes()
+        steps.append(DonatedStep(loss, logits, target))
+        return steps[0].scratch_bytes()
 
-    return Variant(scratch_bytes, lambda: burst_ms(made[0], made[0].wait))
+    return Variant(scratch_bytes, lambda: burst_ms(steps[0], steps[0].wait))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from bench.shapes import named
 
 if TYPE_CHECKING:
     from logitless import ChunkPlan
+
+Loss = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,15 @@ def plans(sizes: Sizes) -> dict[str, ChunkPlan]:
     return {"default": plan(**fixed), **ladder, "lean": plan(**fixed, order="vocab", chunk=2048)}
 
 
+def variants_of(
+    sizes: Sizes, measured: Callable[[Loss], tuple[Loss, Callable[[], int]]], full: Loss, ours: Loss
+) -> list[Variant]:
+    """Full logits, and our loss by every plan; ``measured`` gives a loss's step, and what its scratch is."""
+    planned = {name: (chosen, functools.partial(ours, plan=chosen)) for name, chosen in plans(sizes).items()}
+    every = {"full logits": (None, full), **planned}
+    return [Variant(name, chosen, *measured(loss)) for name, (chosen, loss) in every.items()]
+
+
 def torch_variants(sizes: Sizes) -> list[Variant]:
     import torch
 
@@ -67,7 +79,7 @@ def torch_variants(sizes: Sizes) -> list[Variant]:
     x, w, y = (torch.from_numpy(a) for a in arrays(sizes))
     x, w = (a.to(dtype).requires_grad_() for a in (x, w))
 
-    def measured(loss: Callable[[], Any]) -> tuple[Callable[[], object], Callable[[], int]]:
+    def measured(loss: Loss) -> tuple[Loss, Callable[[], int]]:
         def step() -> None:
             x.grad = w.grad = None
             loss().backward()
@@ -78,14 +90,10 @@ def torch_variants(sizes: Sizes) -> list[Variant]:
 
         return step, scratch
 
-    def ours(chosen: ChunkPlan) -> Callable[[], Any]:
-        return lambda: linear_cross_entropy(x, w, y, plan=chosen)
-
     def full() -> Any:
         return torch.nn.functional.cross_entropy((x @ w.t()).float(), y)
 
-    variants = [Variant("full logits", None, *measured(full))]
-    return variants + [Variant(name, chosen, *measured(ours(chosen))) for name, chosen in plans(sizes).items()]
+    return variants_of(sizes, measured, full, functools.partial(linear_cross_entropy, x, w, y))
 
 
 def jax_variants(sizes: Sizes) -> list[Variant]:
@@ -99,19 +107,15 @@ def jax_variants(sizes: Sizes) -> list[Variant]:
     x, w = (jnp.asarray(a).astype(sizes.dtype) for a in floats)
     y = jnp.asarray(ids.astype(np.int32))
 
-    def measured(loss: Callable[[Any, Any, Any], Any]) -> tuple[Callable[[], object], Callable[[], int]]:
+    def measured(loss: Loss) -> tuple[Loss, Callable[[], int]]:
         jitted = jax.jit(jax.value_and_grad(loss, (0, 1)))
         return lambda: jax.block_until_ready(jitted(x, w, y)), lambda: temp_bytes(jitted, x, w, y)
-
-    def ours(chosen: ChunkPlan) -> Callable[[Any, Any, Any], Any]:
-        return lambda x, w, y: linear_cross_entropy(x, w, y, plan=chosen)
 
     def full(x: Any, w: Any, y: Any) -> Any:
         z = jnp.dot(x, w.T, preferred_element_type=jnp.float32)
         return jnp.mean(jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, y[:, None], 1)[:, 0])
 
-    variants = [Variant("full logits", None, *measured(full))]
-    return variants + [Variant(name, chosen, *measured(ours(chosen))) for name, chosen in plans(sizes).items()]
+    return variants_of(sizes, measured, full, linear_cross_entropy)
 
 
 VARIANTS = {"torch_eager": torch_variants, "jax_xla": jax_variants}
@@ -119,7 +123,7 @@ VARIANTS = {"torch_eager": torch_variants, "jax_xla": jax_variants}
 
 def measure(implementation: str, sizes: Sizes, variants: list[Variant], rounds: int) -> list[dict[str, Any]]:
     """A row for every variant; ratios are to full logits."""
-    *_, (_, times) = timing.interleaved_ms({variant.name: variant.step for variant in variants}, rounds)
+    times = timing.interleaved_ms({variant.name: variant.step for variant in variants}, rounds)
     base = timing.median_ms(times["full logits"])
     return [
         {

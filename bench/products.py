@@ -49,19 +49,19 @@ def products(arrays: Any, step: Step) -> dict[str, Product]:
     """The products of ``step``, a step of one chunk, by name; cuBLAS's first."""
     import torch
 
-    made: dict[str, list[functools.partial[Any]]] = {product: [] for product in PRODUCTS}
+    launched: dict[str, list[functools.partial[Any]]] = {product: [] for product in PRODUCTS}
 
     def record(product: str, launch: functools.partial[Any]) -> None:
-        made[product].append(launch)
+        launched[product].append(launch)
         launch()
 
     step()
     with around(PRODUCTS, record):
         step()
-    counts = {product: len(launches) for product, launches in made.items()}
+    counts = {product: len(launches) for product, launches in launched.items()}
     if set(counts.values()) != {1}:
         raise ValueError(f"step: got {counts} launches of the products, allowed is one of each")
-    ours = {product: launches[0] for product, launches in made.items()}
+    ours = {product: launches[0] for product, launches in launched.items()}
     x, e = ours["dW"].args[2:4]  # of _weight(self, first, x, e, entries, scale)
     hidden, weight = arrays.x.detach(), arrays.w.detach()
     kept = x.clone(), e.clone()  # x with the row factors, as dW reads it; the first product has it without

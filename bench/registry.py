@@ -108,10 +108,10 @@ class Benchmark:
         parser = commands.add_parser(self.name, help=self.help, description=text, formatter_class=raw)
         for name, default in self.shared.items():
             parser.add_argument(f"--{name}", **SHARED[name], default=default)
-        for name, given in self.arguments.items():
-            parser.add_argument(name, **given)
-        for name, given in WRITING.items() if self.file is not None else ():
-            parser.add_argument(f"--{name}", **given)
+        for name, settings in self.arguments.items():
+            parser.add_argument(name, **settings)
+        for name, settings in WRITING.items() if self.file is not None else ():
+            parser.add_argument(f"--{name}", **settings)
         parser.set_defaults(benchmark=self, parser=parser)
 
 
@@ -140,11 +140,11 @@ def register(
 def parser() -> argparse.ArgumentParser:
     for name in MODULES:
         importlib.import_module(f"bench.{name}")
-    made = argparse.ArgumentParser("python -m bench", description="Time, memory and correctness, measured.")
-    commands = made.add_subparsers(metavar="NAME", required=True)
+    command = argparse.ArgumentParser("python -m bench", description="Time, memory and correctness, measured.")
+    commands = command.add_subparsers(metavar="NAME", required=True)
     for name in MODULES:
         BENCHMARKS[name].add_to(commands)
-    return made
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

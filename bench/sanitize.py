@@ -83,8 +83,8 @@ def torch_call(case: Any, options: dict[str, Any], dtype: str) -> None:
     for key in wrt:
         floats[key].requires_grad_()
     target, k = torch.tensor(case.target).cuda(), torch.tensor(case.class_weight).cuda()
-    made = linear_cross_entropy(**floats, target=target, class_weight=k, backend="triton", **options)
-    loss = made[0] if isinstance(made, tuple) else made
+    result = linear_cross_entropy(**floats, target=target, class_weight=k, backend="triton", **options)
+    loss = result[0] if isinstance(result, tuple) else result
     if wrt:
         loss.sum().backward()
     if not options:
@@ -105,8 +105,8 @@ def jax_call(case: Any, options: dict[str, Any], dtype: str) -> None:
     target, k = jnp.asarray(case.target, jnp.int32), jnp.asarray(case.class_weight)
 
     def loss(floats: Any) -> Any:
-        made = linear_cross_entropy(**floats, target=target, class_weight=k, backend="pallas", **options)
-        return (made[0] if isinstance(made, tuple) else made).sum()
+        result = linear_cross_entropy(**floats, target=target, class_weight=k, backend="pallas", **options)
+        return (result[0] if isinstance(result, tuple) else result).sum()
 
     jax.block_until_ready(jax.jit(jax.grad(loss) if wrt else loss)(floats))
     if not options:

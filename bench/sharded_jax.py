@@ -72,7 +72,7 @@ def measure(sizes: tuple[int, int, int], counts: list[int], rounds: int, backend
     for kind in KINDS:
         variants = {str(count): Variant(kind, count, sizes, backend) for count in [1, *counts]}
         losses = [float(variant()[0]) for variant in variants.values()]
-        *_, (_, times) = interleaved_ms(dict(variants), rounds)
+        times = interleaved_ms(variants, rounds)
         one = median_ms(times["1"])
         for (name, variant), loss in zip(variants.items(), losses, strict=True):
             time_ms = median_ms(times[name])

@@ -108,14 +108,14 @@ class Arrays:
         x = self.x[self.tokens] if variant == "sequence" else self.x
         w = self.w[self.entries] if tensor else self.w
         x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if tensor:
-            given = {"process_group": self.group, "sequence_parallel": variant == "sequence"}
+            options = {"process_group": self.group, "sequence_parallel": variant == "sequence"}
 
         def run() -> tuple[Any, Any, Any]:
             if variant == "data":
-                given["normalizer"] = global_normalizer(self.y, self.group)
-            loss = linear_cross_entropy(x, w, self.y, **given)
+                options["normalizer"] = global_normalizer(self.y, self.group)
+            loss = linear_cross_entropy(x, w, self.y, **options)
             dx, dw = torch.autograd.grad(loss, (x, w))
             if variant == "data":
                 dist.all_reduce(dw, group=self.group)
@@ -123,14 +123,14 @@ class Arrays:
 
         return run
 
-    def errors(self, variant: str, made: tuple[Any, Any, Any], alone: tuple[Any, Any, Any]) -> dict[str, float]:
+    def errors(self, variant: str, results: tuple[Any, Any, Any], alone: tuple[Any, Any, Any]) -> dict[str, float]:
         """Relative difference of a rank's results from one device's."""
         rows = self.tokens if variant == "sequence" else slice(None)
         parts = alone[0], alone[1][rows], alone[2][self.entries if variant in ("tensor", "sequence") else slice(None)]
         if variant == "data":  # the ranks have the same tokens: together the mean is over each of them R times
             parts = alone[0] / self.ranks, alone[1] / self.ranks, alone[2]
         names = ("loss", "dhidden", "dweight")
-        pairs = zip(names, made, parts, strict=True)
+        pairs = zip(names, results, parts, strict=True)
         return {name: _difference(one.detach(), other.detach()) for name, one, other in pairs}
 
 
@@ -177,13 +177,13 @@ def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list
             times[name].append(0.0 if idle else _timed_ms(steps[name], device))
     rows = []
     for name in variants:
-        made = [value.nbytes for value in steps[name]()]
-        scratch = max(0, peak_scratch_bytes(steps[name]) - sum(made))
+        sizes = [value.nbytes for value in steps[name]()]
+        scratch = max(0, peak_scratch_bytes(steps[name]) - sum(sizes))
         row: dict[str, Any] = {"framework": "torch", "variant": name, "ranks": arrays.ranks}
         row |= dataclasses.asdict(shape)
         row["time_ms"] = _slowest(statistics.median(times[name]), group, device)
         row["scratch_mib"] = _slowest(scratch / MIB, group, device)
-        row["weight_mib"] = _slowest(made[2] / MIB, group, device)
+        row["weight_mib"] = _slowest(sizes[2] / MIB, group, device)
         worst = {key: _slowest(value, group, device) for key, value in errors.get(name, {}).items()}
         row["difference_from_alone"] = worst
         rows.append(row)
@@ -215,8 +215,8 @@ def rows_of(ranks: int, shape: Shape, rounds: int, cpu: bool) -> list[dict[str, 
     """Start the ranks, and return their rows."""
     with tempfile.TemporaryDirectory() as folder:
         answer: Any = processes.get_context("spawn").SimpleQueue()
-        given = (ranks, str(Path(folder) / "store"), shape, rounds, cpu, answer)
-        processes.spawn(rank_rows, given, ranks, join=True)
+        arguments = (ranks, str(Path(folder) / "store"), shape, rounds, cpu, answer)
+        processes.spawn(rank_rows, arguments, ranks, join=True)
         rows: list[dict[str, Any]] = answer.get()
         return rows
 

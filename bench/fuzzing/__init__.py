@@ -1,1 +1,1 @@
-"""What ``bench/fuzz.py`` is made of: problems, their data, the truth, what runs them, and who judges."""
+"""The parts of ``python -m bench fuzz``: problems, their data, the truth, what runs them, and who judges."""

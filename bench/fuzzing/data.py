@@ -20,17 +20,17 @@ def make(problem: Problem) -> Arrays:
     rng = problem.rng()
     if problem.function == "padded_index_gather":
         return _gather(problem, rng)
-    made = _head(problem, rng)
-    made["target"] = _ignore(problem, rng, made["target"])
-    made |= _weights(problem, rng, made["target"]) | _known(problem, rng)
-    made = {name: _shared(values, problem.layouts.get(name, "")) for name, values in made.items()}
-    _spoil(problem, rng, made)
+    arrays = _head(problem, rng)
+    arrays["target"] = _ignore(problem, rng, arrays["target"])
+    arrays |= _weights(problem, rng, arrays["target"]) | _known(problem, rng)
+    arrays = {name: _shared(values, problem.layouts.get(name, "")) for name, values in arrays.items()}
+    _spoil(problem, rng, arrays)
     if problem.function == "distillation_loss":
-        made |= _teacher(problem, rng)
-        del made["target"]
+        arrays |= _teacher(problem, rng)
+        del arrays["target"]
     if problem.function == "cross_entropy":
-        _to_logits(problem, made)
-    return made | _upstreams(problem, rng)
+        _to_logits(problem, arrays)
+    return arrays | _upstreams(problem, rng)
 
 
 def side_dtype(problem: Problem) -> str:
@@ -42,9 +42,9 @@ def _gather(problem: Problem, rng: Any) -> Arrays:
     rows, places = problem.shape
     padded = -(-places // problem.options["pad_to_multiple"]) * problem.options["pad_to_multiple"]
     values = round_to(rng.standard_normal((rows, problem.hidden)), problem.dtype)
-    made = {"input": values, "index": rng.integers(0, rows, places)}
-    made = {name: _shared(values, problem.layouts[name]) for name, values in made.items()}
-    return made | {"upstream": round_to(rng.standard_normal((padded, problem.hidden)), problem.dtype)}
+    arrays = {"input": values, "index": rng.integers(0, rows, places)}
+    arrays = {name: _shared(values, problem.layouts[name]) for name, values in arrays.items()}
+    return arrays | {"upstream": round_to(rng.standard_normal((padded, problem.hidden)), problem.dtype)}
 
 
 def _head(problem: Problem, rng: Any) -> Arrays:
@@ -79,8 +79,8 @@ def _head(problem: Problem, rng: Any) -> Arrays:
     x, w, b = (_shared(a, problem.layouts.get(name, "")) for name, a in (("hidden", x), ("weight", w), ("bias", b)))
     if problem.data == "trained":
         y = _sampled(problem, rng, x, w, b)
-    made: Arrays = {"hidden": x.reshape(*problem.shape, size), "weight": w, "target": y.reshape(problem.shape)}
-    return made if b is None else made | {"bias": b}
+    arrays: Arrays = {"hidden": x.reshape(*problem.shape, size), "weight": w, "target": y.reshape(problem.shape)}
+    return arrays if b is None else arrays | {"bias": b}
 
 
 def _sampled(problem: Problem, rng: Any, x: Any, w: Any, b: Any) -> Any:
@@ -116,87 +116,87 @@ def _weights(problem: Problem, rng: Any, target: Any) -> Arrays:
         "unused": lambda: rng.uniform(0.2, 2.0, vocab),
         "sum_1": lambda: (lambda k: k / k.sum())(rng.uniform(0.5, 2.0, vocab)),
     }
-    made: Arrays = {}
+    arrays: Arrays = {}
     if "token_weight" in problem.arrays:
-        made["token_weight"] = kinds[problem.arrays["token_weight"]]()
+        arrays["token_weight"] = kinds[problem.arrays["token_weight"]]()
     if "class_weight" in problem.arrays:
-        made["class_weight"] = class_kinds[problem.arrays["class_weight"]]()
+        arrays["class_weight"] = class_kinds[problem.arrays["class_weight"]]()
         if problem.arrays["class_weight"] == "unused":
             unused = np.setdiff1d(np.arange(vocab), target)
-            made["class_weight"][unused[::2]] = rng.choice([np.nan, np.inf, 3e38])
-    return {name: round_to(values, side_dtype(problem)) for name, values in made.items()}
+            arrays["class_weight"][unused[::2]] = rng.choice([np.nan, np.inf, 3e38])
+    return {name: round_to(values, side_dtype(problem)) for name, values in arrays.items()}
 
 
 def _known(problem: Problem, rng: Any) -> Arrays:
     """The constants of the losses on top."""
-    made: Arrays = {}
+    arrays: Arrays = {}
     for name in ("advantage", "old_log_prob", "reference_log_prob"):
         if name in problem.arrays:
             shape = problem.shape[:-1] if problem.arrays[name] == "per_sequence" else problem.shape
             values = rng.standard_normal(shape)
             if name != "advantage":  # somewhere near what random logits give
                 values = -np.log(max(2, problem.vocab)) + 0.3 * values
-            made[name] = round_to(values, side_dtype(problem))
+            arrays[name] = round_to(values, side_dtype(problem))
     if "mask" in problem.arrays:
-        made["mask"] = (rng.random(problem.shape) < 0.7).astype(problem.arrays["mask"])
-    return made
+        arrays["mask"] = (rng.random(problem.shape) < 0.7).astype(problem.arrays["mask"])
+    return arrays
 
 
 def _teacher(problem: Problem, rng: Any) -> Arrays:
     size, dtype = problem.hidden + 3, problem.dtype
-    made = {
+    arrays = {
         "teacher_hidden": round_to(rng.standard_normal((*problem.shape, size)), dtype),
         "teacher_weight": round_to(rng.standard_normal((problem.vocab, size)) * size**-0.5, dtype),
     }
     if "teacher_bias" in problem.arrays:
-        made["teacher_bias"] = round_to(rng.standard_normal(problem.vocab), dtype)
-    return {name: _shared(values, problem.layouts.get(name, "")) for name, values in made.items()}
+        arrays["teacher_bias"] = round_to(rng.standard_normal(problem.vocab), dtype)
+    return {name: _shared(values, problem.layouts.get(name, "")) for name, values in arrays.items()}
 
 
-def _to_logits(problem: Problem, made: Arrays) -> None:
+def _to_logits(problem: Problem, arrays: Arrays) -> None:
     """Hidden states and weight become logits in the dtype; some classes are banned in them."""
-    x, w = made.pop("hidden").astype(np.float64), made.pop("weight").astype(np.float64)
+    x, w = arrays.pop("hidden").astype(np.float64), arrays.pop("weight").astype(np.float64)
     with np.errstate(invalid="ignore"):
         z = x @ w.T
     if problem.data == "banned":
         banned = np.arange(problem.vocab) % 5 == 3
-        at_target = np.arange(problem.vocab) == made["target"][..., None]
+        at_target = np.arange(problem.vocab) == arrays["target"][..., None]
         z = np.where(banned & ~at_target, -np.inf, z)
     if problem.blemish == "dead_ignored":
         z = np.where(np.isnan(z), -np.inf, z)
-    made["logits"] = _shared(round_to(z, problem.dtype), problem.layouts["logits"])
+    arrays["logits"] = _shared(round_to(z, problem.dtype), problem.layouts["logits"])
 
 
 def _upstreams(problem: Problem, rng: Any) -> Arrays:
     none = problem.options.get("reduction") == "none" or problem.function == "linear_log_probs"
-    made: Arrays = {"upstream": rng.choice([0.25, 3.0, -2.5]) if problem.upstream == "scaled" else 1.0}
+    arrays: Arrays = {"upstream": rng.choice([0.25, 3.0, -2.5]) if problem.upstream == "scaled" else 1.0}
     if none:
         shape = problem.shape
         if problem.function == "dpo_loss":
             shape = (problem.shape[0] // 2,)
-        made["upstream"] = rng.standard_normal(shape)
+        arrays["upstream"] = rng.standard_normal(shape)
     if problem.blemish.endswith("upstream"):
-        made["upstream"].flat[rng.integers(problem.tokens)] = np.nan if problem.blemish.startswith("nan") else np.inf
+        arrays["upstream"].flat[rng.integers(problem.tokens)] = np.nan if problem.blemish.startswith("nan") else np.inf
     if problem.options.get("with_entropy"):
-        made["upstream_entropy"] = rng.standard_normal(problem.shape)
+        arrays["upstream_entropy"] = rng.standard_normal(problem.shape)
     if problem.upstream == "expanded":
-        made = {name: _shared(values, "broadcast") for name, values in made.items()}
-    return {name: round_to(values, side_dtype(problem)) for name, values in made.items()}
+        arrays = {name: _shared(values, "broadcast") for name, values in arrays.items()}
+    return {name: round_to(values, side_dtype(problem)) for name, values in arrays.items()}
 
 
-def _spoil(problem: Problem, rng: Any, made: Arrays) -> None:
+def _spoil(problem: Problem, rng: Any, arrays: Arrays) -> None:
     """What the blemish does to the arguments, in one token."""
     if problem.blemish in ("nan_row", "dead_ignored"):
         token = rng.integers(problem.tokens)
-        made["hidden"] = made["hidden"].copy()
-        made["hidden"].reshape(-1, problem.hidden)[token] = np.nan
+        arrays["hidden"] = arrays["hidden"].copy()
+        arrays["hidden"].reshape(-1, problem.hidden)[token] = np.nan
         if problem.blemish == "dead_ignored":
-            made["target"] = made["target"].copy()
-            made["target"].reshape(-1)[token] = problem.options.get("ignore_index", -100)
+            arrays["target"] = arrays["target"].copy()
+            arrays["target"].reshape(-1)[token] = problem.options.get("ignore_index", -100)
     elif problem.blemish == "outside":
-        made["target"] = made["target"].copy()
+        arrays["target"] = arrays["target"].copy()
         outside = [i for i in (problem.vocab, problem.vocab + 5, -7) if i != problem.options.get("ignore_index", -100)]
-        made["target"].reshape(-1)[rng.integers(problem.tokens)] = rng.choice(outside)
+        arrays["target"].reshape(-1)[rng.integers(problem.tokens)] = rng.choice(outside)
 
 
 def _shared(values: Any, layout: str) -> Any:

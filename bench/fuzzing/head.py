@@ -114,14 +114,14 @@ def products(
     for name in problem.needs:
         known = norm_of(ideal[f"d{name}"] - true[name]) if ideal else 0.0
         sums = Sums.of(name, square, large, x, w)
-        made = bounded(problem, true[name], known, sums, head.magnitude, outside)
+        output = bounded(problem, true[name], known, sums, head.magnitude, outside)
         if ideal is None:
-            made.allowed += 2 * GRADIENT[problem.dtype] * max(sums.rough, norm_of(true[name]))
+            output.allowed += 2 * GRADIENT[problem.dtype] * max(sums.rough, norm_of(true[name]))
             # No common factor keeps the logits' gradients of confident tokens above float16's smallest number.
             largest = float(np.max(np.abs(np.nan_to_num(arrays["upstream"], posinf=0.0)), initial=0.0))
-            made.allowed += RATIO * SMALLEST[problem.dtype] * largest * Sums.of(name, 0 * dz, 0 * dz + 1.0, x, w).most
-        made.poison = name == "hidden"
-        outputs[f"d{name}"] = made
+            output.allowed += RATIO * SMALLEST[problem.dtype] * largest * Sums.of(name, 0 * dz, 0 * dz + 1.0, x, w).most
+        output.poison = name == "hidden"
+        outputs[f"d{name}"] = output
     if problem.data == TRAINED and "weight" in problem.needs and ideal:
         ids = common_ids(head.y[head.valid], problem.vocab)
         sums = Sums.of("weight", square[:, ids], large[:, ids], x, w)

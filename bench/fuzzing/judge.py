@@ -65,28 +65,28 @@ def compared(problem: Problem, arrays: data.Arrays, outputs: dict[str, Any]) -> 
                 continue
             wrong.append(f"{name}: missing")
             continue
-        made = outputs[source]
+        actual = outputs[source]
         if source != name:
             target = arrays["target"].reshape(-1)
             valid = target != problem.options.get("ignore_index", -100)
-            made = made[head.common_ids(target[valid], problem.vocab)]
-        wrong += _against(name, made, true)
+            actual = actual[head.common_ids(target[valid], problem.vocab)]
+        wrong += _against(name, actual, true)
     return wrong + _argmax(problem, arrays, outputs)
 
 
-def _against(name: str, made: Any, true: head.Expected) -> list[str]:
-    if made.shape != true.values.shape:
-        return [f"{name}: shape {made.shape}, for {true.values.shape}"]
+def _against(name: str, actual: Any, true: head.Expected) -> list[str]:
+    if actual.shape != true.values.shape:
+        return [f"{name}: shape {actual.shape}, for {true.values.shape}"]
     if true.undecided:
         return []
     known = np.isfinite(true.values) & (np.abs(np.nan_to_num(true.values)) < 0.999 * head.LARGEST[true.dtype])
     wrong = []
-    if not np.isfinite(made[known]).all():
-        wrong.append(f"{name}: {int((~np.isfinite(made[known])).sum())} of {known.sum()} elements are not finite")
-    elif (distance := float(np.linalg.norm(made[known] - true.values[known]))) > true.allowed:
+    if not np.isfinite(actual[known]).all():
+        wrong.append(f"{name}: {int((~np.isfinite(actual[known])).sum())} of {known.sum()} elements are not finite")
+    elif (distance := float(np.linalg.norm(actual[known] - true.values[known]))) > true.allowed:
         norm = float(np.linalg.norm(true.values[known]))
         wrong.append(f"{name}: off by {distance:.3g}, allowed {true.allowed:.3g}, of {norm:.3g}")
-    lost = ~np.isfinite(true.values) & np.isfinite(made)
+    lost = ~np.isfinite(true.values) & np.isfinite(actual)
     if true.poison and lost.any():
         wrong.append(f"{name}: {int(lost.sum())} elements are finite where the truth is not")
     return wrong

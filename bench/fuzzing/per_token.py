@@ -195,6 +195,6 @@ def _on_top(
     magnitude = 1.0 + float(np.max(head.magnitude, initial=0.0))
     outputs = {"loss": Expected(np.asarray(loss), 2 * TINY[wide] * magnitude * float(np.sum(rows)), wide)}
     gradients = products(problem, arrays, head, dz, gross, near, None)
-    for made in gradients.values():  # one more rounding, of an operand on the way
-        made.allowed *= 2.0
+    for gradient in gradients.values():  # one more rounding, of an operand on the way
+        gradient.allowed *= 2.0
     return outputs | gradients

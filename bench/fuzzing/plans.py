@@ -20,10 +20,10 @@ def plan_arguments(problem: Problem) -> dict[str, Any]:
         "one_pass": _one_pass(problem), "device": "cpu" if problem.device == "cpu" else "gpu",
         "fused": problem.fused, "padded": problem.backend == "pallas",
     }  # fmt: skip
-    made = plan(**sizes, order=order, chunk=max(1, round(length * max(problem.plan_at, 0.1))))
+    chosen = plan(**sizes, order=order, chunk=max(1, round(length * max(problem.plan_at, 0.1))))
     if problem.plan != "budget":
-        return {"plan": made}
-    budget = made.scratch_bytes
+        return {"plan": chosen}
+    budget = chosen.scratch_bytes
     try:
         plan(**sizes, memory_budget=budget)
     except ValueError as error:  # less than any plan in whole tiles needs: it says how much that is

@@ -24,8 +24,8 @@ def run(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     if _done % CACHED_PROBLEMS == 0:  # what was compiled for other shapes and options is never used again
         jax.clear_caches()
     with jax.enable_x64(problem.dtype == "float64"):
-        given = {name: _array(problem, name, values) for name, values in arrays.items()}
-        outputs = _outputs(problem, given)
+        inputs = {name: _array(problem, name, values) for name, values in arrays.items()}
+        outputs = _outputs(problem, inputs)
         return {name: _numpy(value) for name, value in outputs.items() if value is not None}
 
 
@@ -75,7 +75,7 @@ def _laid_out(values: Any, layout: str) -> Any:
 
 def _outputs(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
     names = {"upstream", "upstream_entropy"}
-    given = {name: array for name, array in arrays.items() if name not in names}
+    inputs = {name: array for name, array in arrays.items() if name not in names}
     options = dict(problem.options) | plan_arguments(problem)
     if problem.function != "padded_index_gather":
         options["backend"] = problem.backend
@@ -85,39 +85,39 @@ def _outputs(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
     has_stats = bool(options.get("return_stats"))
 
     def call(chosen: dict[str, Any], rest: dict[str, Any]) -> tuple[Any, Any]:
-        made = function(**rest, **chosen, **options)
-        made, stats = made if has_stats else (made, None)
-        made = made if isinstance(made, tuple) else (made,)
-        return tuple(m for m in made if m is not None), stats
+        results = function(**rest, **chosen, **options)
+        results, stats = results if has_stats else (results, None)
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(m for m in results if m is not None), stats
 
     def downstream(chosen: dict[str, Any], rest: dict[str, Any], gs: tuple[Any, ...]) -> Any:
         """The gradient of a sum that a caller makes of the results."""
 
         def total(c: dict[str, Any]) -> tuple[Any, Any]:
-            made, stats = call(c, rest)
-            return sum((m * jnp.asarray(g, m.dtype)).sum() for m, g in zip(made, gs, strict=True)), (made, stats)
+            results, stats = call(c, rest)
+            return sum((m * jnp.asarray(g, m.dtype)).sum() for m, g in zip(results, gs, strict=True)), (results, stats)
 
-        grads, (made, stats) = jax.grad(total, has_aux=True)(chosen)
-        return made, stats, grads
+        grads, (results, stats) = jax.grad(total, has_aux=True)(chosen)
+        return results, stats, grads
 
     def step(chosen: dict[str, Any], rest: dict[str, Any], gs: tuple[Any, ...]) -> Any:
         if problem.transform == "downstream":
             return downstream(chosen, rest, gs)
         inner = jax.checkpoint(call) if problem.transform == "checkpoint" else call
-        made, pull, stats = jax.vjp(lambda c: inner(c, rest), chosen, has_aux=True)
-        gs = tuple(jnp.broadcast_to(jnp.asarray(g), m.shape).astype(m.dtype) for g, m in zip(gs, made, strict=True))
+        results, pull, stats = jax.vjp(lambda c: inner(c, rest), chosen, has_aux=True)
+        gs = tuple(jnp.broadcast_to(jnp.asarray(g), m.shape).astype(m.dtype) for g, m in zip(gs, results, strict=True))
         (grads,) = pull(gs)
-        return made, stats, grads
+        return results, stats, grads
 
-    chosen = {name: given.pop(name) for name in problem.needs}
+    chosen = {name: inputs.pop(name) for name in problem.needs}
     gs = tuple(arrays[name] for name in ("upstream", "upstream_entropy") if name in arrays)
     if problem.transform == "vmap":
-        doubled = jax.tree.map(lambda a: jnp.stack([jnp.flip(jnp.asarray(a)), jnp.asarray(a)]), (chosen, given, gs))
-        made, stats, grads = jax.tree.map(lambda a: a[1], jax.vmap(step)(*doubled))
+        doubled = jax.tree.map(lambda a: jnp.stack([jnp.flip(jnp.asarray(a)), jnp.asarray(a)]), (chosen, inputs, gs))
+        results, stats, grads = jax.tree.map(lambda a: a[1], jax.vmap(step)(*doubled))
     else:
-        made, stats, grads = (jax.jit(step) if problem.transform == "jit" else step)(chosen, given, gs)
+        results, stats, grads = (jax.jit(step) if problem.transform == "jit" else step)(chosen, inputs, gs)
     named = {"linear_log_probs": ("log_prob", "entropy"), "padded_index_gather": ("output",)}
-    outputs = dict(zip(named.get(problem.function, ("loss",)), made, strict=False))
+    outputs = dict(zip(named.get(problem.function, ("loss",)), results, strict=False))
     if stats is not None:
         outputs |= {f"stats.{name}": value for name, value in stats._asdict().items()}
     return outputs | {f"d{name}": grad for name, grad in grads.items()}

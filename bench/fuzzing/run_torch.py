@@ -92,7 +92,7 @@ class _Run:
         self.function = getattr(torch_impl, problem.function)
         self.needs = {name: tensors[name] for name in problem.needs}
         names = {"upstream", "upstream_entropy"}
-        self.given = {name: tensor for name, tensor in tensors.items() if name not in names}
+        self.arguments = {name: tensor for name, tensor in tensors.items() if name not in names}
         self.options = dict(problem.options)
         if problem.function != "padded_index_gather":
             self.options["backend"] = problem.backend
@@ -108,43 +108,42 @@ class _Run:
 
     def call(self, changed: dict[str, Tensor]) -> tuple[Any, Any]:
         """The differentiable results, and the statistics."""
-        arguments = self.given | changed
+        arguments = self.arguments | changed
         if "inplace_backward" in self.problem.extras:
             arguments["logits"] = arguments["logits"].clone(memory_format=torch.contiguous_format)
-        made = self.function(**arguments, **self.options)
+        returned = self.function(**arguments, **self.options)
         stats = None
-        if isinstance(made, tuple) and self.problem.function == "linear_cross_entropy":
-            made, *more = made
+        if isinstance(returned, tuple) and self.problem.function == "linear_cross_entropy":
+            returned, *more = returned
             stats = more[0] if self.options.get("return_stats") else None
             self.deferred = more[-1] if "defer" in self.problem.extras else None
         elif self.options.get("return_stats"):
-            made, stats = made
-        return made, stats
+            returned, stats = returned
+        return returned, stats
 
-    def upstreams(self, made: Any, factor: float = 1.0) -> tuple[Tensor, ...]:
+    def upstreams(self, returned: Any, factor: float = 1.0) -> tuple[Tensor, ...]:
         values = (self.tensors["upstream"], self.tensors.get("upstream_entropy"))
         return tuple(
             (factor * g).to(m.dtype).expand_as(m) if factor != 1.0 else _alike(g, m)
-            for g, m in zip(values, _several(made), strict=False) if g is not None
+            for g, m in zip(values, _several(returned), strict=False) if g is not None
         )  # fmt: skip
 
     def outputs(self) -> dict[str, Any]:
         transform = self.problem.transform
         if transform == "no_grad":
             with torch.no_grad():
-                made, stats = self.call({})
-            return self._named(made, stats, {})
+                returned, stats = self.call({})
+            return self._named(returned, stats, {})
         if transform == "func" and self.needs:
             return self._by_func()
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in self.needs.items()}
         self._beyond(leaves)
-        made, stats = self._forward(leaves)
-        kept = {
-            name: value.detach().clone() for name, value in self._named(made, stats, {}).items() if value is not None
-        }
+        returned, stats = self._forward(leaves)
+        named = self._named(returned, stats, {})
+        kept = {name: value.detach().clone() for name, value in named.items() if value is not None}
         if not leaves:
             return kept
-        return kept | {f"d{name}": grad for name, grad in self._backward(made, leaves).items()}
+        return kept | {f"d{name}": grad for name, grad in self._backward(returned, leaves).items()}
 
     def _beyond(self, leaves: dict[str, Tensor]) -> None:
         extras = self.problem.extras
@@ -167,21 +166,21 @@ class _Run:
             return torch.compile(lambda: self.call(leaves), backend="aot_eager")()
         return self.call(leaves)
 
-    def _backward(self, made: Any, leaves: dict[str, Tensor]) -> dict[str, Any]:
-        transform, results = self.problem.transform, _several(made)
+    def _backward(self, returned: Any, leaves: dict[str, Tensor]) -> dict[str, Any]:
+        transform, results = self.problem.transform, _several(returned)
         if transform == "autograd_grad":
-            grads = torch.autograd.grad(results, list(leaves.values()), self.upstreams(made), allow_unused=True)
+            grads = torch.autograd.grad(results, list(leaves.values()), self.upstreams(returned), allow_unused=True)
             return dict(zip(leaves, grads, strict=True))
         if transform == "second":
-            return self._second(made, leaves)
+            return self._second(returned, leaves)
         if transform == "twice":  # another upstream gradient first, through the same graph
-            torch.autograd.grad(results, list(leaves.values()), self.upstreams(made, -0.5), retain_graph=True)
+            torch.autograd.grad(results, list(leaves.values()), self.upstreams(returned, -0.5), retain_graph=True)
         if transform == "downstream":  # a caller's own product, in place where a mask would be
-            gs = self.upstreams(made)
+            gs = self.upstreams(returned)
             total: Any = sum((m * g).sum() for m, g in zip(results, gs, strict=False))
             total.backward()
         else:
-            torch.autograd.backward(results, self.upstreams(made))
+            torch.autograd.backward(results, self.upstreams(returned))
         if self.deferred is not None:
             self.deferred.compute()
         grads = {name: leaf.grad for name, leaf in leaves.items()}
@@ -189,20 +188,20 @@ class _Run:
             grads["weight"] = self.buffer
         return grads
 
-    def _second(self, made: Any, leaves: dict[str, Tensor]) -> dict[str, Any]:
+    def _second(self, returned: Any, leaves: dict[str, Tensor]) -> dict[str, Any]:
         """A derivative of the gradient, in one of the ways that torch has; it has to be refused."""
-        results, inputs = _several(made), list(leaves.values())
+        results, inputs = _several(returned), list(leaves.values())
         way = self.problem.index % 3
         if way == 0:
             from torch.autograd.functional import hvp
 
-            def total(*given: Tensor) -> Tensor:
-                again, _ = self.call(dict(zip(leaves, given, strict=True)))
-                return sum((m.sum() for m in _several(again)), torch.zeros((), device=given[0].device))
+            def total(*tensors: Tensor) -> Tensor:
+                again, _ = self.call(dict(zip(leaves, tensors, strict=True)))
+                return sum((m.sum() for m in _several(again)), torch.zeros((), device=tensors[0].device))
 
             hvp(total, tuple(leaf.detach() for leaf in inputs), tuple(torch.ones_like(leaf) for leaf in inputs))
             return {}
-        grads = torch.autograd.grad(results, inputs, self.upstreams(made), create_graph=True)
+        grads = torch.autograd.grad(results, inputs, self.upstreams(returned), create_graph=True)
         total_of_grads = sum((g.sum() for g in grads), torch.zeros((), device=inputs[0].device))
         if way == 1:
             torch.autograd.grad(total_of_grads, inputs, allow_unused=True)
@@ -214,21 +213,21 @@ class _Run:
         import torch.func
 
         def results(chosen: dict[str, Tensor]) -> Any:
-            made, stats = self.call(chosen)
-            return _several(made), stats
+            returned, stats = self.call(chosen)
+            return _several(returned), stats
 
-        made, pull, stats = torch.func.vjp(results, self.needs, has_aux=True) if self._has_stats else _no_stats(
+        returned, pull, stats = torch.func.vjp(results, self.needs, has_aux=True) if self._has_stats else _no_stats(
             results, self.needs
         )  # fmt: skip
-        (grads,) = pull(self.upstreams(made))
-        return self._named(made, stats, {f"d{name}": grad for name, grad in grads.items()})
+        (grads,) = pull(self.upstreams(returned))
+        return self._named(returned, stats, {f"d{name}": grad for name, grad in grads.items()})
 
     @property
     def _has_stats(self) -> bool:
         return bool(self.options.get("return_stats"))
 
-    def _named(self, made: Any, stats: Any, grads: dict[str, Any]) -> dict[str, Any]:
-        results = _several(made)
+    def _named(self, returned: Any, stats: Any, grads: dict[str, Any]) -> dict[str, Any]:
+        results = _several(returned)
         names = {"linear_log_probs": ("log_prob", "entropy"), "padded_index_gather": ("output",)}
         outputs = dict(zip(names.get(self.problem.function, ("loss",)), results, strict=False))
         if stats is not None:
@@ -239,13 +238,13 @@ class _Run:
 def _no_stats(results: Any, needs: dict[str, Tensor]) -> Any:
     import torch.func
 
-    made, pull = torch.func.vjp(lambda chosen: results(chosen)[0], needs)
-    return made, pull, None
+    returned, pull = torch.func.vjp(lambda chosen: results(chosen)[0], needs)
+    return returned, pull, None
 
 
-def _several(made: Any) -> tuple[Tensor, ...]:
+def _several(returned: Any) -> tuple[Tensor, ...]:
     """Results as a tuple, without None."""
-    return tuple(m for m in made if m is not None) if isinstance(made, tuple) else (made,)
+    return tuple(m for m in returned if m is not None) if isinstance(returned, tuple) else (returned,)
 
 
 def _alike(g: Tensor, m: Tensor) -> Tensor:

@@ -56,21 +56,21 @@ def _cross_entropy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     if problem.arrays.get("class_weight") == "unused":  # what no target has may be anything
         arrays = arrays | {"class_weight": np.where(np.abs(arrays["class_weight"]) < 1e30, arrays["class_weight"], 1.0)}
     upstream = _zero_outside(arrays["upstream"], outside, options)
-    made = reference.cross_entropy(
+    true = reference.cross_entropy(
         raw.reshape(*problem.shape, problem.vocab), target, upstream=upstream,
         token_weight=arrays.get("token_weight"), class_weight=arrays.get("class_weight"),
         normalizer=problem.options.get("normalizer"), **options,
     )  # fmt: skip
     factors = factors_of(problem, arrays)
-    allowed = _loss_allowance(problem, factors, made, magnitude)
-    loss = np.where(outside, np.nan, made.loss) if made.loss.ndim else np.where(outside.any(), np.nan, made.loss)
+    allowed = _loss_allowance(problem, factors, true, magnitude)
+    loss = np.where(outside, np.nan, true.loss) if true.loss.ndim else np.where(outside.any(), np.nan, true.loss)
     outputs = {"loss": Expected(loss, allowed, wide_dtype(problem.dtype))}
     if problem.options.get("return_stats"):
-        outputs |= _stats(problem, made.stats, magnitude, outside)
-    dz = made.logits_grad.reshape(problem.tokens, problem.vocab)
-    gross = _gross(problem, arrays, factors, raw, made.stats)
+        outputs |= _stats(problem, true.stats, magnitude, outside)
+    dz = true.logits_grad.reshape(problem.tokens, problem.vocab)
+    gross = _gross(problem, arrays, factors, raw, true.stats)
     if not linear:
-        gradient = made.logits_grad
+        gradient = true.logits_grad
         known = norm_of(round_to(gradient, problem.dtype) - gradient)
         outputs["dlogits"] = bounded(problem, gradient, known, Sums(0.0, norm_of(gross), 0.0), magnitude, outside)
         return outputs
@@ -81,13 +81,13 @@ def _zero_outside(upstream: Any, outside: Any, options: dict[str, Any]) -> Any:
     return np.where(outside, 0.0, upstream) if options.get("reduction") == "none" else upstream
 
 
-def _loss_allowance(problem: Problem, of: Factors, made: Any, magnitude: Any) -> float:
+def _loss_allowance(problem: Problem, of: Factors, true: Any, magnitude: Any) -> float:
     """TINY of each token's loss and of what its logits are sums of; with signed weights, of the sums before they
     cancel."""
     o, tiny = problem.options, TINY[wide_dtype(problem.dtype)]
-    smooth, lse = o.get("label_smoothing", 0.0), np.abs(made.stats.lse.reshape(-1))
+    smooth, lse = o.get("label_smoothing", 0.0), np.abs(true.stats.lse.reshape(-1))
     each = (1 - smooth) * np.abs(of.at_target) + smooth * np.abs(of.k).mean()
-    span = np.abs(made.stats.nll.reshape(-1)) + magnitude
+    span = np.abs(true.stats.nll.reshape(-1)) + magnitude
     rows = np.abs(of.t) * (each * (1.0 + span) + o.get("z_loss", 0.0) * (lse + magnitude) * (lse + magnitude + 1))
     rows = tiny * abs(of.norm) * of.cancelled**2 * np.where(np.isfinite(rows), rows, 0.0)
     return norm_of(rows) if o["reduction"] == "none" else float(rows.sum())
@@ -114,7 +114,7 @@ def _gross(problem: Problem, arrays: Arrays, of: Factors, raw: Any, stats: Any) 
 def _stats(problem: Problem, stats: Any, magnitude: Any, outside: Any) -> dict[str, Expected]:
     """Values per token. argmax and correct are looked at by the judge of ties: not here."""
     tiny = TINY[wide_dtype(problem.dtype)]
-    made = {}
+    outputs = {}
     for name in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
         values = np.where(outside, np.nan, getattr(stats, name))
         rows = tiny * (
@@ -122,15 +122,15 @@ def _stats(problem: Problem, stats: Any, magnitude: Any, outside: Any) -> dict[s
         )
         if name == "entropy":  # a sum of p · log p, whose p is off by its logit's error
             rows = rows * (1.0 + np.log(max(2, problem.vocab)))
-        made[f"stats.{name}"] = Expected(
+        outputs[f"stats.{name}"] = Expected(
             values, norm_of(rows), wide_dtype(problem.dtype), poison=name in ("nll", "lse")
         )
-        made[f"stats.{name}"].undecided = bool(outside.any())
-    return made
+        outputs[f"stats.{name}"].undecided = bool(outside.any())
+    return outputs
 
 
 def _ideal(problem: Problem, arrays: Arrays, options: dict[str, Any]) -> dict[str, Any]:
-    """The ideal path's gradients; none where it is not made for what the problem has."""
+    """The ideal path's gradients; none where it does not cover what the problem has."""
     if problem.blemish != "none" or problem.tokens == 0:
         return {}
     tempered = {name: value for name, value in options.items() if name != "temperature"}
@@ -154,12 +154,12 @@ def _gather(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     gradient, rough = np.zeros(arrays["input"].shape), np.zeros(arrays["input"].shape)
     np.add.at(gradient, index, up[: len(index)])
     np.add.at(rough, index, up[: len(index)] ** 2)
-    made = {"output": Expected(padded, 0.0, problem.dtype)}
+    outputs = {"output": Expected(padded, 0.0, problem.dtype)}
     known = norm_of(round_to(gradient, problem.dtype) - gradient)
     wide = float(np.sqrt(rough.sum()))
-    made["dinput"] = bounded(problem, gradient, known, Sums(0.0, 0.0, 0.0), np.zeros(1), np.zeros(0, bool))
-    made["dinput"].allowed += TINY[wide_dtype(problem.dtype)] * wide
-    return made
+    outputs["dinput"] = bounded(problem, gradient, known, Sums(0.0, 0.0, 0.0), np.zeros(1), np.zeros(0, bool))
+    outputs["dinput"].allowed += TINY[wide_dtype(problem.dtype)] * wide
+    return outputs
 
 
 _TRUTHS = {
