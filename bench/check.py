@@ -224,10 +224,7 @@ def run(options: argparse.Namespace, results: Results) -> int:
 
 
 def replace_rows(parts: Parts, options: argparse.Namespace, machine: dict[str, Any]) -> None:
-    for framework, key, shapes in (
-        ("jax", "jax_machine", options.jax_shapes),
-        ("torch", "machine", options.shapes),
-    ):
+    for framework, key, shapes in (("jax", "jax_machine", options.jax_shapes), ("torch", "machine", options.shapes)):
         if shapes:  # errors are taken at the sizes of "small"
             rows = rows_part(framework, shapes, options.rounds, options.peers, errors="small" in shapes)
             parts.replace_rows(key, machine, rows)

@@ -100,10 +100,7 @@ def row_of_steps(step: Step, meter: Meter, warm_s: float, window_s: float) -> di
     first, last, steps = run(window_s)
     stop = time.perf_counter()
     last.synchronize()
-    return {
-        "time_ms": first.elapsed_time(last) / steps,
-        "watts": meter.watts(start + EDGE_S, stop - EDGE_S),
-    }
+    return {"time_ms": first.elapsed_time(last) / steps, "watts": meter.watts(start + EDGE_S, stop - EDGE_S)}
 
 
 def rows_of(name: str, sizes: dict[str, Any], rounds: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:

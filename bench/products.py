@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 PRODUCTS = "first product", "dW", "dX"
 # Where torch_impl/kernels/fused.py launches them: a class, or the module itself.
-LAUNCHERS = {
-    "first product": (None, "launch_logits"),
-    "dW": ("_Products", "_weight"),
-    "dX": ("_Products", "_hidden"),
-}
+LAUNCHERS = {"first product": (None, "launch_logits"), "dW": ("_Products", "_weight"), "dX": ("_Products", "_hidden")}
 
 
 @contextlib.contextmanager

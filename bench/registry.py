@@ -9,8 +9,9 @@ It imports a framework only when it runs, so that ``--help`` needs none. While i
 found as ``logitless``, so that nothing has to be installed.
 
 A results file is a JSON object: ``benchmark``, ``machine`` (processor, GPU, versions, commit), ``options``, and
-``rows``, a list of objects. Some benchmarks have more lists of rows, by other names. Files from before this format
-lack ``benchmark`` and ``options``.
+``rows``, a list of objects. Some benchmarks have more lists of rows, by other names. The parts of ``check`` may be
+measured by several calls: each has a machine of its own, and there are no options. Files from before this format lack
+``benchmark`` and ``options``, and have some options beside the rows.
 """
 
 from __future__ import annotations

@@ -184,11 +184,7 @@ def run_tool(tool: str, program: str, command: list[str], seconds: float) -> tup
     command = ["compute-sanitizer", "--tool", tool, *OPTIONS, *command]
     began = time.monotonic()
     with subprocess.Popen(
-        command,
-        env=os.environ | allocators,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
+        command, env=os.environ | allocators, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
         try:
             output, _ = process.communicate(timeout=2 * seconds)
