@@ -24,7 +24,7 @@ from logitless.objectives import (
     PolicyOptions,
     PolicyStats,
 )
-from logitless.spec import ALPHA_FLOOR, LOWEST_GAP, NO_ROW, LossOptions, TokenStats
+from logitless.spec import ALPHA_FLOOR, LOWEST_GAP, NO_ROW, STATISTICS, LossOptions, Statistic, TokenStats
 
 
 class Array(Protocol):
@@ -199,23 +199,27 @@ def counts(xp: Namespace[A], tokens: Tokens[A]) -> A:
 
 def token_stats(xp: Namespace[A], tokens: Tokens[A], sums: TokenSums[A]) -> TokenStats:
     """Public statistics, [N] each, with the values of an ignored token filled in."""
-    nothing = xp.zeros_like(sums.log_total)
-
-    def counted(values: A | None) -> A:
-        assert values is not None
-        return xp.where(tokens.valid, values, nothing)
-
     assert sums.argmax is not None
-    return TokenStats(
-        nll=counted(sums.nll),
-        lse=counted(sums.lse),
-        target_logit=counted(sums.target_logit),
-        entropy=counted(sums.entropy),
-        argmax=xp.where(tokens.valid, sums.argmax, -1),
-        correct=(sums.argmax == tokens.ids) & tokens.valid & tokens.inside,
-        max_logit=counted(sums.max_logit),
-        min_logit=counted(sums.min_logit),
-    )
+    values = {
+        "nll": sums.nll,
+        "lse": sums.lse,
+        "target_logit": sums.target_logit,
+        "entropy": sums.entropy,
+        "argmax": sums.argmax,
+        "correct": (sums.argmax == tokens.ids) & tokens.inside,
+        "max_logit": sums.max_logit,
+        "min_logit": sums.min_logit,
+    }
+    zero = xp.zeros_like(sums.log_total)  # one fill for all statistics of this dtype
+
+    def shown(name: str, row: Statistic) -> A:
+        value = values[name]
+        assert value is not None
+        if row.dtype == "bool":
+            return value & tokens.valid
+        return xp.where(tokens.valid, value, row.ignored if row.dtype else zero)
+
+    return TokenStats(**{name: shown(name, row) for name, row in STATISTICS.items()})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from logitless.spec import ALPHA_FLOOR, RESCUE_NATS, LossOptions, TokenStats
+from logitless.spec import ALPHA_FLOOR, RESCUE_NATS, STATISTICS, LossOptions, TokenStats
 
 Array = NDArray[np.float64]
 
@@ -109,13 +109,12 @@ def linear_cross_entropy(
 
     loss = np.zeros(tokens)
     dx, dw, db = np.zeros_like(inputs.x), np.zeros_like(inputs.w), np.zeros_like(inputs.b)
-    stats = [np.zeros(tokens) for _ in range(8)]
+    stats = []
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
         part = _exponentials(inputs, rows, options)
         loss[rows] = _loss_rows(inputs, rows, options, part)
-        for total, values in zip(stats, _stats_rows(inputs, rows, part), strict=True):
-            total[rows] = values
+        stats.append(_stats_rows(inputs, rows, part))
         dz = _matrix_gradient(inputs, rows, options, part, g_rows[rows])
         dx[rows] = dz.dx
         dw += dz.dw
@@ -198,13 +197,12 @@ def cross_entropy(
     g = np.broadcast_to(np.asarray(upstream, np.float64), shape if reduction == "none" else ())
     norm = _norm(inputs, options, normalizer)
     g_rows = g.reshape(-1) if reduction == "none" else np.full(tokens, float(g) * norm)
-    loss, gradient, stats = np.zeros(tokens), np.zeros_like(r), [np.zeros(tokens) for _ in range(8)]
+    loss, gradient, stats = np.zeros(tokens), np.zeros_like(r), []
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
         part = _anchored(r[rows], inputs.y[rows], options)
         loss[rows] = _loss_rows(inputs, rows, options, part)
-        for total, values in zip(stats, _stats_rows(inputs, rows, part), strict=True):
-            total[rows] = values
+        stats.append(_stats_rows(inputs, rows, part))
         gradient[rows] = _logit_gradient(inputs, rows, options, part, g_rows[rows] * inputs.t[rows])
     total_loss: Any = loss.reshape(shape) if reduction == "none" else np.asarray(np.sum(loss) * norm)
     return LogitsResult(total_loss, gradient.reshape(np.shape(logits)), _shaped_stats(stats, shape))
@@ -288,28 +286,30 @@ def _loss_rows(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk)
     return np.where(inputs.valid[rows], t * loss, 0.0)
 
 
-def _stats_rows(inputs: _Inputs, rows: slice, part: _Chunk) -> tuple[Any, ...]:
+def _stats_rows(inputs: _Inputs, rows: slice, part: _Chunk) -> TokenStats:
     valid, z = inputs.valid[rows], part.z
     log_p = z - part.lse[:, None]
     p = np.exp(log_p)
     entropy = -np.sum(p * np.where(p > 0, log_p, 0.0), axis=1)
     best = np.argmax(z, axis=1)
-    values = (
-        part.nll,
-        part.lse,
-        part.target_logit,
-        entropy,
-        best,
-        best == inputs.y[rows],
-        z.max(axis=1),
-        z.min(axis=1),
+    stats = TokenStats(
+        nll=part.nll,
+        lse=part.lse,
+        target_logit=part.target_logit,
+        entropy=entropy,
+        argmax=best,
+        correct=best == inputs.y[rows],
+        max_logit=z.max(axis=1),
+        min_logit=z.min(axis=1),
     )
-    return tuple(np.where(valid, value, -1 if i == 4 else 0) for i, value in enumerate(values))
+    return TokenStats(*(np.where(valid, v, row.ignored) for v, row in zip(stats, STATISTICS.values(), strict=True)))
 
 
-def _shaped_stats(stats: list[Array], shape: tuple[int, ...]) -> TokenStats:
-    kinds = {4: np.int32, 5: np.bool_}
-    return TokenStats(*(values.reshape(shape).astype(kinds.get(i, np.float64)) for i, values in enumerate(stats)))
+def _shaped_stats(parts: list[TokenStats], shape: tuple[int, ...]) -> TokenStats:
+    """The parts joined, in their dtypes; no part where there is no token."""
+    columns = zip(*parts, strict=True) if parts else ([np.zeros(0)] for _ in STATISTICS)
+    rows = zip(columns, STATISTICS.values(), strict=True)
+    return TokenStats(*(np.concatenate(column).reshape(shape).astype(row.dtype or np.float64) for column, row in rows))
 
 
 def _logit_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> Array:

@@ -120,6 +120,19 @@ class TokenStats(NamedTuple):
     min_logit: Any
 
 
+class Statistic(NamedTuple):
+    """One row of the table of statistics."""
+
+    dtype: Literal["int32", "bool"] | None = None
+    """None: the dtype of sums, float32 (float64 for float64)."""
+    ignored: int = 0
+    """The value of an ignored token."""
+
+
+STATISTICS = {name: Statistic() for name in TokenStats._fields}
+STATISTICS |= {"argmax": Statistic("int32", ignored=-1), "correct": Statistic("bool")}
+
+
 def check_factor(name: str, value: object, also: str = "") -> None:
     """Check logit_scale, softcap or a temperature: a number that float32 can multiply and divide by."""
     check_number(name, value, low=SMALLEST_FACTOR, high=LARGEST_FACTOR, also=also)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from logitless.planning import ChunkPlan
 from logitless.scratch import Kind
-from logitless.spec import LossOptions, TokenStats
+from logitless.spec import STATISTICS, LossOptions, TokenStats
 from logitless.torch_impl import steps
 from logitless.torch_impl.backend import WaitingLoss, backend_named
 from logitless.torch_impl.call import Arrays, Call, Gradients, LatePlan, Layout, Needs, accumulation_dtype
@@ -134,8 +134,7 @@ def _(*arguments: Any) -> list[Tensor]:
     dtype, shape = accumulation_dtype(recipe.dtype), arrays.target.shape
     made = [_new(arrays, shape if recipe.loss_options.reduction == "none" else (), dtype)]
     if recipe.statistics:
-        dtypes = {"argmax": torch.int32, "correct": torch.bool}
-        made += [_new(arrays, shape, dtypes.get(name, dtype)) for name in TokenStats._fields]
+        made += [_new(arrays, shape, getattr(torch, row.dtype or "", dtype)) for row in STATISTICS.values()]
     if recipe.held:
         layout = _held_layout(arrays, recipe, token_chunk)
         return made + [_new(arrays, *what) for what in layout.values()]

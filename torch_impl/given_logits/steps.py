@@ -15,7 +15,7 @@ from torch import Tensor
 
 from logitless import numerics
 from logitless.numerics import LogitRows
-from logitless.spec import LossOptions, TokenStats
+from logitless.spec import STATISTICS, LossOptions, TokenStats
 from logitless.torch_impl import checks
 from logitless.torch_impl.backend import backend_named
 from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype
@@ -160,8 +160,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
     results = [new(shape if call.options.reduction == "none" else ())]
     if call.statistics:
-        dtypes = {"argmax": torch.int32, "correct": torch.bool}
-        results += [new(shape, dtypes.get(name, dtype)) for name in TokenStats._fields]
+        results += [new(shape, getattr(torch, row.dtype or "", dtype)) for row in STATISTICS.values()]
     return [*results, new(()), *(new((arrays.target.numel(),)) for _ in range(3))]
 
 
