@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ PLANNED = (
 PLANNED_RUNS = [(name, order) for name in PLANNED for order in ("tokens", "tokens_two_pass", "vocab")]
 # One chunk in one pass: where the upstream gradient comes per token, kernels hold their exponentials until then.
 PLANNED_RUNS += [(name, "one_chunk") for name in ("odd_none", "odd_none_all", "odd_none_most")]
+# Each has its options or its values in common with another one.
+LATE = ("odd_bias", "odd_none_all", "confident", "tied")
 
 
 def plans(problem: Problem) -> dict[str, Any]:
@@ -48,15 +51,19 @@ def plans(problem: Problem) -> dict[str, Any]:
     }
 
 
-def large_ones_late(runs: list[Any]) -> list[Any]:
+def slow_if(late: Callable[[Any], bool], runs: list[Any]) -> list[Any]:
+    """Parameters for parametrize, some of them marked slow."""
+    return [pytest.param(*run.values, id=run.id, marks=pytest.mark.slow) if late(run) else run for run in runs]
+
+
+def is_large(run: Any) -> bool:
     """Of the large problems only the one with every option, in float32, is quick enough."""
-    late = [run for run in runs if "large" in run.values[0].tags and run.id != "block_all-float32"]
-    return [pytest.param(*run.values, id=run.id, marks=pytest.mark.slow) if run in late else run for run in runs]
+    return "large" in run.values[0].tags and run.id != "block_all-float32"
 
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("problem", "dtype"), large_ones_late(in_turn(PROBLEMS, [*LOW, "float64"], always=["float32"]))
+    ("problem", "dtype"), slow_if(is_large, in_turn(PROBLEMS, [*LOW, "float64"], always=["float32"]))
 )
 @pytest.mark.case(1)
 @pytest.mark.case(11)
@@ -70,7 +77,10 @@ def test_within_the_rule_by_default(impl: Any, problem: Problem, dtype: str) -> 
 
 
 @every_implementation
-@pytest.mark.parametrize(("run", "dtype"), in_turn(PLANNED_RUNS, ["float32", "bfloat16"]))
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    slow_if(lambda run: run.values[0][0] in LATE, in_turn(PLANNED_RUNS, ["float32", "bfloat16"])),
+)
 def test_within_the_rule_for_every_plan(impl: Any, run: tuple[str, str], dtype: str) -> None:
     name, order = run
     problem = problem_named(name).with_dtype(dtype)

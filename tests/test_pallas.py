@@ -105,7 +105,7 @@ def lowered_configuration(name: str, ids: str = "int32") -> str:
 
 
 # Each kernel is in one of the others, with the options that change it most.
-SLOW = ("chunks_smooth", "all", "none", "bias_statistics")
+SLOW = ("chunks_smooth", "all", "none", "bias_statistics", "odd", "one")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,8 @@ def test_log_probs_lower_for_cuda(compiled: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "entropy", "waits"), [(2**30, False, True), (None, False, False), (2**30, True, False)]
+    ("budget", "entropy", "waits"),
+    [(2**30, False, True), (None, False, False), pytest.param(2**30, True, False, marks=pytest.mark.slow)],
 )
 def test_exponentials_of_log_probs_wait_where_a_budget_holds_them(
     budget: int | None, entropy: bool, waits: bool, compiled: None

@@ -70,6 +70,8 @@ def gradients_of(
 # ---------------------------------------------------------------------------------------------------------------------
 # AReaL's table, to the letter
 
+SLOW = pytest.mark.slow  # less than what the others of the same test do
+
 
 def within(made: Any, true: Any, key: str) -> None:
     large = key.endswith("large")
@@ -91,7 +93,7 @@ def test_areal_forward(impl: Any, dtype: str) -> None:
 
 @pytest.mark.case(19)
 @every_implementation
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=SLOW), pytest.param(1.5, marks=SLOW)])
 def test_areal_temperature(impl: Any, temperature: float) -> None:
     x, w, _, y = some(128, 64, 500)
     true = reference.linear_log_probs(x, w, y, logit_scale=1 / temperature)
@@ -102,7 +104,7 @@ def test_areal_temperature(impl: Any, temperature: float) -> None:
 
 @pytest.mark.case(2)
 @every_implementation
-@pytest.mark.parametrize("kind", ["log_prob", "entropy", "both"])
+@pytest.mark.parametrize("kind", [pytest.param("log_prob", marks=SLOW), pytest.param("entropy", marks=SLOW), "both"])
 def test_areal_backward(impl: Any, kind: str) -> None:
     x, w, _, y = some(128, 64, 500)
     rng = np.random.default_rng(1)
