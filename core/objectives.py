@@ -81,13 +81,13 @@ class PolicyOptions:
         check_number("kl_coef", self.kl_coef, low=0.0)
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
 
-    def check_reference(self, given: bool) -> None:
+    def check_reference(self, has_reference: bool) -> None:
         """Raise ValueError where a KL term is asked for without a reference, or a reference without a KL term."""
-        if self.kl_coef > 0 and not given:
+        if self.kl_coef > 0 and not has_reference:
             raise ValueError(
                 f"reference_log_prob: got None beside kl_coef={self.kl_coef}, allowed is an array of target's shape"
             )
-        if self.kl_coef == 0 and given:
+        if self.kl_coef == 0 and has_reference:
             raise ValueError("kl_coef: got 0 beside a reference_log_prob, allowed is a number greater than 0")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
 
 from logitless.spec import check_number
 
@@ -54,7 +53,7 @@ def layer_partition(
     return counts
 
 
-def _check_count(name: str, value: Any, least: int, why: str = "") -> None:
+def _check_count(name: str, value: object, least: int, why: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is an integer")
     if value < least:

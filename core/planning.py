@@ -227,22 +227,22 @@ def _candidates(request: Request) -> list[ChunkPlan]:
     return candidates
 
 
-def check_plan_argument(given: object, memory_budget: int | None) -> None:
-    """Raise TypeError unless ``given`` is a plan or None, ValueError when a budget is given beside a plan."""
-    if given is None:
+def check_plan_argument(plan: object, memory_budget: int | None) -> None:
+    """Raise TypeError unless ``plan`` is one or None, ValueError when a budget is given beside a plan."""
+    if plan is None:
         return
-    if not isinstance(given, ChunkPlan):
-        raise TypeError(f"plan: got {type(given).__name__}, allowed is a ChunkPlan from logitless.plan(...) or None")
+    if not isinstance(plan, ChunkPlan):
+        raise TypeError(f"plan: got {type(plan).__name__}, allowed is a ChunkPlan from logitless.plan(...) or None")
     if memory_budget is not None:
         raise ValueError("memory_budget: got a value beside a plan, allowed is one of the two: the plan has its budget")
 
 
-def check_plan_sizes(given: ChunkPlan, tokens: int, hidden: int, vocab: int, dtype: str) -> None:
-    """Raise ValueError unless ``given`` was made for these sizes."""
-    made = (given.tokens, given.hidden, given.vocab, given.dtype)
-    if made != (tokens, hidden, vocab, dtype):
+def check_plan_sizes(plan: ChunkPlan, tokens: int, hidden: int, vocab: int, dtype: str) -> None:
+    """Raise ValueError unless ``plan`` was made for these sizes."""
+    sizes = (plan.tokens, plan.hidden, plan.vocab, plan.dtype)
+    if sizes != (tokens, hidden, vocab, dtype):
         raise ValueError(
-            f"plan: got one for (tokens, hidden, vocab, dtype) = {made}, "
+            f"plan: got one for (tokens, hidden, vocab, dtype) = {sizes}, "
             f"allowed is one for this call's {(tokens, hidden, vocab, dtype)}"
         )
 

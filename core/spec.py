@@ -144,13 +144,13 @@ def tempered(logit_scale: float, softcap: float | None, temperature: object) -> 
     divisor = float(temperature)  # type: ignore[arg-type]
     if divisor == 1.0:
         return logit_scale, softcap
-    made = (logit_scale / divisor, None if softcap is None else softcap / divisor)
-    if any(not SMALLEST_FACTOR <= value <= LARGEST_FACTOR for value in made if value is not None):
+    scale, cap = (logit_scale / divisor, None if softcap is None else softcap / divisor)
+    if any(not SMALLEST_FACTOR <= value <= LARGEST_FACTOR for value in (scale, cap) if value is not None):
         raise ValueError(
             f"temperature: got {temperature!r} beside logit_scale={logit_scale!r} and softcap={softcap!r}, allowed are "
             f"quotients in [{SMALLEST_FACTOR:g}, {LARGEST_FACTOR:g}]"
         )
-    return made
+    return scale, cap
 
 
 def check_number(

@@ -37,6 +37,12 @@ from logitless.jax_impl.slices import for_slices, put, take
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 
+Index = int | Array
+"""Where a slice starts: a number that is traced inside a loop."""
+
+Pair = tuple[Array, Array]
+Parts = tuple[Array | None, Array | None, Array | None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -69,15 +75,15 @@ class Side(NamedTuple):
     options: LossOptions
     lse: Array  # [2, N]: two parts, whose sum it is
 
-    def rows(self, first: Any, tokens: int) -> Array:
+    def rows(self, first: Index, tokens: int) -> Array:
         """The chunk's hidden states [C, D], 0 where a token does not count."""
         return rows_of(self.inputs, first, tokens)
 
-    def logits(self, x: Array, start: Any, size: int) -> Array:
+    def logits(self, x: Array, start: Index, size: int) -> Array:
         """z of a tile, [C, B], in the accumulation dtype."""
         return logits_block(x, self.inputs, start, size, self.options)
 
-    def log_probs(self, z: Array, first: Any) -> Array:
+    def log_probs(self, z: Array, first: Index) -> Array:
         """log softmax(z) of a tile's logits, [C, B]."""
         anchor, rest = (take(part, first, z.shape[0])[:, None] for part in self.lse)
         return (z - anchor) - rest
@@ -116,33 +122,33 @@ def _gradient(log_p: Array, log_q: Array, mean: Array, beta: float) -> Array:
     if beta == 0:
         return q - jnp.exp(log_p)
     gap = log_q - log_p if beta == 1 else _log_ratios(log_p, log_q, beta)[1]
-    made = _weighted(q, gap - mean[:, None])
-    return made if beta == 1 else (1 - beta) * made
+    gradient = _weighted(q, gap - mean[:, None])
+    return gradient if beta == 1 else (1 - beta) * gradient
 
 
 def _sides(call: Call, arrays: Arrays) -> tuple[Side, Side]:
-    given = CallArrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target)
-    student = Side(Inputs.of(given, call.options.ignore_index), call.options, arrays.lse)
-    given = CallArrays(arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target)
-    return student, Side(Inputs.of(given, call.options.ignore_index), call.teacher_options, arrays.teacher_lse)
+    own = CallArrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target)
+    other = CallArrays(arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target)
+    student, teacher = (Inputs.of(side, call.options.ignore_index) for side in (own, other))
+    return Side(student, call.options, arrays.lse), Side(teacher, call.teacher_options, arrays.teacher_lse)
 
 
 def _forward(call: Call, arrays: Arrays) -> tuple[Array, Array]:
     """The divergence of every token, 0 where it does not count, and Σ_j q (log q − log m): [N] each."""
     (student, teacher), tile = _sides(call, arrays), call.tile
 
-    def chunk(sums: Any, first: Any, tokens: int) -> Any:
+    def chunk(sums: Pair, first: Index, tokens: int) -> Pair:
         x, teacher_x = student.rows(first, tokens), teacher.rows(first, tokens)
 
-        def block(carry: Any, start: Any, size: int) -> Any:
+        def block(sums: Pair, start: Index, size: int) -> Pair:
             log_q = student.log_probs(student.logits(x, start, size), first)
             log_p = teacher.log_probs(teacher.logits(teacher_x, start, size), first).astype(log_q.dtype)
-            made = _divergence_rows(log_p, log_q, call.beta)
-            return carry[0] + made[0], carry[1] + made[1]
+            divergence, mean = _divergence_rows(log_p, log_q, call.beta)
+            return sums[0] + divergence, sums[1] + mean
 
         zero = jnp.zeros(tokens, student.lse.dtype)
-        made = for_slices(tile.vocab, tile.vocab_chunk, block, (zero, zero))
-        return tuple(put(whole, part, first) for whole, part in zip(sums, made, strict=True))
+        divergence, mean = for_slices(tile.vocab, tile.vocab_chunk, block, (zero, zero))
+        return put(sums[0], divergence, first), put(sums[1], mean, first)
 
     zero = jnp.zeros_like(student.lse[0])
     total, mean = for_slices(tile.tokens, tile.token_chunk, chunk, (zero, zero))
@@ -162,9 +168,9 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
     unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
 
-    def block(carry: Any, start: Any, columns: int) -> Gradients:
-        def chunk(carry: Any, first: Any, tokens: int) -> Any:
-            dx, part, bias_part = carry
+    def block(gradients: Gradients, start: Index, columns: int) -> Gradients:
+        def chunk(sums: Parts, first: Index, tokens: int) -> Parts:
+            dx, part, bias_part = sums
             x = student.rows(first, tokens)
             dz = _logit_gradient(call, student, teacher, x, first, start, columns, mean)
             dz = dz * take(factor, first, tokens)[:, None]
@@ -178,21 +184,25 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
 
         part = jnp.zeros((columns, size), dtype) if needs.weight else None
         bias_part = jnp.zeros(columns, dtype) if needs.bias else None
-        dx, part, bias_part = for_slices(tile.tokens, tile.token_chunk, chunk, (carry.hidden, part, bias_part))
-        dw = None if part is None else put(carry.weight, (part * unit).astype(inputs.weight.dtype), start)
-        return Gradients(dx, dw, None if bias_part is None else put(carry.bias, bias_part * unit, start))
+        dx, part, bias_part = for_slices(tile.tokens, tile.token_chunk, chunk, (gradients.hidden, part, bias_part))
+        dw, db = gradients.weight, gradients.bias
+        if dw is not None and part is not None:
+            dw = put(dw, (part * unit).astype(dw.dtype), start)
+        if db is not None and bias_part is not None:
+            db = put(db, bias_part * unit, start)
+        return Gradients(dx, dw, db)
 
     zeros = Gradients(
         hidden=jnp.zeros(inputs.hidden.shape, dtype) if needs.hidden else None,
         weight=jnp.zeros((vocab, size), inputs.weight.dtype) if needs.weight else None,
         bias=jnp.zeros(vocab, dtype) if needs.bias else None,
     )
-    made = for_slices(vocab, tile.vocab_chunk, block, zeros)
-    return made._replace(hidden=None if made.hidden is None else made.hidden * unit)
+    sums = for_slices(vocab, tile.vocab_chunk, block, zeros)
+    return sums._replace(hidden=None if sums.hidden is None else sums.hidden * unit)
 
 
 def _logit_gradient(
-    call: Call, student: Side, teacher: Side, x: Array, first: Any, start: Any, columns: int, mean: Array
+    call: Call, student: Side, teacher: Side, x: Array, first: Index, start: Index, columns: int, mean: Array
 ) -> Array:
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
     tokens = x.shape[0]
@@ -223,8 +233,8 @@ def _divergence_backward(call: Call, residuals: Any, upstream: Any) -> tuple[Arr
     if vjp.is_zero(upstream):
         return (Arrays(None, None, None, *nothing),)
     needs = Needs(*flags)
-    made = _gradients(call, arrays, mean, vjp.differentiable_once(upstream), needs)
-    like = zip(made[:3], arrays[:3], strict=True)
+    gradients = _gradients(call, arrays, mean, vjp.differentiable_once(upstream), needs)
+    like = zip(gradients, arrays[:3], strict=True)
     return (Arrays(*(None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in like), *nothing),)
 
 

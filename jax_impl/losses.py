@@ -273,8 +273,8 @@ def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[s
     checks.check_arrays(given, WHOLE)
     stopped: Given = CallArrays(_stopped(hidden), _stopped(weight), _stopped(bias), target)
     arrays, call = checks.ready(stopped, Request(reduction="none", **options), WHOLE)
-    made: Array = vjp.logsumexp(call, arrays)
-    return made
+    parts: Array = vjp.logsumexp(call, arrays)
+    return parts
 
 
 def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:

@@ -103,8 +103,8 @@ def _gradient(log_p: Tensor, log_q: Tensor, mean: Tensor, beta: float) -> Tensor
     if beta == 0:
         return log_q.exp_().sub_(log_p.exp_())
     gap = log_q - log_p if beta == 1 else _log_ratios(log_p, log_q, beta)[1]
-    made = _weighted(log_q.exp_(), gap.sub_(mean.unsqueeze(1)))
-    return made if beta == 1 else made.mul_(1 - beta)
+    gradient = _weighted(log_q.exp_(), gap.sub_(mean.unsqueeze(1)))
+    return gradient if beta == 1 else gradient.mul_(1 - beta)
 
 
 class DivergenceFunction(torch.autograd.Function):
@@ -148,18 +148,18 @@ class DivergenceFunction(torch.autograd.Function):
     def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor) -> tuple[Tensor | None, ...]:
         *arrays, mean = kept
         with torch.autocast(mean.device.type, enabled=False):
-            made = _gradients(tuple(arrays), mean, upstream, ctx.call, ctx.needs_input_grad[:3])
-        like = zip(made, arrays[:3], strict=True)
+            gradients = _gradients(tuple(arrays), mean, upstream, ctx.call, ctx.needs_input_grad[:3])
+        like = zip(gradients, arrays[:3], strict=True)
         return (*(None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like), *(None,) * 7)
 
 
 def _sides(arrays: tuple[Any, ...], call: Call) -> tuple[Side, Side]:
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, lse, teacher_lse = arrays
-    given = Arrays(hidden, weight, bias, target)
-    student = Side(chunk.prepare(given, call.options, call.compute_dtype), call.options, lse)
-    given = Arrays(teacher_hidden, teacher_weight, teacher_bias, target)
-    inputs = chunk.prepare(given, call.teacher_options, call.teacher_compute_dtype)
-    return student, Side(inputs, call.teacher_options, teacher_lse)
+    own = Arrays(hidden, weight, bias, target)
+    other = Arrays(teacher_hidden, teacher_weight, teacher_bias, target)
+    student = chunk.prepare(own, call.options, call.compute_dtype)
+    teacher = chunk.prepare(other, call.teacher_options, call.teacher_compute_dtype)
+    return Side(student, call.options, lse), Side(teacher, call.teacher_options, teacher_lse)
 
 
 def _gradients(

@@ -259,8 +259,8 @@ def distillation_loss(
 @tracing.outside_graphs
 def _divergence(*arguments: Any) -> Tensor:
     # Loops over tiles: a graph would hold every one of them.
-    made: Tensor = DivergenceFunction.apply(*arguments)  # type: ignore[no-untyped-call]
-    return made
+    losses: Tensor = DivergenceFunction.apply(*arguments)  # type: ignore[no-untyped-call]
+    return losses
 
 
 @tracing.outside_graphs
