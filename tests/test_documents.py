@@ -136,8 +136,8 @@ def test_readme_is_short_and_has_a_block_per_framework() -> None:
         ("jax", ("optax",)),
         ("jax_sharded", ("optax",)),
         ("flax", ("optax",)),
-        ("flax_linen", ("optax",)),
-        ("equinox", ("optax",)),
+        pytest.param("flax_linen", ("optax",), marks=pytest.mark.slow),
+        pytest.param("equinox", ("optax",), marks=pytest.mark.slow),
     ],
 )
 def test_examples_learn(name: str, needs: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def close(made: Any, true: Any, dtype: Any) -> None:
     assert error(made.detach().double().cpu().numpy(), true.detach().double().numpy()) <= limit
 
 
-@pytest.mark.parametrize("way", map(in_way, WAYS))
+@pytest.mark.parametrize("way", [in_way(way) for way in WAYS])
 def test_added_to_what_is_there(way: str) -> None:
     backend, dtype, buffer_dtype, options = WAYS[way]
     skip_without_triton(backend)
