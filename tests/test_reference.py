@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,3 +151,10 @@ def test_chunk_size_changes_nothing_but_rounding(chunk: int) -> None:
     )
     for name, value in zip(OUTPUTS, (made.loss, made.hidden_grad, made.weight_grad, made.bias_grad), strict=True):
         assert error(value, true[name]) <= TINY["float64"], name
+
+
+def test_it_does_not_use_what_it_judges() -> None:
+    """A mistake in the frameworks' row mathematics must not be in the truth as well."""
+    source = Path(reference.__file__).read_text(encoding="utf-8")
+    imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in imported if name and name.startswith("logitless")} == {"logitless.spec"}
