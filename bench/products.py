@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -13,22 +14,25 @@ if TYPE_CHECKING:
     from bench.gpu import Step
 
 PRODUCTS = "first product", "dW", "dX"
-# Where torch_impl/kernels/fused.py launches them: a class, or the module itself.
-LAUNCHERS = {"first product": (None, "launch_logits"), "dW": ("_Products", "_weight"), "dX": ("_Products", "_hidden")}
+# Where torch_impl/kernels launches them: a module's class, and its method.
+LAUNCHERS = {
+    "first product": ("kernel_call", "KernelCall", "logits"),
+    "dW": ("products", "GradientProducts", "add_weight"),
+    "dX": ("products", "GradientProducts", "add_hidden"),
+}
 
 
 @contextlib.contextmanager
 def around(names: Iterable[str], call: Callable[[str, functools.partial[Any]], None]) -> Iterator[None]:
     """While it lasts, launches of these names go through ``call(name, launch)``, where ``launch()`` does it."""
-    from logitless.torch_impl.kernels import fused
 
     def through(name: str, real: Callable[..., None]) -> Callable[..., None]:
         return lambda *arguments, **options: call(name, functools.partial(real, *arguments, **options))
 
     with contextlib.ExitStack() as stack:
         for name in names:
-            owner, function = LAUNCHERS[name]
-            place = fused if owner is None else getattr(fused, owner)
+            module, owner, function = LAUNCHERS[name]
+            place = getattr(importlib.import_module(f"logitless.torch_impl.kernels.{module}"), owner)
             stack.enter_context(mock.patch.object(place, function, through(name, getattr(place, function))))
         yield
 
@@ -58,7 +62,7 @@ def products(arrays: Any, step: Step) -> dict[str, Product]:
     if set(counts.values()) != {1}:
         raise ValueError(f"step: got {counts} launches of the products, allowed is one of each")
     ours = {product: launches[0] for product, launches in launched.items()}
-    x, e = ours["dW"].args[2:4]  # of _weight(self, first, x, e, entries, scale)
+    x, e = ours["dW"].args[2:4]  # of add_weight(self, first, x, e, entries, scale)
     hidden, weight = arrays.x.detach(), arrays.w.detach()
     kept = x.clone(), e.clone()  # x with the row factors, as dW reads it; the first product has it without
     z, dx, dw = torch.empty_like(e), torch.empty_like(hidden), torch.empty_like(weight)

@@ -22,7 +22,7 @@ from test_memory import SIZES, WHOLE, assert_tight, greedy, measured_scratch  # 
 from logitless import ChunkPlan, plan  # noqa: E402
 from logitless.hardware import HOPPER  # noqa: E402
 from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
-from logitless.torch_impl.kernels import fused  # noqa: E402
+from logitless.torch_impl.kernels import launch  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
@@ -37,7 +37,7 @@ def nothing(kernel: Any, *grid: int) -> Any:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches do nothing. What they would have written is 0, which is a valid index too."""
-    for module in (fused, logits_fused):
+    for module in (launch, logits_fused):
         monkeypatch.setattr(module, "launch", nothing)
     monkeypatch.setattr(torch, "empty", torch.zeros)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)

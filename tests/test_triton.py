@@ -29,7 +29,7 @@ from logitless.tolerances import GRADIENT, TINY, error  # noqa: E402
 from logitless.torch_impl import cross_entropy, linear_cross_entropy  # noqa: E402
 from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
 from logitless.torch_impl.given_logits import kernels as logits_kernels  # noqa: E402
-from logitless.torch_impl.kernels import architecture, fused  # noqa: E402
+from logitless.torch_impl.kernels import architecture, kernel_call, launch, products, rows  # noqa: E402
 from logitless.torch_impl.kernels import portable as kernels  # noqa: E402
 
 pytestmark = [
@@ -103,11 +103,12 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
     def checked(kernel: Any, *grid: int) -> Any:
         launched.add(kernel.__name__)
         assert inside, f"{kernel.__name__} is launched on whatever device is current"
-        return launch(kernel, *grid)
+        return real(kernel, *grid)
 
-    launch = fused.launch
-    monkeypatch.setattr(fused, "_on_device", on_device)
-    for module in (fused, logits_fused):
+    real = launch.launch
+    for module in (rows, kernel_call, logits_fused):
+        monkeypatch.setattr(module, "on_device", on_device)
+    for module in (launch, logits_fused):
         monkeypatch.setattr(module, "launch", checked)
     for name, order, options in (
         ("odd_all", "default", {"return_stats": True}),
@@ -186,14 +187,14 @@ def test_a_slices_matrix_lies_where_dw_is_not_yet_written(
     y[::5] = -100
     options = {"label_smoothing": 0.1, "z_loss": 1e-2} if case == "all" else {}
     chosen = plan(tokens=24, hidden=16, vocab=900, dtype=dtype, fused=True, order="vocab", chunk=128)
-    matrices, real = [], fused.launch_logits
+    matrices, real = [], kernel_call.KernelCall.logits
 
-    def spy(c: Any, t: Any, first: int, x: Any, e: Any, *arguments: Any, **named: Any) -> None:
+    def spy(c: Any, first: int, x: Any, e: Any, *arguments: Any, **named: Any) -> None:
         if e is not None:
             matrices.append((e.shape[1], e.untyped_storage().nbytes()))
-        real(c, t, first, x, e, *arguments, **named)
+        real(c, first, x, e, *arguments, **named)
 
-    monkeypatch.setattr(fused, "launch_logits", spy)
+    monkeypatch.setattr(kernel_call.KernelCall, "logits", spy)
     hidden, weight, bias = (torch.from_numpy(values).requires_grad_() for values in (x, w, b))
     weight.requires_grad_(case != "frozen")
     into = {"accumulate_into": torch.zeros(900, 16)} if case == "into" else {}
@@ -318,8 +319,8 @@ def test_many_tokens_are_sorted_otherwise(monkeypatch: pytest.MonkeyPatch) -> No
     """The gradient has the same bits."""
     hidden, weight = torch.randn(40, 32, requires_grad=True), torch.randn(60, 32, requires_grad=True)
     target, made = torch.randint(0, 60, (40,)), []
-    for most in (fused.MOST_RANKED, 39):
-        monkeypatch.setattr(fused, "MOST_RANKED", most)
+    for most in (products.MOST_RANKED, 39):
+        monkeypatch.setattr(products, "MOST_RANKED", most)
         sort, seen = torch.sort, []
         monkeypatch.setattr(torch, "sort", lambda *x, sort=sort, seen=seen, **o: seen.append(1) or sort(*x, **o))
         loss = linear_cross_entropy(hidden, weight, target, backend="triton")

@@ -10,9 +10,9 @@ from torch import Tensor
 from logitless.numerics import LogitRows
 from logitless.spec import LossOptions
 from logitless.torch_impl.call import TokenSums
-from logitless.torch_impl.kernels import fused
-from logitless.torch_impl.kernels.fused import Rows
+from logitless.torch_impl.kernels.kernel_call import column_block
 from logitless.torch_impl.kernels.launch import launch
+from logitless.torch_impl.kernels.rows import Rows, on_device
 
 with contextlib.suppress(ImportError):  # without triton fused.unavailable() says so before anything here is called
     from logitless.torch_impl.given_logits import kernels as logits_kernels
@@ -28,7 +28,7 @@ def _options(inputs: Rows, options: LossOptions) -> dict[str, object]:
         "HAS_SCALE": scale != 1.0,
         "HAS_CAP": cap is not None,
         "HAS_CLASS": inputs.class_weight is not None,
-        "BLOCK": fused.column_block(inputs.hidden.shape[1], BLOCK),
+        "BLOCK": column_block(inputs.hidden.shape[1], BLOCK),
         "num_warps": WARPS,
     }
 
@@ -47,7 +47,7 @@ def token_sums(inputs: Rows, options: LossOptions, statistics: bool) -> TokenSum
         new(statistics),
     )  # fmt: skip
     if tokens:
-        with fused._on_device(device):
+        with on_device(device):
             launch(logits_kernels.sums_kernel, tokens)(
                 inputs.hidden, inputs.target, inputs.valid.view(torch.int8), inputs.inside.view(torch.int8),
                 inputs.class_weight, target_logit, anchor, log_total, sums.weighted_logits, sums.entropy, sums.argmax,
@@ -62,7 +62,7 @@ def gradient(inputs: Rows, options: LossOptions, known: LogitRows[Tensor], out: 
     tokens, vocab = inputs.hidden.shape
     if not tokens:
         return
-    with fused._on_device(out.device):
+    with on_device(out.device):
         launch(logits_kernels.gradient_kernel, tokens)(
             inputs.hidden, out, inputs.target, inputs.valid.view(torch.int8), inputs.class_weight, known.anchor,
             known.log_total, known.factor, known.target, known.smooth, vocab, inputs.hidden.stride(0), out.stride(0),

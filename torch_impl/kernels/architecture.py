@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from logitless.torch_impl.kernels.fused import KernelCall
+    from logitless.torch_impl.kernels.kernel_call import KernelCall
 
 # The product kernels, with the dtype of their result: dX and dW in the gradient's own, or their sums.
 LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM = "logits", "hidden", "hidden_sum", "weight", "weight_sum"
@@ -72,9 +72,9 @@ class Tiles:
 class HiddenLaunch:
     """What one file's dX kernel takes beyond the arguments that all of them have."""
 
-    constants: dict[str, Any]
+    values: dict[str, Any]
+    """By the kernel's names for them."""
     group: int
-    arguments: tuple[Any, ...] = ()
     parts: Tensor | None = None
     """Where split tiles leave their parts, which combine_hidden_kernel adds; None: no tile is split."""
 
@@ -83,11 +83,10 @@ class HiddenLaunch:
 class WeightLaunch:
     """What one file's dW kernel takes beyond the arguments that all of them have."""
 
-    constants: dict[str, Any]
+    values: dict[str, Any]
+    """By the kernel's names for them; low_desc among them, the descriptor of the sum's lower bits, or None."""
     by_descriptor: bool
     """Whether the result is written by descriptor."""
-    low: Any = None
-    """The descriptor of the sum's lower bits, or None."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -828,9 +828,10 @@ class Hopper:
             parts = c.empty(c.programs, t.bm, t.bn)
         summed = None if sums is None else self.describe(sums, t.block_rows, t.block_columns)
         progress = torch.zeros(1, dtype=torch.int32, device=c.device) if t.pace else None
-        constants = {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split, "PACE": t.pace}
+        values = {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split, "PACE": t.pace}
+        values |= {"parts_ptr": parts, "sum_desc": summed, "progress_ptr": progress}
         group = SQUARE_GROUP if triton.cdiv(c.size, t.bn) >= SQUARE_GROUP else t.group
-        return HiddenLaunch(self.constants(t) | constants, group, (parts, summed, progress), parts)
+        return HiddenLaunch(self.constants(t) | values, group, parts)
 
     def weight(self, c, t, kind, low, aligned):
         parts = t.bn // t.block_columns
@@ -839,7 +840,8 @@ class Hopper:
         described = None
         if kind.parted and not kind.final:
             described = self.describe(low, t.block_rows, t.block_columns)
-        return WeightLaunch(self.constants(t) | {"PARTS": parts, "PIECES": pieces}, True, described)
+        values = {"PARTS": parts, "PIECES": pieces, "low_desc": described}
+        return WeightLaunch(self.constants(t) | values, True)
 
     def constants(self, t):
         return t.sizes | {"STAGES": t.stages, "SKEW": t.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,7 @@ except ImportError:  # a CPU-only install; fused.unavailable() says so before an
 # What was compiled is known of this many kinds of launches. A token count is part of a kind, so a program that never
 # has as many tokens twice sees new kinds all the time.
 MOST_KINDS = 8192
+LAUNCH_OPTIONS = ("num_warps", "num_stages")
 
 
 class _Instead(threading.local):
@@ -39,6 +40,11 @@ loading = threading.Lock()
 compiled: dict[tuple[Any, ...], tuple[Any, Any, list[str]]] = {}
 
 
+def cdiv(value: int, step: int) -> int:
+    """How many steps hold ``value``."""
+    return -(-value // step)
+
+
 def launch(kernel: Any, *grid: int) -> Any:
     """What launches ``kernel`` on the grid, or does what this thread does instead."""
     if instead.run is not None:
@@ -46,6 +52,26 @@ def launch(kernel: Any, *grid: int) -> Any:
     if isinstance(kernel, triton.JITFunction):
         return functools.partial(_launch, kernel, grid)
     return kernel[grid]  # interpreted
+
+
+def launch_named(kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any]) -> None:
+    """Launch ``kernel`` on ``grid``, each of its parameters by name from ``values``.
+
+    Other values are not read, so that what several launches share is one record. A kernel's constants have upper-case
+    names and come last.
+    """
+    arguments, constants = _parameters(kernel)
+    options = {name: values[name] for name in LAUNCH_OPTIONS if name in values}
+    launch(kernel, *grid)(
+        *[values[name] for name in arguments], **{name: values[name] for name in constants}, **options
+    )
+
+
+@functools.cache
+def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of a kernel's arguments and of its constants."""
+    names = tuple(kernel.arg_names)
+    return tuple(n for n in names if not n.isupper()), tuple(n for n in names if n.isupper())
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -66,7 +66,7 @@ def prepare_kernel(
     given_ptr, given_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
     tokens, vocab, shard_start, entries, ignore_index, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens: what torch_impl.call.Inputs knows of each, and two more forms of its target: see fused.Rows.
+    """BLOCK tokens: what torch_impl.call.Inputs knows of each, and two more forms of its target: see rows.Rows.
 
     This device has the ids shard_start ≤ y < shard_start + entries of ``vocab``.
     """
@@ -179,9 +179,9 @@ def loss_kernel(
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def rows_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, target_ptr, order_ptr, count_ptr, weighted_rows_ptr,
+    hidden_ptr, w_ptr, bias_ptr, target_ptr, order_ptr, count_ptr, weighted_rows_ptr,
     x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, flagged_ptr,
-    first, chunk, hidden_stride, weight_stride, x_stride, size, scale, cap,
+    first, chunk, hidden_stride, w_stride, x_stride, size, scale, cap,
     DOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +204,7 @@ def rows_kernel(
         x = tl.load(hidden_ptr + token * hidden_stride + column, mask=mask, other=0.0)
         tl.store(x_ptr + row.to(tl.int64) * x_stride + column, x, mask=column < size)
         if DOTS:
-            w = tl.load(weight_ptr + wanted * weight_stride + column, mask=mask, other=0.0)
+            w = tl.load(w_ptr + wanted * w_stride + column, mask=mask, other=0.0)
             dot += x.to(tl.float32) * w.to(tl.float32)
         if WEIGHTED:
             weighted += x.to(tl.float32) * tl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
@@ -761,7 +761,7 @@ def finish_hidden_kernel(
 
 @triton.jit
 def low_stride(size):
-    """Of the matrix of a sum's lower bits (fused._low_layout)."""
+    """Of the matrix of a sum's lower bits (products.low_layout)."""
     return (size + LOW_ROW_ALIGNMENT - 1) // LOW_ROW_ALIGNMENT * LOW_ROW_ALIGNMENT
 
 
@@ -1065,8 +1065,8 @@ class Portable:
 
     def weight(self, c, t, kind, low, aligned):
         by_descriptor = c.tma and aligned and (kind.final or not kind.parted)
-        constants = self.constants(c, t) | {"SPLIT": t.split, "TMA": by_descriptor, "DEEP": t.deep}
-        return WeightLaunch(constants, by_descriptor)
+        values = {"SPLIT": t.split, "TMA": by_descriptor, "DEEP": t.deep, "low_desc": None}
+        return WeightLaunch(self.constants(c, t) | values, by_descriptor)
 
     def constants(self, c, t):
         own = {"FLATTEN": t.flatten, "PRECISION": c.precision, "num_warps": t.warps, "num_stages": t.stages}

@@ -1,0 +1,207 @@
+"""What the launches of one call share: its rows, its matrices, its constants."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.planning import ChunkPlan
+from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, round_up
+from logitless.spec import LossOptions
+from logitless.torch_impl.kernels.architecture import (
+    GROUP_BYTES,
+    LOGITS,
+    Tiles,
+    architecture_of,
+    multiprocessors,
+    precision,
+)
+from logitless.torch_impl.kernels.launch import launch_named
+from logitless.torch_impl.kernels.rows import Rows, on_device
+
+with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
+    from logitless.torch_impl.kernels import portable as kernels
+
+
+# Pointers of the first product that it does not have: lines of partial sums, and vectors where lse is not known.
+NO_LINES: Mapping[str, Tensor | None] = dict.fromkeys(
+    ("sum_ptr", "gap_ptr", "highest_ptr", "argmax_ptr", "lowest_ptr", "logit_sum_ptr")
+)
+NOT_KNOWN: dict[str, Tensor | None] = dict.fromkeys(
+    ("log_total_ptr", "factor_ptr", "target_value_ptr", "alpha_ptr", "gamma_ptr", "sigma_ptr")
+)
+
+
+class KernelCall:
+    """Everything that the launches of one call share: its rows, its matrices, its constants."""
+
+    def __init__(
+        self, inputs: Rows, options: LossOptions, plan: ChunkPlan, held: dict[str, Tensor] | None = None
+    ) -> None:
+        """``held``: tensors that a call with the same arguments left behind (:func:`held_layout`)."""
+        self.inputs, self.options, self.plan = inputs, options, plan
+        self.device, self.dtype = inputs.hidden.device, inputs.hidden.dtype
+        self.hidden = inputs.hidden if inputs.hidden.stride(-1) == 1 else inputs.hidden.contiguous()
+        self.weight = inputs.weight if inputs.weight.stride(-1) == 1 else inputs.weight.contiguous()
+        self.bias = None if inputs.bias is None else inputs.bias.contiguous()
+        self.class_weight = None if inputs.class_weight is None else inputs.class_weight.contiguous()
+        self.tokens, self.size = self.hidden.shape
+        self.vocab, self.shard = self.weight.shape[0], inputs.shard
+        self.programs = multiprocessors(self.device.index)
+        item = self.dtype.itemsize
+        self.tma = (self.weight.stride(0) * item) % 16 == 0 and (self.size * item) % 16 == 0
+        self.tma = self.tma and self.weight.data_ptr() % 16 == 0
+        self.architecture = architecture_of(self.dtype, self.device.index, self.tma)
+        self.products = self.architecture.products()
+        self.block = column_block(self.size, 1024)
+        self.chunk = max(1, plan.token_chunk)
+        self.scale = float(options.logit_scale)
+        self.cap = 1.0 if options.softcap is None else float(options.softcap)
+        self.has_cap = options.softcap is not None
+        self.precision = precision(self.dtype)
+        self.order, self.count, self.target = inputs.order, inputs.count, inputs.index
+        if held is not None:
+            self.row_target = held["row_target"]
+            return
+        padded = padded_length(self.tokens, self.chunk)
+        self.row_target = self.empty(padded, torch.int32)
+        self.anchor = self.empty(padded)
+
+    def on_device(self) -> Any:
+        return on_device(self.device)
+
+    def empty(self, *shape: Any) -> Tensor:
+        dtype = torch.float32
+        if isinstance(shape[-1], torch.dtype):
+            *sizes, dtype = shape
+            shape = tuple(sizes)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        """[rows, columns] of the input dtype whose rows start on a boundary."""
+        return self.empty(rows, row_stride(columns, self.dtype), self.dtype)[:, :columns]
+
+    def operand(self, lent: Tensor | None = None) -> Tensor:
+        """x of a chunk, [C, D]; in ``lent``, a result of at least its size that is written after x was last read."""
+        aligned = (self.size * self.dtype.itemsize) % 16 == 0
+        if lent is None or not aligned or lent.dtype.itemsize < self.dtype.itemsize:
+            return self.matrix(self.chunk, self.size)
+        return lent.view(-1).view(self.dtype)[: self.chunk * self.size].view(self.chunk, self.size)
+
+    @functools.cached_property
+    def shared(self) -> dict[str, Any]:
+        """What the kernels' parameters of these names are in every launch of the call that gives no other."""
+        return {
+            "hidden_ptr": self.hidden,
+            "hidden_stride": self.hidden.stride(0),
+            "w_ptr": self.weight,
+            "w_stride": self.weight.stride(0),
+            "bias_ptr": self.bias,
+            "class_weight_ptr": self.class_weight,
+            "order_ptr": self.order,
+            "count_ptr": self.count,
+            "tokens": self.tokens,
+            "vocab": self.vocab,
+            "chunk": self.chunk,
+            "size": self.size,
+            "scale": self.scale,
+            "cap": self.cap,
+            "HAS_BIAS": self.bias is not None,
+            "HAS_SCALE": self.scale != 1.0,
+            "HAS_CAP": self.has_cap,
+            "HAS_CLASS": self.class_weight is not None,
+            "PROGRAMS": self.programs,
+            "PRECISION": self.precision,
+        }
+
+    def launch(self, kernel: Any, grid: int, **own: Any) -> None:
+        """Launch a kernel; ``own``: its parameters by name, but for what is in :attr:`shared`."""
+        launch_named(kernel, (grid,), self.shared | own)
+
+    def launch_on(self, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
+        """:meth:`launch` on a grid of several axes."""
+        launch_named(kernel, grid, self.shared | own)
+
+    def gather(self, first: int, x: Tensor, **own: Any) -> None:
+        """A chunk's hidden states into x, and its targets; its anchors and label smoothing's sums where asked for.
+
+        ``own``: anchor_ptr, highest_ptr, flagged_ptr, weighted_rows_ptr and weighted_ptr of kernels.rows_kernel.
+        """
+        wanted: dict[str, Any] = dict.fromkeys(
+            ("anchor_ptr", "highest_ptr", "flagged_ptr", "weighted_rows_ptr", "weighted_ptr")
+        )
+        wanted |= own
+        self.launch(
+            kernels.rows_kernel, self.chunk, **wanted, target_ptr=self.target, x_ptr=x, x_stride=x.stride(0),
+            row_target_ptr=self.row_target[first:], first=first, DOTS=wanted["anchor_ptr"] is not None,
+            WEIGHTED=wanted["weighted_rows_ptr"] is not None, BLOCK=self.block,
+        )  # fmt: skip
+
+    def logits(
+        self, first: int, x: Tensor, e: Tensor | None, entries: slice, mode: int,
+        partial: Mapping[str, Tensor | None] = NO_LINES, known: Mapping[str, Tensor | None] | None = None,
+    ) -> None:  # fmt: skip
+        """The first product over ``entries`` of the vocabulary, into e: see portable.logits_kernel.
+
+        partial: its pointers to lines of partial sums. known: its pointers to vectors by position, where lse is known.
+        """
+        t = self.tiles(LOGITS)
+        vectors = NOT_KNOWN | {"anchor_ptr": self.anchor[first:]}
+        if known is not None:
+            vectors = {name: None if vector is None else vector[first:] for name, vector in known.items()}
+        statistics, sum_logits = partial["gap_ptr"] is not None, partial["logit_sum_ptr"] is not None
+        plain = not (statistics or sum_logits or self.has_cap or vectors["alpha_ptr"] is not None)
+        plain = plain and vectors["sigma_ptr"] is None
+        self.launch(
+            self.products.logits_kernel, self.programs, **partial, **vectors,
+            x_desc=self.describe(x, t.block_rows, t.bk), w_desc=self.describe_weight(entries, (t.bn, t.bk)),
+            e_desc=None if e is None else self.describe(e, t.block_rows, t.block_columns), w_ptr=self.weight[entries],
+            row_target_ptr=self.row_target[first:], first=first, start=entries.start,
+            columns=entries.stop - entries.start, MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits,
+            HAS_ALPHA=vectors["alpha_ptr"] is not None, HAS_GAMMA=vectors["gamma_ptr"] is not None,
+            HAS_SIGMA=vectors["sigma_ptr"] is not None,
+            GROUP=min(64, max(t.group, GROUP_BYTES // (t.bm * self.size * self.dtype.itemsize))),
+            **self.products.logits(self, t, plain, known is not None),
+        )  # fmt: skip
+
+    def by_position(self, values: Tensor) -> Tensor:
+        """A vector by token as one by position, 0 behind the tokens."""
+        chosen = values.index_select(0, self.order[: self.tokens])
+        return torch.nn.functional.pad(chosen, (0, self.row_target.shape[0] - self.tokens))
+
+    def tiles(self, kernel: str) -> Tiles:
+        return self.architecture.tiles[kernel]
+
+    def describe(self, matrix: Tensor, rows: int, columns: int) -> Any:
+        """A matrix as the tensor memory accelerator sees it, in blocks of [rows, columns]."""
+        return self.products.describe(matrix, rows, columns)
+
+    def describe_weight(self, rows: slice, block: tuple[int, int]) -> Any:
+        return self.describe(self.weight[rows], *block) if self.tma else None
+
+
+def padded_length(tokens: int, chunk: int) -> int:
+    """Length of a vector by position: whole chunks, and a tile that a kernel may read beyond them."""
+    return (chunk if chunk >= tokens else round_up(tokens, chunk)) + TOKEN_TILE
+
+
+def row_stride(columns: int, dtype: torch.dtype) -> int:
+    return round_up(columns, ROW_ALIGNMENT_BYTES // dtype.itemsize)
+
+
+def at_end(memory: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """[rows, columns] in the last bytes of ``memory``, from a boundary on."""
+    flat, size, boundary = memory.view(-1).view(dtype), rows * columns, ROW_ALIGNMENT_BYTES // dtype.itemsize
+    place = (flat.numel() - size) // boundary * boundary
+    return flat[place : place + size].view(rows, columns)
+
+
+def column_block(size: int, most: int) -> int:
+    """Columns of a program that goes along rows of ``size``: a power of two that holds them, 16 to ``most``."""
+    columns: int = 1 << (size - 1).bit_length()
+    return min(most, max(16, columns))

@@ -1,0 +1,306 @@
+"""dX, dW and db of a call: the second and third product, and what the targets' elements lack."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.scratch import LOW_ROW_ALIGNMENT, round_up
+from logitless.torch_impl.call import Gradients, Needs
+from logitless.torch_impl.chunk import Smoothing
+from logitless.torch_impl.kernels.architecture import (
+    HIDDEN,
+    HIDDEN_SUM,
+    WEIGHT,
+    WEIGHT_SUM,
+    WeightKind,
+)
+from logitless.torch_impl.kernels.kernel_call import KernelCall, at_end, column_block
+from logitless.torch_impl.kernels.launch import cdiv
+from logitless.torch_impl.kernels.sums import Factors
+
+with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
+    from logitless.torch_impl.kernels import portable as kernels
+
+# Places of the sorted targets that one program may sum.
+TARGET_RUN = 32
+# Tokens up to which targets are sorted by counting, in one launch: 28 µs for so many, where torch.sort takes 50; for
+# twice as many 99 and 53.
+MOST_RANKED = 8192
+
+
+def is_parted(needs: Needs, several: bool) -> bool:
+    """Of a dW in 16 bits, several chunks' sum has 24 bits: the upper 16 where dW will be, the next 8 in a matrix."""
+    return several and needs.weight is not None and needs.into is None and needs.weight.itemsize == 2
+
+
+def low_layout(vocab: int, size: int) -> tuple[tuple[int, int], torch.dtype]:
+    """Of that matrix of 8 bits; its rows are kernels.low_stride apart."""
+    return (vocab, round_up(size, LOW_ROW_ALIGNMENT)), torch.int8
+
+
+def sorted_targets(c: KernelCall) -> tuple[Tensor, Tensor]:
+    """The tokens' keys in order, and the tokens in that order, those of one key in their own."""
+    if c.tokens > MOST_RANKED:
+        return torch.sort(c.inputs.key, stable=True)
+    key, token = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int32)
+    c.launch(
+        kernels.sort_kernel, cdiv(c.tokens, 16), key_ptr=c.inputs.key, sorted_ptr=key, token_ptr=token, BI=16, BJ=512
+    )
+    return key, token
+
+
+class GradientProducts:
+    """dX, dW and db of a call, chunk by chunk and slice by slice."""
+
+    def __init__(self, c: KernelCall, needs: Needs, smoothing: Smoothing | None, g: Tensor, unit: Tensor) -> None:
+        self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
+        self.hidden_sum: Tensor | None = None
+        self.weight_sum: Tensor | None = None
+        self.parted = is_parted(needs, c.tokens > c.chunk)
+        self.high: Tensor | None = None
+        self.low: Tensor | None = None
+        self.parts: Tensor | None = None
+        self.is_target: Tensor | None = None  # [V]: whether dW's row holds what its targets' elements lack
+        # Under sequence parallelism dX is what comes back from the sum over the ranks.
+        self.hidden = self._new(c.tokens, None if c.shard.sequence_parallel else needs.hidden)
+        self.weight = self._new(c.vocab, needs.weight) if needs.into is None else needs.into
+        self.works: list[Any] = []  # sums of dX over the ranks that are under way
+        self.bias = torch.zeros(c.vocab, device=c.device) if needs.bias else None
+        self.smooth_rows = None if smoothing is None else g * -smoothing.factor
+        self.smooth_x = torch.zeros(c.size, device=c.device) if smoothing is not None else None
+
+    def _new(self, rows: int, dtype: torch.dtype | None) -> Tensor | None:
+        return None if dtype is None else self.call.empty(rows, self.call.size, dtype)
+
+    @property
+    def starts_from_targets(self) -> bool:
+        """Whether dW's rows hold what the targets' elements lack before the only product, which adds and rounds it."""
+        rounds = self.weight is not None and self.weight.itemsize == 2 and self.needs.into is None
+        return rounds and self.call.chunk >= self.call.tokens
+
+    @property
+    def lent(self) -> Tensor | None:
+        """dW, where until its rows are written they may hold something else."""
+        wide = self.weight is not None and self.weight.itemsize >= self.call.dtype.itemsize
+        return self.weight if wide and self.needs.into is None else None
+
+    def blocks(self, e: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the vocabulary, each with its matrix: of e, or larger, in rows of dW that are written later."""
+        c, dw = self.call, self.lent
+        for start, stop, lent in c.plan.lent_slices(0 if dw is None else c.size * dw.itemsize):
+            block = e[:, : stop - start]
+            if lent:
+                assert dw is not None
+                block = at_end(dw, c.chunk, stop - start, c.dtype)
+            yield slice(start, stop), block
+
+    def add_smooth_x(self, first: int, x: Tensor) -> None:
+        """Σ_i g_i x_i of the chunk, from x as it came."""
+        if self.smooth_x is not None:
+            self._column_sums(x, self.g, first, self.smooth_x, by_token=True)
+
+    def scale_operand(self, first: int, x: Tensor, factors: Factors) -> None:
+        """u ⊙ x of the chunk, for dW."""
+        c = self.call
+        if self.needs.weight:
+            c.launch(
+                kernels.scale_rows_kernel, c.chunk, x_ptr=x, factor_ptr=factors.factor[first:], first=first,
+                x_stride=x.stride(0), BLOCK=c.block,
+            )  # fmt: skip
+
+    def _column_sums(self, matrix: Tensor, factor: Tensor | None, first: int, out: Tensor, by_token: bool) -> None:
+        c = self.call
+        c.launch(
+            kernels.column_sums_kernel, cdiv(matrix.shape[1], 256), matrix_ptr=matrix, factor_ptr=factor, out_ptr=out,
+            first=first, stride=matrix.stride(0), columns=matrix.shape[1], BY_TOKEN=by_token,
+            HAS_FACTOR=factor is not None, BR=16, BC=256, STAGES=4, num_warps=4,
+        )  # fmt: skip
+
+    def add(
+        self, first: int, x: Tensor, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None
+    ) -> None:
+        """The products of a block e over ``entries``; scale: this is the last block of a result, and what it lacks."""
+        c = self.call
+        if self.bias is not None:
+            factor = None if factors is None else factors.factor[first:]
+            self._column_sums(e, factor, first, self.bias[entries], by_token=False)
+        if self.needs.hidden and c.shard.split and c.tokens:  # on its way to the others while dW is made
+            self.add_hidden(first, e, entries, factors, None)
+            if entries.stop == c.vocab:
+                self._start_sum(first)
+        # dW first: x may lie where dX will be.
+        if self.needs.weight:
+            last = scale is not None and (first + c.chunk >= c.tokens or self.needs.into is not None)
+            self.add_weight(first, x, e, entries, scale if last else None)
+        if self.needs.hidden and not c.shard.split:
+            last = scale is not None and entries.stop == c.vocab
+            self.add_hidden(first, e, entries, factors, scale if last else None)
+
+    def _start_sum(self, first: int) -> None:
+        """Begin the sum over the ranks of a chunk's dX; under sequence parallelism of all of it, after the last one."""
+        c = self.call
+        assert self.hidden_sum is not None
+        if not c.shard.sequence_parallel:
+            self.works.append(c.shard.start_sum(self.hidden_sum[first : first + c.chunk]))
+        elif first + c.chunk >= c.tokens:
+            by_token, one = torch.empty_like(self.hidden_sum), torch.ones((), device=c.device)
+            self._finish_hidden(by_token, one, c.tokens, smooth=False)
+            self.hidden, work = c.shard.start_scatter(by_token)
+            self.works.append(work)
+
+    def add_hidden(self, first: int, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None) -> None:
+        c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN if scale is not None else HIDDEN_SUM)
+        if scale is None and self.hidden_sum is None:
+            self.hidden_sum = c.empty(c.tokens, c.size)
+        own = c.products.hidden(c, t, None if scale is not None else self.hidden_sum, self.parts, s is not None)
+        self.parts = own.parts
+        results: dict[str, Any] = {
+            "sum_ptr": self.hidden_sum,
+            "out_ptr": self.hidden,
+            "factor_ptr": factors.factor[first:] if factors else None,
+            "target_rest_ptr": factors.target_rest[first:] if factors else None,
+            "row_target_ptr": c.row_target[first:],
+            "scale_ptr": scale,
+            "smooth_ptr": self.smooth_rows,
+            "weighted_rows_ptr": s.weighted_rows if s else None,
+            "first": first,
+            "columns": entries.stop - entries.start,
+            "all_w_ptr": c.weight,
+            "ADD": entries.start > 0,
+            "FINAL": scale is not None,
+            "ROWS": factors is not None,
+            "SMOOTH": s is not None,
+            "GROUP": own.group,
+        }
+        c.launch(
+            c.products.hidden_kernel, c.programs, **results, **own.values, w_ptr=c.weight[entries],
+            e_desc=c.describe(e, t.block_rows, t.bk), w_desc=c.describe_weight(entries, (t.bk, t.bn)),
+        )  # fmt: skip
+        if own.parts is not None:
+            rows = 32
+            combined = results | t.sizes | {"parts_ptr": own.parts, "SLICE": rows, "num_warps": 8}
+            c.launch(kernels.combine_hidden_kernel, c.programs * t.bm // rows, **combined)
+
+    def add_weight(self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None) -> None:
+        c, into, final = self.call, self.needs.into is not None, scale is not None
+        smooth = self.smoothing is not None and not (into and first + c.chunk < c.tokens)
+        out: Any = self.weight if final else self._weight_accumulator()
+        parted = self.parted and (first > 0 or not final)
+        t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
+        targets = self.is_target is not None
+        reads = targets or (first > 0 if not into else out.dtype != torch.float32)
+        kind = WeightKind(final, parted, reads, smooth)
+        aligned = (c.size * out.element_size()) % 16 == 0
+        own = c.products.weight(c, t, kind, self.low, aligned)
+        c.launch(
+            c.products.weight_kernel, c.programs, **own.values,
+            e_desc=c.describe(e, t.bk, t.block_rows), x_desc=c.describe(x, t.bk, t.bn),
+            sum_ptr=out if into else self.high if parted else self.weight_sum, low_ptr=self.low if parted else None,
+            out_desc=c.describe(out[entries], t.block_rows, t.block_columns) if own.by_descriptor else None,
+            out_ptr=out, scale_ptr=scale, smooth_x_ptr=self.smooth_x_scaled if final and smooth else None,
+            is_target_ptr=self.is_target, first=first, start=entries.start, columns=entries.stop - entries.start,
+            ADD=first > 0 or into, FINAL=final, INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets, GROUP=t.group,
+        )  # fmt: skip
+
+    def _weight_accumulator(self) -> Tensor:
+        """What a chunk's dW is added to that is not the last: the upper 16 bits of the sum, or all of it."""
+        c, weight = self.call, self.weight
+        if self.parted:
+            if self.low is None and weight is not None:
+                shape, dtype = low_layout(c.vocab, c.size)
+                self.high, self.low = weight.view(torch.int16), c.empty(*shape, dtype)
+            assert self.high is not None
+            return self.high
+        if self.weight_sum is None:  # a float32 result is its own accumulator
+            whole = weight is not None and weight.dtype == torch.float32
+            self.weight_sum = weight if whole else c.empty(c.vocab, c.size)
+        assert self.weight_sum is not None
+        return self.weight_sum
+
+    @functools.cached_property
+    def smooth_x_scaled(self) -> Tensor | None:
+        if self.smoothing is None or self.smooth_x is None:
+            return None
+        return self.smooth_x * self.smoothing.factor
+
+    def add_targets(self, factors: Factors, scale: Tensor | None) -> None:
+        """Add what the products lack of the targets' elements of dW and db.
+
+        Without ``scale`` it goes into the sum of several chunks. With it, it goes into dW: into the finished one, or
+        into the rows that the only product will add.
+        """
+        c = self.call
+        first = scale is not None and self.starts_from_targets
+        out = self.weight if scale is not None else self.high if self.parted else self.weight_sum
+        if (out is None and self.bias is None) or not c.tokens:
+            return
+        if first:
+            self.is_target = torch.zeros(c.vocab, dtype=torch.int8, device=c.device)
+        low = self.low if scale is None else None
+        key, token = sorted_targets(c)  # what is not in the vocabulary comes last
+        block = column_block(c.size, 4096)
+        blocks = cdiv(c.tokens, TARGET_RUN)
+        share = c.empty(2 * blocks)
+        part = share if out is None else c.empty(2 * blocks, c.size)
+        values = {
+            "key_ptr": key,
+            "scale_ptr": scale,
+            "weight_ptr": out,
+            "low_ptr": low,
+            "is_target_ptr": self.is_target,
+            "bias_ptr": self.bias,
+            "part_ptr": part,
+            "part_share_ptr": share,
+            "WEIGHT": out is not None,
+            "BIAS": self.bias is not None,
+            "SCALED": scale is not None,
+            "PARTED": low is not None,
+            "FIRST": first,
+            "RUN": TARGET_RUN,
+            "BC": block,
+            "num_warps": 8 if block > 1024 else 4,
+        }
+        by_column = cdiv(c.size, block) if out is not None else 1
+        c.launch_on(
+            kernels.add_targets_kernel, (c.tokens, by_column), **values, token_ptr=token,
+            factor_ptr=factors.token_factor, value_ptr=factors.token_value, stored_ptr=factors.token_stored, BR=4,
+        )  # fmt: skip
+        c.launch_on(kernels.add_long_runs_kernel, (blocks, by_column), **values)
+
+    def _finish_hidden(self, out: Tensor, scale: Tensor, done_from: int, smooth: bool) -> None:
+        c, s = self.call, self.smoothing
+        c.launch(
+            kernels.finish_hidden_kernel, c.tokens, sum_ptr=scale if self.hidden_sum is None else self.hidden_sum,
+            out_ptr=out, scale_ptr=scale, smooth_ptr=self.smooth_rows, weighted_rows_ptr=s.weighted_rows if s else None,
+            done_from=done_from, SMOOTH=smooth, BLOCK=c.block,
+        )  # fmt: skip
+
+    def finish(self, scale: Tensor, done_from: int) -> Gradients:
+        """Rows of dX that still lack the scale (positions before ``done_from``), zero rows, and the bias."""
+        c, s = self.call, self.smoothing
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        if self.hidden is not None and c.tokens:
+            if c.shard.split and c.shard.sequence_parallel:
+                if s is not None:
+                    assert self.smooth_rows is not None
+                    self.hidden.addr_(self.smooth_rows[c.shard.tokens_of(c.tokens)], s.weighted_rows)
+                self.hidden.mul_(scale)
+            else:
+                done_from = c.tokens if c.shard.split else done_from
+                self._finish_hidden(self.hidden, scale, done_from, smooth=s is not None)
+        bias = self.bias
+        if bias is not None:
+            if s is not None:
+                share = s.factor * self.g.sum()
+                k = c.class_weight
+                bias = bias - (share if k is None else share * k)
+            bias = bias * scale
+        return Gradients(self.hidden, self.weight if self.needs.into is None else None, bias)

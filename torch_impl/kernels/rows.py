@@ -1,0 +1,160 @@
+"""What is known of the tokens before the first product, and the losses after it, in few launches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.spec import LossOptions
+from logitless.torch_impl import chunk
+from logitless.torch_impl.call import Arrays, Inputs, TokenSums
+from logitless.torch_impl.distributed import parallel
+from logitless.torch_impl.distributed.parallel import Shard
+from logitless.torch_impl.kernels.launch import cdiv, launch_named
+
+with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
+    from logitless.torch_impl.kernels import portable as kernels
+
+
+def on_device(device: torch.device) -> Any:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+# Tokens of a program, and of a turn of the programs that go through all of them alone.
+TOKEN_BLOCK, TURN_BLOCK = 1024, 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Inputs):
+    """A call's arrays, and its tokens in the forms that the kernels read."""
+
+    index: Tensor  # [N] int32 target, −1 for an id outside the vocabulary, −2 for one that another rank has
+    key: Tensor  # [N] int32 target, V for an ignored token, an id outside the vocabulary, and one of another rank
+    order: Tensor  # [N] int32: the valid tokens, then the ignored ones
+    count: Tensor  # [1] int32: how many are valid
+    relative: Tensor  # [N] token_weight over the largest of them
+    summary: Tensor  # [2]: 1 / Σ t k_y (1 for a sum), and logit_scale times the largest token weight
+    class_index: Tensor  # [N] int64: where class_table has k_y
+    class_table: Tensor | None
+
+
+def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None) -> Rows:
+    """:func:`chunk.prepare`, and the tokens' order."""
+    hidden, weight, bias, target, token_weight, class_weight = arrays
+    tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
+    flat = target.reshape(-1)
+    wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
+    inside, key = torch.empty_like(flag), torch.empty_like(whole)
+    order, count = (torch.empty(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
+    weights, relative, summary = (torch.empty(n, device=device) for n in (tokens, tokens, 2))
+    class_weight = None if class_weight is None else class_weight.float().contiguous()
+    shard, shared = shard or parallel.whole(vocab), None
+    target, class_index, class_table = wide, wide, class_weight
+    with on_device(device):
+        if tokens:
+            values: dict[str, Any] = {
+                "given_ptr": flat,
+                "given_weight_ptr": None if token_weight is None else token_weight.reshape(-1),
+                "target_ptr": wide,
+                "valid_ptr": flag.view(torch.int8),
+                "inside_ptr": inside.view(torch.int8),
+                "weight_ptr": weights,
+                "index_ptr": whole,
+                "key_ptr": key,
+                "tokens": tokens,
+                "vocab": shard.vocab,
+                "shard_start": shard.start,
+                "entries": vocab,
+                "ignore_index": options.ignore_index,
+                "HAS_WEIGHT": token_weight is not None,
+                "BLOCK": TOKEN_BLOCK,
+            }
+            launch_named(kernels.prepare_kernel, (cdiv(tokens, TOKEN_BLOCK),), values)
+        if shard.split:
+            target = shard.local_ids(wide, vocab)
+            shared = chunk.shared_classes(shard, class_weight, target)
+            if shared is not None:
+                class_index, class_table = torch.arange(tokens, device=device), shared
+        values = {
+            "valid_ptr": flag.view(torch.int8),
+            "weight_ptr": weights,
+            "target_ptr": class_index,
+            "class_weight_ptr": class_table,
+            "order_ptr": order,
+            "count_ptr": count,
+            "relative_ptr": relative,
+            "summary_ptr": summary,
+            "tokens": tokens,
+            "scale": float(options.logit_scale),
+            "MEAN": options.reduction == "mean",
+            "HAS_CLASS": class_weight is not None,
+            "BLOCK": TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK,
+            "num_warps": 16,
+        }
+        launch_named(kernels.compact_kernel, (1,), values)
+    return Rows(
+        hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight=weight.to(dtype),
+        bias=None if bias is None else bias.to(dtype), ids=wide, target=target, valid=flag, inside=inside,
+        token_weight=weights, class_weight=class_weight, shard=shard, shared_classes=shared, index=whole, key=key,
+        order=order, count=count, relative=relative, summary=summary, class_index=class_index, class_table=class_table,
+    )  # fmt: skip
+
+
+def normalizer(inputs: Rows, options: LossOptions, given: Tensor | float | None) -> Tensor:
+    """:func:`chunk.normalizer`."""
+    if options.reduction == "mean" and given is not None:
+        return chunk.normalizer(inputs, options, given)
+    return inputs.summary[0]
+
+
+def losses(inputs: Rows, options: LossOptions, sums: TokenSums) -> Tensor:
+    """:func:`chunk.losses`."""
+    out = torch.empty_like(sums.log_total)
+    if out.numel():
+        _launch_losses(inputs, options, sums, None, out)
+    return out
+
+
+def total_loss(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor) -> Tensor:
+    """:func:`chunk.total_loss`, summed in a fixed order."""
+    out = torch.empty((), device=norm.device)
+    _launch_losses(inputs, options, sums, norm, out)
+    return out
+
+
+def _launch_losses(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor | None, out: Tensor) -> None:
+    tokens, vocab = sums.log_total.shape[0], inputs.vocab
+    several = norm is not None and tokens > TOKEN_BLOCK
+    smooth = options.label_smoothing > 0
+    class_sum = inputs.class_weight_sum() if smooth and inputs.class_weight is not None else None
+    values = {
+        "target_logit_ptr": sums.target_logit,
+        "anchor_ptr": sums.anchor,
+        "log_total_ptr": sums.log_total,
+        "weighted_ptr": sums.weighted_logits,
+        "valid_ptr": inputs.valid.view(torch.int8),
+        "weight_ptr": inputs.token_weight,
+        "target_ptr": inputs.class_index,
+        "class_weight_ptr": inputs.class_table,
+        "class_sum_ptr": class_sum,
+        "norm_ptr": norm,
+        "out_ptr": out,
+        "tokens": tokens,
+        "vocab": vocab,
+        "keep": 1.0 - options.label_smoothing,
+        "z_loss": float(options.z_loss),
+        "per_entry": options.label_smoothing / vocab,
+        "HAS_CLASS": inputs.class_weight is not None,
+        "SMOOTHING": smooth,
+        "HAS_Z": options.z_loss != 0,
+        "SUM": norm is not None,
+        "BLOCK": TURN_BLOCK if several else TOKEN_BLOCK,
+        "num_warps": 32,
+    }
+    with on_device(out.device):
+        launch_named(kernels.loss_kernel, (1 if norm is not None else cdiv(tokens, TOKEN_BLOCK),), values)

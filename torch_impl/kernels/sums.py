@@ -1,0 +1,209 @@
+"""The forward's sums per token, and the first product that they are made from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.scratch import SMOOTHING_BLOCK
+from logitless.torch_impl.call import KnownRows, TokenSums
+from logitless.torch_impl.chunk import Smoothing
+from logitless.torch_impl.distributed import parallel
+from logitless.torch_impl.kernels.architecture import (
+    LOGITS,
+)
+from logitless.torch_impl.kernels.kernel_call import KernelCall
+from logitless.torch_impl.kernels.launch import cdiv
+
+with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
+    from logitless.torch_impl.kernels import portable as kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """What turns sums into row factors, and the factors themselves, by position. g is relative to ``unit``."""
+
+    g: Tensor  # [N] by token
+    class_weight: Tensor | None  # k_y, [N] by token
+    smooth: Tensor | None  # (ε/V) K
+    factor: Tensor  # u
+    target_rest: Tensor  # of u T, what e's element leaves out
+    token_factor: Tensor  # u, by token
+    token_value: Tensor  # u T, by token
+    token_stored: Tensor  # T as e has it, by token
+
+    def times(self, by_token: Tensor, by_position: Tensor) -> Factors:
+        """For upstream gradients that many times as large."""
+        return dataclasses.replace(
+            self, g=self.g * by_token, factor=self.factor * by_position, target_rest=self.target_rest * by_position,
+            token_factor=self.token_factor * by_token, token_value=self.token_value * by_token,
+        )  # fmt: skip
+
+
+def relative_factors(c: KernelCall) -> Factors:
+    """Row factors to be made, relative to logit_scale times the largest token weight."""
+    inputs, smooth = c.inputs, None
+    if c.options.label_smoothing:
+        share = c.options.label_smoothing / inputs.vocab * inputs.class_weight_sum()
+        smooth = share if isinstance(share, Tensor) else torch.full((), share, device=c.device)  # no copy from the host
+    padded = c.row_target.shape[0]
+    k = inputs.token_class_weight()
+    by_token = (c.empty(c.tokens) for _ in range(3))
+    return Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), *by_token)
+
+
+def known_by_position(c: KernelCall, known: KnownRows, unit: Tensor) -> dict[str, Tensor | None]:
+    """The first product's vectors where lse is known, by position; factor and target are relative to the unit.
+
+    The target's element lacks its factor in :class:`KnownRows`, and has it here.
+    """
+    factor = known.factor / unit
+    by_token = {
+        "anchor_ptr": known.anchor,
+        "log_total_ptr": known.log_total,
+        "factor_ptr": factor,
+        "target_value_ptr": factor * known.target,
+        "alpha_ptr": known.alpha,
+        "gamma_ptr": known.gamma,
+        "sigma_ptr": known.sigma,
+    }
+    return {name: None if vector is None else c.by_position(vector) for name, vector in by_token.items()}
+
+
+class Sums:
+    """The forward's sums per token, and the lines of partial sums that they are made from."""
+
+    def __init__(self, call: KernelCall, statistics: bool) -> None:
+        o = call.options
+        self.call, self.statistics = call, statistics
+        self.sum_logits = o.label_smoothing > 0 and not o.separable
+        self.tile = call.tiles(LOGITS)
+        self.lines = cdiv(call.vocab, self.tile.bn)
+        self.smoothing = Smoothing.prepare(call.inputs, o, SMOOTHING_BLOCK)
+
+        def line(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return call.empty(self.lines, call.chunk, dtype) if wanted else None
+
+        # By the kernels' names for them, [lines, C] each.
+        self.partial = {
+            "sum_ptr": line(True),
+            "gap_ptr": line(statistics),
+            "highest_ptr": line(statistics),
+            "argmax_ptr": line(statistics, torch.int32),
+            "lowest_ptr": line(statistics),
+            "logit_sum_ptr": line(self.sum_logits),
+        }
+        self.highest, self.list = call.empty(call.chunk), call.empty(call.chunk, torch.int32)
+        self.flagged = call.empty(1, torch.int32)
+
+        def vector(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return torch.zeros(call.tokens, dtype=dtype, device=call.device) if wanted else None
+
+        self.target_logit, self.out_anchor, self.log_total = vector(), vector(), vector()
+        self.weighted = vector(o.label_smoothing > 0)
+        self.entropy, self.max_logit, self.min_logit = (vector(statistics) for _ in range(3))
+        self.argmax = vector(statistics, torch.int32)
+
+    def gather(self, first: int, x: Tensor) -> None:
+        """The chunk's hidden states into x, its anchors, and label smoothing's share of the loss."""
+        c, s = self.call, self.smoothing
+        c.gather(
+            first, x, anchor_ptr=c.anchor[first:], highest_ptr=self.highest, flagged_ptr=self.flagged,
+            weighted_rows_ptr=s.weighted_rows if s else None, weighted_ptr=self.weighted,
+        )  # fmt: skip
+        c.shard.sum(c.anchor[first : first + c.chunk])
+
+    def product(self, first: int, x: Tensor, e: Tensor | None) -> None:
+        """The first product: partial sums and, if ``e`` is given, the exponentials."""
+        c = self.call
+        c.logits(first, x, e, slice(0, c.vocab), mode=0 if e is None else 1, partial=self.partial)
+
+    def finish(self, first: int, x: Tensor, e: Tensor | None, factors: Factors | None) -> None:
+        """Sums to results; rows whose exponents grew too large once more, anchored at their maximum."""
+        split = self.call.shard.split
+        record = self.call.empty(parallel.RECORD_FIELDS, self.call.chunk) if split else None
+        own = None if split else factors
+        self._finish(first, e, own, flagged=False, record=record)
+        self._rescue(first, x, e, maximum=True)
+        self._rescue(first, x, e, maximum=False)
+        self._finish(first, e, own, flagged=True, record=record)
+        if record is not None:
+            self._finish(first, e, factors, flagged=False, lines=self._exchange(record))
+
+    def _exchange(self, record: Tensor) -> parallel.Lines:
+        """The records of all ranks; ``record`` [7, C] is this one's."""
+        statistics, names = self.statistics, [field.name for field in dataclasses.fields(parallel.Record)]
+        fields = dict(zip(names, record, strict=True))
+        fields["argmax"] = record[names.index("argmax")].view(torch.int32) + self.call.shard.start
+        wanted = {"anchor", "s", *(names[2:6] if statistics else ()), *(("logit_sum",) if self.sum_logits else ())}
+        mine = parallel.Record(**{name: value for name, value in fields.items() if name in wanted})
+        return parallel.exchange(self.call.shard, mine)
+
+    def _finish(
+        self, first: int, e: Tensor | None, factors: Factors | None, flagged: bool, record: Tensor | None = None,
+        lines: parallel.Lines | None = None,
+    ) -> None:  # fmt: skip
+        c, o, f = self.call, self.call.options, factors
+        read: Mapping[str, Tensor | None] = self.partial
+        if lines is not None:
+            parts = lines.s, lines.gap_sum, lines.highest, lines.argmax, lines.lowest, lines.logit_sum
+            contiguous = [None if part is None else part.contiguous() for part in parts]
+            read = dict(zip(self.partial, contiguous, strict=True))
+        c.launch(
+            kernels.finish_kernel, 8 if flagged else cdiv(c.chunk, 16), **read, **self._written(first, f),
+            anchor_ptr=c.anchor[first:], row_anchor_ptr=self.highest if lines is None else lines.anchor,
+            list_ptr=self.list, flagged_ptr=self.flagged,
+            share_ptr=None if lines is None else lines.share.contiguous(), row_target_ptr=c.row_target[first:],
+            record_ptr=record, e_ptr=e, e_stride=0 if e is None else e.stride(0), first=first,
+            lines=self.lines if lines is None else c.shard.ranks, keep=1.0 - o.label_smoothing, z_loss=o.z_loss,
+            FLAGGED=flagged, STATISTICS=self.statistics, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
+            HAS_CLASS=f is not None and f.class_weight is not None, SMOOTH=f is not None and f.smooth is not None,
+            RECORD=record is not None, SHARED=lines is not None, STORE=f is not None, BR=16, BL=128,
+        )  # fmt: skip
+
+    def _written(self, first: int, factors: Factors | None) -> dict[str, Tensor | None]:
+        """Pointers of finish_kernel: the results by token, and the row factors that it reads and makes."""
+        f = factors
+        return {
+            "out_target_ptr": self.target_logit,
+            "out_anchor_ptr": self.out_anchor,
+            "out_total_ptr": self.log_total,
+            "out_weighted_ptr": self.weighted,
+            "out_entropy_ptr": self.entropy,
+            "out_argmax_ptr": self.argmax,
+            "out_highest_ptr": self.max_logit,
+            "out_lowest_ptr": self.min_logit,
+            "g_ptr": f.g if f else None,
+            "k_ptr": f.class_weight if f else None,
+            "smooth_ptr": f.smooth if f else None,
+            "factor_ptr": f.factor[first:] if f else None,
+            "target_rest_ptr": f.target_rest[first:] if f else None,
+            "token_factor_ptr": f.token_factor if f else None,
+            "token_value_ptr": f.token_value if f else None,
+            "token_stored_ptr": f.token_stored if f else None,
+        }
+
+    def _rescue(self, first: int, x: Tensor, e: Tensor | None, maximum: bool) -> None:
+        c = self.call
+        c.launch(
+            kernels.rescue_kernel, c.programs, x_ptr=x, x_stride=x.stride(0), row_target_ptr=c.row_target[first:],
+            list_ptr=self.list, flagged_ptr=self.flagged, row_anchor_ptr=self.highest, e_ptr=e,
+            e_stride=0 if e is None else e.stride(0), sum_ptr=self.partial["sum_ptr"], gap_ptr=self.partial["gap_ptr"],
+            columns=c.vocab, MAXIMUM=maximum, STORE=e is not None, STATISTICS=self.statistics, BM=16, BN=self.tile.bn,
+            BK=32, num_warps=8,
+        )  # fmt: skip
+
+    def result(self) -> TokenSums:
+        weighted = self.weighted
+        if weighted is not None and self.smoothing is not None:
+            weighted = weighted + self.smoothing.weighted_bias * self.call.options.logit_scale
+        target_logit: Any = self.target_logit
+        return TokenSums(
+            target_logit, self.out_anchor, self.log_total, weighted, self.entropy,
+            self.argmax, self.max_logit, self.min_logit,
+        )  # fmt: skip
