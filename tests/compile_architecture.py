@@ -33,7 +33,7 @@ def compiled() -> dict[str, Any]:
     kernel = products.weight_kernel
     names = kernel.arg_names
     switches = {name: False for name in names if name.isupper()} | {"FINAL": True, "GROUP": 8, "PROGRAMS": 108}
-    constants: dict[str, Any] = switches | {name: value for name, value in own.constants.items() if name in names}
+    constants: dict[str, Any] = switches | {name: value for name, value in own.values.items() if name in names}
     unread = ("sum_ptr", "low_ptr", "low_desc", "class_weight_ptr", "smooth_x_ptr", "is_target_ptr")
     constants |= dict.fromkeys(unread)
     blocks = {
@@ -45,7 +45,7 @@ def compiled() -> dict[str, Any]:
     kinds |= {"out_ptr": "*bf16", "count_ptr": "*i32", "scale_ptr": "*fp32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     paths = {(names.index(name),): value for name, value in constants.items()}
-    options = {"num_warps": own.constants["num_warps"], "num_stages": own.constants["num_stages"]}
+    options = {"num_warps": own.values["num_warps"], "num_stages": own.values["num_stages"]}
     made = triton.compile(
         ASTSource(kernel, signature, paths), target=GPUTarget("cuda", CAPABILITY, 32), options=options
     )
