@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from logitless.torch_impl.kernels import architecture
+from logitless.torch_impl.kernels.tiles import WEIGHT, WeightKind
 
 CAPABILITY = 80  # its code is like an Ampere GPU's
 
@@ -26,8 +27,8 @@ def compiled() -> dict[str, Any]:
     architecture.ARCHITECTURES.insert(0, imaginary(Imaginary(), "half", 42))
     architecture.major_of = lambda index: 42  # type: ignore[assignment]
     found = architecture.architecture_of(torch.bfloat16, 0, True)
-    products, tiles = found.products(), found.tiles[architecture.WEIGHT]
-    kind = architecture.WeightKind(final=True, parted=False, reads=False, smooth=False)
+    products, tiles = found.products(), found.tiles[WEIGHT]
+    kind = WeightKind(final=True, parted=False, reads=False, smooth=False)
     asked: Any = SimpleNamespace(tma=True, precision="ieee")
     own = products.weight(asked, tiles, kind, None, True)
     kernel = products.weight_kernel

@@ -15,7 +15,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from logitless.torch_impl.kernels import hopper
-from logitless.torch_impl.kernels.architecture import ARCHITECTURES, HIDDEN, HIDDEN_SUM, LOGITS, WEIGHT, WEIGHT_SUM
+from logitless.torch_impl.kernels.architecture import ARCHITECTURES
+from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGHT, WEIGHT_SUM
 
 (HOPPER,) = (found for found in ARCHITECTURES if found.name == "hopper")
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from logitless.torch_impl.kernels.architecture import KERNELS, Architecture, Tiles, WeightLaunch
+from logitless.torch_impl.kernels.architecture import Architecture
 from logitless.torch_impl.kernels.portable import Portable
+from logitless.torch_impl.kernels.tiles import KERNELS, Tiles, WeightLaunch
 
 
 class Imaginary(Portable):

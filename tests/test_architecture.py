@@ -14,7 +14,7 @@ from imaginary import Imaginary, imaginary  # noqa: E402
 from implementations import TorchTriton, assert_within, problem_named, run_case  # noqa: E402
 
 from logitless import plan  # noqa: E402
-from logitless.torch_impl.kernels import architecture  # noqa: E402
+from logitless.torch_impl.kernels import architecture, tiles  # noqa: E402
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU")
@@ -52,7 +52,7 @@ def test_the_record_of_a_call(
     monkeypatch.setattr(architecture, "major_of", lambda index: major)
     found = architecture.architecture_of(getattr(torch, dtype), 0, descriptors)
     assert found.name == name
-    assert set(found.tiles) == set(architecture.KERNELS)
+    assert set(found.tiles) == set(tiles.KERNELS)
 
 
 def test_without_gluon_the_portable_file_has_every_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,8 @@ MOST_FILES = 15
 LAZY: dict[tuple[str, str], str] = {}
 CIRCLES: list[list[str]] = [
     ["logitless.interop", "logitless.interop.parity", "logitless.interop.runners"],
-    [
-        "logitless.torch_impl.kernels.architecture",
-        "logitless.torch_impl.kernels.fused",
-        "logitless.torch_impl.kernels.hopper",
-        "logitless.torch_impl.kernels.portable",
-    ],
 ]
 PRIVATE_REACHES: dict[str, list[str]] = {
-    "torch_impl/given_logits/fused.py": ["logitless.torch_impl.kernels.fused._on_device"],
     "jax_impl/given_logits/fused.py": ["logitless.jax_impl.kernels.fused._one_by_one"],
     "jax_impl/given_logits/kernels.py": [
         "logitless.jax_impl.kernels.pallas._launch",
@@ -43,7 +36,6 @@ LONG: set[str] = {
 }
 WIDE: set[str] = {
     "torch_impl/distillation.py:DivergenceFunction.forward",
-    "torch_impl/kernels/fused.py:launch_logits",
 }
 MOST_ANYS = 1009  # goal: 250
 

@@ -29,7 +29,7 @@ from logitless.tolerances import GRADIENT, TINY, error  # noqa: E402
 from logitless.torch_impl import cross_entropy, linear_cross_entropy  # noqa: E402
 from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
 from logitless.torch_impl.given_logits import kernels as logits_kernels  # noqa: E402
-from logitless.torch_impl.kernels import architecture, kernel_call, launch, products, rows  # noqa: E402
+from logitless.torch_impl.kernels import kernel_call, launch, products, rows, tiles  # noqa: E402
 from logitless.torch_impl.kernels import portable as kernels  # noqa: E402
 
 pytestmark = [
@@ -333,5 +333,5 @@ def test_many_tokens_are_sorted_otherwise(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("row_tiles", "column_tiles"), [(32, 501), (64, 16), (33, 17)])
 def test_a_turn_of_the_programs_is_as_square_as_its_tiles(row_tiles: int, column_tiles: int) -> None:
     """Of 132 programs, 128 have 16 row tiles of 128 beside 8 column tiles of 256."""
-    turn = places(row_tiles, column_tiles, architecture.SQUARE_GROUP, 128)
+    turn = places(row_tiles, column_tiles, tiles.SQUARE_GROUP, 128)
     assert (len({*(turn // column_tiles)}), len({*(turn % column_tiles)})) == (16, 8)

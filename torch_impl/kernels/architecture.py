@@ -10,117 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
 
-if TYPE_CHECKING:
-    from logitless.torch_impl.kernels.kernel_call import KernelCall
-
-# The product kernels, with the dtype of their result: dX and dW in the gradient's own, or their sums.
-LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM = "logits", "hidden", "hidden_sum", "weight", "weight_sum"
-KERNELS = (LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM)
-
-# Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
-GROUP_BYTES = 8 * 2**20
-# 132 programs read least at a time as a square, 16 row tiles beside 8 column tiles; in a wide dX they walk like that.
-SQUARE_GROUP = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Tile sizes of a product kernel, and how its programs walk them."""
-
-    bm: int
-    bn: int
-    bk: int
-    group: int = 8
-    """Row tiles that are walked together."""
-    stages: int = 3
-    """Steps whose operands are in shared memory at once."""
-    warps: int = 8
-    halves: int = 1
-    """Groups of warps that share a tile's rows: each has its own block of a descriptor."""
-    split: bool = False
-    """Whether a tile's result leaves by halves of its columns."""
-    flatten: bool = False
-    deep: int = 0
-    """Steps along a product's depth that are summed before they are added to the total; 0: all of them."""
-    skew: int = 0
-    """How many steps the second group of warps starts behind the first."""
-    pace: int = 0
-    """Steps of dX's kernel after which its programs wait for each other; 0: they do not."""
-
-    @property
-    def block_rows(self) -> int:
-        """Rows of a tile that one descriptor's block covers."""
-        return self.bm // self.halves
-
-    @property
-    def block_columns(self) -> int:
-        """Columns of a tile that leave at a time."""
-        return self.bn // 2 if self.split else self.bn
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The tile as a kernel's constants."""
-        return {"BM": self.bm, "BN": self.bn, "BK": self.bk}
-
-
-@dataclasses.dataclass(frozen=True)
-class HiddenLaunch:
-    """What one file's dX kernel takes beyond the arguments that all of them have."""
-
-    values: dict[str, Any]
-    """By the kernel's names for them."""
-    group: int
-    parts: Tensor | None = None
-    """Where split tiles leave their parts, which combine_hidden_kernel adds; None: no tile is split."""
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightLaunch:
-    """What one file's dW kernel takes beyond the arguments that all of them have."""
-
-    values: dict[str, Any]
-    """By the kernel's names for them; low_desc among them, the descriptor of the sum's lower bits, or None."""
-    by_descriptor: bool
-    """Whether the result is written by descriptor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightKind:
-    """Which of dW's epilogues is wanted."""
-
-    final: bool
-    """The result, not a sum over chunks."""
-    parted: bool
-    """The sum has 24 bits, in two matrices."""
-    reads: bool
-    """What is there is read before the result is written."""
-    smooth: bool
-    """Label smoothing's rank-one part is taken away."""
-
-
-class Products(Protocol):
-    """The three products of one file and how they are launched. Matrices are [rows, columns] in the operands' dtype."""
-
-    logits_kernel: Any
-    hidden_kernel: Any
-    weight_kernel: Any
-
-    def describe(self, matrix: Tensor, rows: int, columns: int) -> Any:
-        """The matrix as the tensor memory accelerator reads it, in blocks of [rows, columns]."""
-
-    def logits(self, c: KernelCall, t: Tiles, plain: bool, known: bool) -> dict[str, Any]:
-        """Constants of the first product. plain: no epilogue but exponentials; known: lse is."""
-
-    def hidden(self, c: KernelCall, t: Tiles, sums: Tensor | None, parts: Tensor | None, smooth: bool) -> HiddenLaunch:
-        """For dX, or its ``sums`` [N, D] float32; parts: of an earlier launch of this call."""
-
-    def weight(self, c: KernelCall, t: Tiles, kind: WeightKind, low: Tensor | None, aligned: bool) -> WeightLaunch:
-        """For dW, or its sum, whose lower bits are ``low``; aligned: whether rows of the result start on 16 bytes."""
+from logitless.torch_impl.kernels.tiles import (
+    HIDDEN,
+    HIDDEN_SUM,
+    KERNELS,
+    LOGITS,
+    SQUARE_GROUP,
+    WEIGHT,
+    WEIGHT_SUM,
+    Products,
+    Tiles,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from logitless.torch_impl.kernels import portable as kernels
-from logitless.torch_impl.kernels.architecture import SQUARE_GROUP, HiddenLaunch, WeightLaunch
 from logitless.torch_impl.kernels.portable import (
     joined,
     low_stride,
@@ -48,6 +47,7 @@ from logitless.torch_impl.kernels.portable import (
     turns_of,
     upper_bits,
 )
+from logitless.torch_impl.kernels.tiles import SQUARE_GROUP, HiddenLaunch, WeightLaunch
 
 LOG2E = gl.constexpr(kernels.LOG2E.value)
 LOWEST_ANCHOR = gl.constexpr(kernels.LOWEST_ANCHOR.value)
@@ -807,7 +807,7 @@ def swizzled(bits):
 
 
 class Hopper:
-    """:class:`architecture.Products` of this file."""
+    """:class:`tiles.Products` of this file."""
 
     logits_kernel = logits_kernel
     hidden_kernel = hidden_kernel

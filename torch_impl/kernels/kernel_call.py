@@ -13,16 +13,10 @@ from torch import Tensor
 from logitless.planning import ChunkPlan
 from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, round_up
 from logitless.spec import LossOptions
-from logitless.torch_impl.kernels.architecture import (
-    GROUP_BYTES,
-    LOGITS,
-    Tiles,
-    architecture_of,
-    multiprocessors,
-    precision,
-)
+from logitless.torch_impl.kernels.architecture import architecture_of, multiprocessors, precision
 from logitless.torch_impl.kernels.launch import launch_named
 from logitless.torch_impl.kernels.rows import Rows, on_device
+from logitless.torch_impl.kernels.tiles import GROUP_BYTES, LOGITS, Tiles
 
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels

@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless import scratch, spec
-from logitless.torch_impl.kernels.architecture import HiddenLaunch, WeightLaunch
+from logitless.torch_impl.kernels.tiles import HiddenLaunch, WeightLaunch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
@@ -1045,7 +1045,7 @@ def add_long_runs_kernel(
 
 
 class Portable:
-    """:class:`architecture.Products` of this file."""
+    """:class:`tiles.Products` of this file."""
 
     logits_kernel = logits_kernel
     hidden_kernel = hidden_kernel

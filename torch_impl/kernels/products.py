@@ -13,16 +13,10 @@ from torch import Tensor
 from logitless.scratch import LOW_ROW_ALIGNMENT, round_up
 from logitless.torch_impl.call import Gradients, Needs
 from logitless.torch_impl.chunk import Smoothing
-from logitless.torch_impl.kernels.architecture import (
-    HIDDEN,
-    HIDDEN_SUM,
-    WEIGHT,
-    WEIGHT_SUM,
-    WeightKind,
-)
 from logitless.torch_impl.kernels.kernel_call import KernelCall, at_end, column_block
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.sums import Factors
+from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM, WeightKind
 
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels

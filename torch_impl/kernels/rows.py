@@ -58,22 +58,12 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     with on_device(device):
         if tokens:
             values: dict[str, Any] = {
-                "given_ptr": flat,
-                "given_weight_ptr": None if token_weight is None else token_weight.reshape(-1),
-                "target_ptr": wide,
-                "valid_ptr": flag.view(torch.int8),
-                "inside_ptr": inside.view(torch.int8),
-                "weight_ptr": weights,
-                "index_ptr": whole,
-                "key_ptr": key,
-                "tokens": tokens,
-                "vocab": shard.vocab,
-                "shard_start": shard.start,
-                "entries": vocab,
-                "ignore_index": options.ignore_index,
-                "HAS_WEIGHT": token_weight is not None,
-                "BLOCK": TOKEN_BLOCK,
-            }
+                "given_ptr": flat, "given_weight_ptr": None if token_weight is None else token_weight.reshape(-1),
+                "target_ptr": wide, "valid_ptr": flag.view(torch.int8), "inside_ptr": inside.view(torch.int8),
+                "weight_ptr": weights, "index_ptr": whole, "key_ptr": key, "tokens": tokens, "vocab": shard.vocab,
+                "shard_start": shard.start, "entries": vocab, "ignore_index": options.ignore_index,
+                "HAS_WEIGHT": token_weight is not None, "BLOCK": TOKEN_BLOCK,
+            }  # fmt: skip
             launch_named(kernels.prepare_kernel, (cdiv(tokens, TOKEN_BLOCK),), values)
         if shard.split:
             target = shard.local_ids(wide, vocab)
@@ -81,21 +71,12 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
             if shared is not None:
                 class_index, class_table = torch.arange(tokens, device=device), shared
         values = {
-            "valid_ptr": flag.view(torch.int8),
-            "weight_ptr": weights,
-            "target_ptr": class_index,
-            "class_weight_ptr": class_table,
-            "order_ptr": order,
-            "count_ptr": count,
-            "relative_ptr": relative,
-            "summary_ptr": summary,
-            "tokens": tokens,
-            "scale": float(options.logit_scale),
-            "MEAN": options.reduction == "mean",
-            "HAS_CLASS": class_weight is not None,
-            "BLOCK": TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK,
-            "num_warps": 16,
-        }
+            "valid_ptr": flag.view(torch.int8), "weight_ptr": weights, "target_ptr": class_index,
+            "class_weight_ptr": class_table, "order_ptr": order, "count_ptr": count, "relative_ptr": relative,
+            "summary_ptr": summary, "tokens": tokens, "scale": float(options.logit_scale),
+            "MEAN": options.reduction == "mean", "HAS_CLASS": class_weight is not None,
+            "BLOCK": TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, "num_warps": 16,
+        }  # fmt: skip
         launch_named(kernels.compact_kernel, (1,), values)
     return Rows(
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight=weight.to(dtype),

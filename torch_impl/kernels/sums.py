@@ -14,11 +14,9 @@ from logitless.scratch import SMOOTHING_BLOCK
 from logitless.torch_impl.call import KnownRows, TokenSums
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.distributed import parallel
-from logitless.torch_impl.kernels.architecture import (
-    LOGITS,
-)
 from logitless.torch_impl.kernels.kernel_call import KernelCall
 from logitless.torch_impl.kernels.launch import cdiv
+from logitless.torch_impl.kernels.tiles import LOGITS
 
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels
