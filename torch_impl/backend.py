@@ -14,6 +14,7 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.planning import ChunkPlan
+from logitless.scratch import Kind
 from logitless.spec import LossOptions
 from logitless.torch_impl.call import Arrays, Call, Gradients, Inputs, KnownRows, Layout, Needs, TokenSums
 from logitless.torch_impl.distributed.parallel import Shard
@@ -128,7 +129,7 @@ def adds_in_one_pass(backend: Backend[Any], plan: ChunkPlan) -> bool:
     return backend.PRODUCTS_WAIT and len(plan.token_slices) <= 1
 
 
-def chosen_backend(name: str | None, device: torch.device, dtype: torch.dtype) -> str:
+def chosen_backend(name: str | None, device: torch.device, dtype: torch.dtype) -> Kind:
     """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
     if name == "eager" or (name is None and device.type != "cuda"):
         return "eager"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from logitless import numerics
 from logitless.planning import ChunkPlan
+from logitless.scratch import Kind
 from logitless.spec import LossOptions, Reduction, TokenStats
 from logitless.torch_impl.distributed.deferred import DeferredWeightGrad
 from logitless.torch_impl.distributed.parallel import Shard
@@ -100,7 +101,7 @@ class Call:
     statistics: bool
     differentiate: bool
     """Whether autograd is recording."""
-    backend: str
+    backend: Kind
     """A name that :func:`backend.backend_named` knows."""
     traced: bool = False
     """Whether torch.compile or torch.func is looking. Then the steps are the opaque operations of compiled/ops.py."""

@@ -16,6 +16,7 @@ from logitless import spec
 from logitless.planning import ChunkPlan, check_plan_sizes
 from logitless.planning import Request as PlanRequest
 from logitless.planning import choose as choose_plan
+from logitless.scratch import Kind
 from logitless.spec import ArrayInfo, LossOptions, Reduction
 from logitless.torch_impl.backend import backend_named, chosen_backend
 from logitless.torch_impl.call import Arrays, Call, LatePlan, Request
@@ -45,7 +46,7 @@ def loss_options(request: Request) -> LossOptions:
 
 def check_call(
     arrays: Arrays, normalizer: Tensor | float | None, request: Request, shared_axis: int = 0, ranks: int = 1
-) -> tuple[torch.dtype, str]:
+) -> tuple[torch.dtype, Kind]:
     """Check what one rank can check alone; the dtype of the computation and the backend.
 
     ``ranks`` hold hidden together, one after another along ``shared_axis``.
@@ -64,7 +65,7 @@ def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int 
     return plan
 
 
-def planner(arrays: Arrays, dtype: torch.dtype, backend: str, vocab: int | None = None) -> Callable[..., ChunkPlan]:
+def planner(arrays: Arrays, dtype: torch.dtype, backend: Kind, vocab: int | None = None) -> Callable[..., ChunkPlan]:
     """What chooses the plan for these arrays; ``tokens`` and what is left open are for the caller to say."""
     own, size = map(tracing.number, arrays.weight.shape)
     request = functools.partial(
@@ -73,13 +74,13 @@ def planner(arrays: Arrays, dtype: torch.dtype, backend: str, vocab: int | None 
         vocab=own if vocab is None else vocab,
         dtype=dtype_name(dtype),
         device="cpu" if arrays.hidden.device.type == "cpu" else "gpu",
-        kind="triton" if backend == "triton" else "eager",
+        kind=backend,
     )
     return lambda **more: choose_plan(request(**more))
 
 
 def _chosen_plan(
-    arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: str
+    arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: Kind
 ) -> ChunkPlan | LatePlan:
     tokens, budget = arrays.target.numel(), tracing.number(request.memory_budget)
     if request.plan is not None:

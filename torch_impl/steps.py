@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class Loss(NamedTuple):
 
     loss: Tensor
     stats: tuple[Tensor | None, ...]
-    saved: tuple[Tensor | None, ...]
+    saved: tuple[Tensor, ...]
     """For the backward: what autograd may save as it does any tensor."""
     waiting: Waiting | None
     """Gradients that wait for the upstream scalar and may be finished once, or None."""
@@ -66,7 +66,7 @@ class LogProbs(NamedTuple):
 
     log_prob: Tensor
     entropy: Tensor | None
-    saved: tuple[Tensor | None, ...]
+    saved: tuple[Tensor, ...]
     waiting: Waiting | None
     """As in :class:`Loss`."""
 
@@ -136,7 +136,7 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
 
 
 def loss_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: Waiting | None, upstream: Tensor
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, upstream: Tensor
 ) -> Gradients:
     """The gradients: finished from what waits, else recomputed (the per-token upstream has just arrived, or what waited
     is used up)."""
@@ -148,7 +148,7 @@ def loss_gradients(
     )
 
 
-def _known_loss(arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], upstream: Tensor) -> Gradients:
+def _known_loss(arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], upstream: Tensor) -> Gradients:
     options = call.options
     norm, target_logit, anchor, log_total = saved
     with _no_autocast(arrays):
@@ -167,16 +167,16 @@ def held_gradients(arrays: Arrays, call: Call, needs: Needs, held: list[Tensor],
 
     def inputs(weight: Tensor | None) -> Inputs:
         """Made where they are read; ``weight``: autocast's copy, if it waited too."""
-        given = arrays if weight is None else arrays._replace(weight=weight)
-        made: Inputs = backend.prepare(given, call.options, call.compute_dtype)
-        return made
+        whole = arrays if weight is None else arrays._replace(weight=weight)
+        prepared: Inputs = backend.prepare(whole, call.options, call.compute_dtype)
+        return prepared
 
     with _no_autocast(arrays):
         dtype = call.compute_dtype
         upstream = upstream.to(accumulation_dtype(dtype))
         plan = cast(ChunkPlan, call.plan)  # a LatePlan if no products wait: then nobody reads it
-        made = backend.held_gradients(inputs, arrays, call.options, dtype, plan, needs, held, upstream)
-        return _cast(made, arrays)
+        gradients = backend.held_gradients(inputs, arrays, call.options, dtype, plan, needs, held, upstream)
+        return _cast(gradients, arrays)
 
 
 def logsumexp(arrays: Arrays, call: Call) -> Tensor:
@@ -208,33 +208,41 @@ def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
             sums = backend.token_sums(inputs, call.options, call.chunk_plan, call.statistics)
         ignored, shape = ~inputs.valid, arrays.target.shape
         log_prob = shaped((-sums.nll).masked_fill(ignored, 0.0), shape)
-        entropy = None if sums.entropy is None else shaped(sums.entropy.masked_fill(ignored, 0.0), shape)
-    saved = (sums.target_logit, sums.anchor, sums.log_total, sums.entropy) if needs.any else ()
-    return LogProbs(log_prob, entropy, saved, waiting)
+        # Without tokens, sums may have an entropy that nobody asked for.
+        entropy = sums.entropy if call.statistics else None
+        shown = None if entropy is None else shaped(entropy.masked_fill(ignored, 0.0), shape)
+    saved = (sums.target_logit, sums.anchor, sums.log_total, *(() if entropy is None else (entropy,)))
+    return LogProbs(log_prob, shown, saved if needs.any else (), waiting)
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: Waiting | None, g_log_prob: Tensor,
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, g_log_prob: Tensor,
     g_entropy: Tensor | None,
 ) -> Gradients:  # fmt: skip
     """The gradients, when both upstream gradients have arrived: finished from what waits, else recomputed."""
     if waiting is not None:
         with _no_autocast(arrays):
             return _cast(waiting.finish(-g_log_prob.to(saved[0].dtype)), arrays)
-    given = needs, saved, g_log_prob, g_entropy
-    return _run_step("log_probs_gradients", arrays, call, needs, lambda call: _known_log_probs(arrays, call, *given))
+    return _run_step(
+        "log_probs_gradients", arrays, call, needs,
+        lambda call: _known_log_probs(arrays, call, needs, saved, g_log_prob, g_entropy),
+    )  # fmt: skip
 
 
 def _known_log_probs(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], g_log_prob: Tensor, g_entropy: Tensor | None
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], g_log_prob: Tensor, g_entropy: Tensor | None
 ) -> Gradients:
-    target_logit, anchor, log_total, entropy = saved
+    target_logit, anchor, log_total, *rest = saved
+    entropy: Tensor | None = rest[0] if rest else None
     backend = backend_named(call.backend)
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         sums = TokenSums(target_logit, anchor, log_total, entropy=entropy)
-        upstreams = (None if g is None else inputs.wide(g.reshape(-1)) for g in (g_log_prob, g_entropy))
-        g1, g2 = (None if g is None else numerics.row_upstream(XP, inputs, call.options, g) for g in upstreams)
-        known = numerics.known_log_prob_rows(XP, call.options, sums, g1, g2)
-        made = backend.known_gradients(inputs, call.options, call.chunk_plan, known, known.factor, needs)
-        return _cast(made, arrays)
+
+        def row_upstream(g: Tensor) -> Tensor:
+            return numerics.row_upstream(XP, inputs, call.options, inputs.wide(g.reshape(-1)))
+
+        g2 = None if g_entropy is None else row_upstream(g_entropy)
+        known = numerics.known_log_prob_rows(XP, call.options, sums, row_upstream(g_log_prob), g2)
+        gradients = backend.known_gradients(inputs, call.options, call.chunk_plan, known, known.factor, needs)
+        return _cast(gradients, arrays)

@@ -16,16 +16,17 @@ import dataclasses
 import functools
 import json
 import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from logitless.planning import ChunkPlan
-from logitless.scratch import Kind
+from logitless.scratch import Kind, Order
 from logitless.spec import STATISTICS, LossOptions, TokenStats
 from logitless.torch_impl import steps
-from logitless.torch_impl.backend import WaitingLoss, backend_named
+from logitless.torch_impl.backend import Waiting, WaitingLoss, backend_named
 from logitless.torch_impl.call import Arrays, Call, Gradients, LatePlan, Layout, Needs, accumulation_dtype
 from logitless.torch_impl.checks import plain, planner
 
@@ -40,21 +41,20 @@ class Recipe:
     options: tuple[Any, ...]
     compute_dtype: str
     statistics: bool
-    backend: str
+    backend: Kind
     wanted: tuple[bool, bool, bool]
-    """Whether gradients of hidden, weight and bias are."""
+    """Whether gradients of hidden, weight and bias are wanted."""
     held: bool
-    """Whether the forward makes them, and they wait."""
-    plan: tuple[Any, bool, int | None]
-    """Its order, one_pass and vocab_chunk; or None, one_pass and a memory budget: chosen when the call runs."""
+    """Whether the forward makes the gradients, and they wait for the backward."""
+    order: Order | None
+    """The plan's; None: the plan is chosen when the call runs."""
+    one_pass: bool
+    limit: int | None
+    """The plan's vocab_chunk; or, for a plan that is chosen later, the memory budget."""
 
     @staticmethod
     def of(call: Call, needs: Needs) -> Recipe:
-        plan: Any = (
-            (None, *dataclasses.astuple(call.plan))
-            if isinstance(call.plan, LatePlan)
-            else (call.plan.order, call.plan.one_pass, call.plan.vocab_chunk)
-        )
+        plan = call.plan
         return Recipe(
             options=dataclasses.astuple(call.options),
             compute_dtype=str(call.compute_dtype).removeprefix("torch."),
@@ -62,7 +62,9 @@ class Recipe:
             backend=call.backend,
             wanted=(needs.hidden is not None, needs.weight is not None, needs.bias is not None),
             held=needs.any and steps.one_pass(call),
-            plan=plan,
+            order=None if isinstance(plan, LatePlan) else plan.order,
+            one_pass=plan.one_pass,
+            limit=plan.memory_budget if isinstance(plan, LatePlan) else plan.vocab_chunk,
         )
 
     def text(self) -> str:
@@ -71,8 +73,8 @@ class Recipe:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.compute_dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.compute_dtype)
+        return dtype
 
     @property
     def loss_options(self) -> LossOptions:
@@ -91,21 +93,18 @@ class Recipe:
 
     def _plan(self, arrays: Arrays, token_chunk: int) -> ChunkPlan:
         tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
-        order, one_pass, number = self.plan
-        if order is not None:
-            kind: Kind = "triton" if self.backend == "triton" else "eager"
+        if self.order is not None:
             sizes = tokens, size, vocab, self.compute_dtype
-            return ChunkPlan(*sizes, order, one_pass, token_chunk, number or 0, kind)
-        order = "tokens" if one_pass else None
+            return ChunkPlan(*sizes, self.order, self.one_pass, token_chunk, self.limit or 0, self.backend)
+        order = "tokens" if self.one_pass else None
         planned = planner(arrays, self.dtype, self.backend)
-        return planned(tokens=tokens, memory_budget=number, order=order, one_pass=one_pass)
+        return planned(tokens=tokens, memory_budget=self.limit, order=order, one_pass=self.one_pass)
 
 
 @functools.lru_cache(maxsize=1024)
 def _recipe(text: str) -> Recipe:
-    made: Any = json.loads(text)
-    made |= {name: tuple(value) for name, value in made.items() if isinstance(value, list)}
-    return Recipe(**made)
+    fields = json.loads(text)
+    return Recipe(**fields | {name: tuple(fields[name]) for name in ("options", "wanted")})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,30 +116,30 @@ def _recipe(text: str) -> Recipe:
 )
 def _loss(*arguments: Any) -> list[Tensor]:
     """[loss, the eight statistics if asked for, and for the backward: what waits, or what known sums there are]."""
-    *given, normalizer, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays(*given)), _recipe(text)
+    *tensors, normalizer, text, token_chunk = arguments
+    arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
-    made = steps.loss(arrays, normalizer, call, needs)
-    saved: Any = made.saved
+    step = steps.loss(arrays, normalizer, call, needs)
+    saved = list(step.saved)
     if recipe.held:
-        saved = cast(WaitingLoss, made.waiting).tensors(_held_layout(arrays, recipe, token_chunk))
-    return [value for value in (made.loss, *made.stats, *saved) if value is not None]
+        saved = cast(WaitingLoss, step.waiting).tensors(_held_layout(arrays, recipe, token_chunk))
+    return [value for value in (step.loss, *step.stats, *saved) if value is not None]
 
 
 @_loss.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    *given, _, text, token_chunk = arguments
-    arrays, recipe = Arrays(*given), _recipe(text)
+    *tensors, _, text, token_chunk = arguments
+    arrays, recipe = Arrays(*tensors), _recipe(text)
     dtype, shape = accumulation_dtype(recipe.dtype), arrays.target.shape
-    made = [_new(arrays, shape if recipe.loss_options.reduction == "none" else (), dtype)]
+    results = [_new(arrays, shape if recipe.loss_options.reduction == "none" else (), dtype)]
     if recipe.statistics:
-        made += [_new(arrays, shape, getattr(torch, row.dtype or "", dtype)) for row in STATISTICS.values()]
+        results += [_new(arrays, shape, getattr(torch, row.dtype or "", dtype)) for row in STATISTICS.values()]
     if recipe.held:
         layout = _held_layout(arrays, recipe, token_chunk)
-        return made + [_new(arrays, *what) for what in layout.values()]
+        return results + [_new(arrays, *shape_and_dtype) for shape_and_dtype in layout.values()]
     if recipe.needs(arrays).any:
-        made += [_new(arrays, (), dtype)] + [_new(arrays, (arrays.target.numel(),), dtype) for _ in range(3)]
-    return made
+        results += [_new(arrays, (), dtype)] + [_new(arrays, (arrays.target.numel(),), dtype) for _ in range(3)]
+    return results
 
 
 @torch.library.custom_op(
@@ -150,8 +149,8 @@ def _(*arguments: Any) -> list[Tensor]:
 )
 def _loss_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_loss` left for them."""
-    *given, saved, upstream, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays(*given)), _recipe(text)
+    *tensors, saved, upstream, text, token_chunk = arguments
+    arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     if recipe.held:
         return _present(steps.held_gradients(arrays, call, needs, saved, upstream))
@@ -165,24 +164,21 @@ def _loss_gradients(*arguments: Any) -> list[Tensor]:
 )
 def _log_probs(*arguments: Any) -> list[Tensor]:
     """[log p, entropy if asked for, and for the backward the known sums]."""
-    *given, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays(*given)), _recipe(text)
-    made = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
-    values = (made.log_prob, made.entropy, *made.saved)
-    if not recipe.statistics:  # without tokens, sums may have an entropy that nobody asked for
-        values = (made.log_prob, *made.saved[:-1])
-    return [value for value in values if value is not None]
+    *tensors, text, token_chunk = arguments
+    arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
+    step = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
+    return [value for value in (step.log_prob, step.entropy, *step.saved) if value is not None]
 
 
 @_log_probs.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    *given, text, _ = arguments
-    arrays, recipe = Arrays(*given), _recipe(text)
+    *tensors, text, _ = arguments
+    arrays, recipe = Arrays(*tensors), _recipe(text)
     dtype, kinds = accumulation_dtype(recipe.dtype), 2 if recipe.statistics else 1
-    made = [_new(arrays, arrays.target.shape, dtype) for _ in range(kinds)]
+    results = [_new(arrays, arrays.target.shape, dtype) for _ in range(kinds)]
     if recipe.needs(arrays).any:
-        made += [_new(arrays, (arrays.target.numel(),), dtype) for _ in range(kinds + 2)]
-    return made
+        results += [_new(arrays, (arrays.target.numel(),), dtype) for _ in range(kinds + 2)]
+    return results
 
 
 @torch.library.custom_op(
@@ -195,11 +191,10 @@ def _(*arguments: Any) -> list[Tensor]:
 )
 def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_log_probs` left for them."""
-    *given, saved, g_log_prob, g_entropy, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays(*given)), _recipe(text)
+    *tensors, saved, g_log_prob, g_entropy, text, token_chunk = arguments
+    arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
-    sums = saved if recipe.statistics else [*saved, None]
-    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(sums), None, g_log_prob, g_entropy))
+    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(saved), None, g_log_prob, g_entropy))
 
 
 @_loss_gradients.register_fake
@@ -210,7 +205,7 @@ def _(*arguments: Any) -> list[Tensor]:
     return [array.new_empty(array.shape) for array, wanted in pairs if wanted and array is not None]
 
 
-def _new(arrays: Arrays, shape: Any, dtype: torch.dtype) -> Tensor:
+def _new(arrays: Arrays, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return arrays.hidden.new_empty(shape, dtype=dtype)
 
 
@@ -220,16 +215,16 @@ def _held_layout(arrays: Arrays, recipe: Recipe, token_chunk: int) -> Layout:
 
 
 def _present(gradients: Gradients) -> list[Tensor]:
-    made = (gradients.hidden, gradients.weight, gradients.bias)
-    return [gradient.contiguous() for gradient in made if gradient is not None]
+    every = (gradients.hidden, gradients.weight, gradients.bias)
+    return [gradient.contiguous() for gradient in every if gradient is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The steps
 
 
-def _named(made: list[Tensor], needs: Needs) -> Gradients:
-    left = iter(made)
+def _named(gradients: list[Tensor], needs: Needs) -> Gradients:
+    left = iter(gradients)
     return Gradients(*(next(left) if dtype else None for dtype in (needs.hidden, needs.weight, needs.bias)))
 
 
@@ -242,39 +237,39 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: N
     dtype, device = accumulation_dtype(call.compute_dtype), arrays.hidden.device
     if normalizer is not None and not isinstance(normalizer, Tensor):  # a number here may be a symbol
         normalizer = torch.full((), normalizer, dtype=dtype, device=device)
-    made = torch.ops.logitless.loss(*arrays, normalizer, Recipe.of(call, needs).text(), _chunk(call))
+    results = torch.ops.logitless.loss(*arrays, normalizer, Recipe.of(call, needs).text(), _chunk(call))
     first = 1 + call.fields
-    stats: list[Any] = made[1:first] if call.statistics else [None] * len(TokenStats._fields)
-    return steps.Loss(made[0], tuple(stats), tuple(made[first:]), None)
+    stats = tuple(results[1:first]) if call.statistics else (None,) * len(TokenStats._fields)
+    return steps.Loss(results[0], stats, tuple(results[first:]), None)
 
 
 def loss_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: None, upstream: Tensor
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, upstream: Tensor
 ) -> Gradients:
     """:func:`steps.loss_gradients`; what waits is in ``saved``, and may be used more than once."""
     del waiting
     recipe = Recipe.of(call, needs)
     if recipe.held and not backend_named(call.backend).PRODUCTS_WAIT:
         return steps.held_gradients(arrays, call, needs, list(saved), upstream)
-    made = torch.ops.logitless.loss_gradients(*arrays, list(saved), upstream, recipe.text(), _chunk(call))
-    return _named(made, needs)
+    gradients = torch.ops.logitless.loss_gradients(*arrays, list(saved), upstream, recipe.text(), _chunk(call))
+    return _named(gradients, needs)
 
 
 def log_probs(arrays: Arrays, call: Call, needs: Needs) -> steps.LogProbs:
     """:func:`steps.log_probs`."""
-    made = torch.ops.logitless.log_probs(*arrays[:4], Recipe.of(call, needs).text(), _chunk(call))
+    results = torch.ops.logitless.log_probs(*arrays[:4], Recipe.of(call, needs).text(), _chunk(call))
     kinds = 2 if call.statistics else 1
-    return steps.LogProbs(made[0], made[1] if call.statistics else None, tuple(made[kinds:]), None)
+    return steps.LogProbs(results[0], results[1] if call.statistics else None, tuple(results[kinds:]), None)
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Any, ...], waiting: None, g_log_prob: Tensor,
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, g_log_prob: Tensor,
     g_entropy: Tensor | None,
 ) -> Gradients:  # fmt: skip
     """:func:`steps.log_probs_gradients`."""
     del waiting
     recipe = Recipe.of(call, needs).text()
-    made = torch.ops.logitless.log_probs_gradients(
+    gradients = torch.ops.logitless.log_probs_gradients(
         *arrays[:4], list(saved), g_log_prob, g_entropy, recipe, _chunk(call)
     )
-    return _named(made, needs)
+    return _named(gradients, needs)

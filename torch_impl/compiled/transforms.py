@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.torch_impl.autograd import differentiable_once
+from logitless.torch_impl.autograd import Context, Derivatives, differentiable_once
 from logitless.torch_impl.call import Arrays, Call, Needs
 from logitless.torch_impl.compiled import ops
 
@@ -23,59 +23,66 @@ def wanted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Needs:
     return Needs(dtypes[0], dtypes[1], dtypes[2])
 
 
+class TransformedContext(Context):
+    """What a backward finds of its forward, and the gradients that it is for."""
+
+    needs: Needs
+
+
 class TransformedLoss(torch.autograd.Function):
     """autograd.LinearCrossEntropyFunction: the loss, the eight statistics or none, and what the backward needs."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        *given, normalizer, call, needs = inputs
-        made = ops.loss(Arrays(*given), normalizer, call, needs)
-        return tuple(value for value in (made.loss, *made.stats, *made.saved) if value is not None)
+    def forward(
+        call: Call, needs: Needs, normalizer: Tensor | float | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        step = ops.loss(Arrays(*tensors), normalizer, call, needs)  # type: ignore[arg-type]
+        return tuple(value for value in (step.loss, *step.stats, *step.saved) if value is not None)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *given, _, ctx.call, ctx.needs = inputs
+    def setup_context(ctx: TransformedContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, ctx.needs, _, *tensors = inputs
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*given, *output[1 + ctx.call.fields :])
+        ctx.save_for_backward(*tensors, *output[1 + ctx.call.fields :])
 
     @staticmethod
     @differentiable_once("linear_cross_entropy")
-    def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grads = ops.loss_gradients(Arrays(*kept[:6]), ctx.call, ctx.needs, kept[6:], None, upstream)
-        return grads.hidden, grads.weight, grads.bias, *(None,) * 6
+    def backward(ctx: TransformedContext, kept: tuple[Tensor, ...], upstream: Tensor, *_: Tensor | None) -> Derivatives:
+        gradients = ops.loss_gradients(Arrays(*kept[:6]), ctx.call, ctx.needs, kept[6:], None, upstream)
+        return None, None, None, gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
 class TransformedLogProbs(torch.autograd.Function):
     """autograd.LinearLogProbsFunction: log p, the entropy if asked for, and what the backward needs."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        *given, call, needs = inputs
-        made = ops.log_probs(Arrays(*given), call, needs)
-        return tuple(value for value in (made.log_prob, made.entropy, *made.saved) if value is not None)
+    def forward(call: Call, needs: Needs, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        step = ops.log_probs(Arrays(*tensors), call, needs)  # type: ignore[arg-type]
+        return tuple(value for value in (step.log_prob, step.entropy, *step.saved) if value is not None)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *given, ctx.call, ctx.needs = inputs
+    def setup_context(ctx: TransformedContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, ctx.needs, *tensors = inputs
         kinds = 2 if ctx.call.statistics else 1
         ctx.mark_non_differentiable(*output[kinds:])
-        ctx.save_for_backward(*given, *output[kinds:])
+        ctx.save_for_backward(*tensors, *output[kinds:])
 
     @staticmethod
     @differentiable_once("linear_log_probs")
-    def backward(ctx: Any, kept: tuple[Any, ...], g_log_prob: Tensor, *more: Any) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: TransformedContext, kept: tuple[Tensor, ...], g_log_prob: Tensor, *more: Tensor | None
+    ) -> Derivatives:
         g_entropy = more[0] if ctx.call.statistics else None
-        grads = ops.log_probs_gradients(Arrays(*kept[:4]), ctx.call, ctx.needs, kept[4:], None, g_log_prob, g_entropy)
-        return grads.hidden, grads.weight, grads.bias, *(None,) * 3
+        arrays = Arrays(*kept[:4])
+        gradients = ops.log_probs_gradients(arrays, ctx.call, ctx.needs, kept[4:], None, g_log_prob, g_entropy)
+        return None, None, gradients.hidden, gradients.weight, gradients.bias, None
 
 
 def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tuple[Tensor, ...]:
     """:func:`autograd.values`."""
     needs = wanted(*arrays[:3])
     if call.log_probs:
-        log_probs: Any = TransformedLogProbs.apply
-        of_tokens: tuple[Tensor, ...] = log_probs(*arrays[:4], call, needs)
-        return of_tokens[: 2 if call.statistics else 1]
-    loss: Any = TransformedLoss.apply
-    results: tuple[Tensor, ...] = loss(*arrays, normalizer, call, needs)
-    return results[: 1 + call.fields]
+        log_probs: tuple[Tensor, ...] = TransformedLogProbs.apply(call, needs, *arrays[:4])  # type: ignore[no-untyped-call]
+        return log_probs[: 2 if call.statistics else 1]
+    loss: tuple[Tensor, ...] = TransformedLoss.apply(call, needs, normalizer, *arrays)  # type: ignore[no-untyped-call]
+    return loss[: 1 + call.fields]

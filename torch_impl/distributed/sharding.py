@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless.planning import ChunkPlan
+from logitless.scratch import Kind
 from logitless.spec import LossOptions
 from logitless.torch_impl import autograd, checks
 from logitless.torch_impl.backend import adds_in_one_pass, backend_named
@@ -100,7 +101,9 @@ def _ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) 
     return dataclasses.replace(placed, arrays=local), call
 
 
-def _checked(placed: placements.Placed, normalizer: Tensor | float | None, request: Request) -> tuple[torch.dtype, str]:
+def _checked(
+    placed: placements.Placed, normalizer: Tensor | float | None, request: Request
+) -> tuple[torch.dtype, Kind]:
     """Every check that one rank can make alone; the dtype of the computation and the backend."""
     axis, hidden = placed.token_axis, placed.arrays.hidden
     ranks = 1 if axis is None else dist.get_world_size(placed.group)
@@ -114,7 +117,7 @@ def _checked(placed: placements.Placed, normalizer: Tensor | float | None, reque
     return dtype, backend
 
 
-def _check_buffer(into: object, weight: Tensor, dtype: torch.dtype, backend: str) -> None:
+def _check_buffer(into: object, weight: Tensor, dtype: torch.dtype, backend: Kind) -> None:
     """accumulate_into: what dW may be added to."""
     if not isinstance(into, Tensor):
         raise TypeError(f"accumulate_into: got {type(into).__name__}, allowed is a torch.Tensor")
@@ -151,7 +154,7 @@ def _dtype_of(tensor: Tensor | None) -> str:
 
 
 def _facts(
-    placed: placements.Placed, dtype: torch.dtype, backend: str, request: Request, options: LossOptions
+    placed: placements.Placed, dtype: torch.dtype, backend: Kind, request: Request, options: LossOptions
 ) -> dict[str, object]:
     """What must be the same on every rank, words → value."""
     arrays = placed.tokens_first
@@ -185,7 +188,7 @@ FACTS = 18  # the length of _facts
 
 
 def _plan(
-    arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: str, shard: Shard | None
+    arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: Kind, shard: Shard | None
 ) -> ChunkPlan:
     """The plan for the largest shard, which every rank makes alike, cut to this rank's entries."""
     tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
