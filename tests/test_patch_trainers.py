@@ -15,7 +15,6 @@ from test_patch import V, ids_and_labels, is_made, make  # noqa: E402
 
 from logitless.tolerances import CANCELLED, CHAIN  # noqa: E402
 from logitless.torch_impl import patch, unpatch  # noqa: E402
-from logitless.torch_impl import patch as patch_function  # noqa: E402
 from logitless.torch_impl.huggingface.lazy_logits import LazyLogits  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("models")
@@ -102,11 +101,10 @@ def test_trainers_own_losses_warn(how: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("read", [False, True])
 def test_evaluation_makes_logits_when_they_are_read(read: bool, tmp_path: Any, monkeypatch: Any) -> None:
     pytest.importorskip("accelerate", reason="Trainer needs it")
-    import sys
+    from logitless.torch_impl.huggingface.model_loss import ModelLoss
 
-    module = sys.modules[patch_function.__module__]
-    made, make_logits = [], module._Loss._make_logits
-    monkeypatch.setattr(module._Loss, "_make_logits", lambda *a: made.append(1) or make_logits(*a))
+    made, make_logits = [], ModelLoss._make_logits
+    monkeypatch.setattr(ModelLoss, "_make_logits", lambda *a: made.append(1) or make_logits(*a))
     data = [{"input_ids": row, "labels": row.clone()} for row in torch.randint(3, V, (4, 10))]
     model = make()
     results = []

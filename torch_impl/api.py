@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from logitless import spec
@@ -42,7 +43,7 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     accumulate_into: Tensor | None = None,
     defer_weight_grad: bool = False,
@@ -138,7 +139,7 @@ def linear_log_probs(
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and, if asked for, the entropy of every token, without holding the logits.

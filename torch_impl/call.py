@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from logitless import numerics
@@ -69,8 +70,8 @@ class Request(NamedTuple):
     """Of a loss its statistics, of log-probabilities the entropy."""
     log_probs: bool = False
     """Whether log-probabilities are asked for, and not a loss."""
-    group: Any = None
-    """The torch.distributed.ProcessGroup whose ranks share the vocabulary, or None."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that share the vocabulary, or None."""
     sequence_parallel: bool = False
     into: Tensor | None = None
     """The buffer that the backward adds dW to, or None."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from logitless.planning import ChunkPlan
@@ -41,7 +42,7 @@ class LinearCrossEntropy(nn.Linear):
         temperature: float = 1.0,
         memory_budget: int | None = None,
         backend: str | None = None,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,9 @@ from torch import Tensor
 from logitless.torch_impl.distributed.parallel import Shard
 
 _REFUSED, _TAKEN = 0, 1
-_compared: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], list[list[int]]]] = weakref.WeakKeyDictionary()
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[list[int]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def number_of(value: object) -> int:
@@ -32,12 +33,14 @@ def number_of(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def refuse(group: Any, device: torch.device, length: int) -> None:
+def refuse(group: dist.ProcessGroup, device: torch.device, length: int) -> None:
     """Tell the others that this rank raises an error of its own."""
     _exchange(group, device, [_REFUSED] + [0] * length, keep=False)
 
 
-def agree(group: Any, device: torch.device, facts: dict[str, object], vocab: int, sequence_parallel: bool) -> Shard:
+def agree(
+    group: dist.ProcessGroup, device: torch.device, facts: dict[str, object], vocab: int, sequence_parallel: bool
+) -> Shard:
     """This rank's :class:`Shard`, with the sizes of all of them; ``facts`` (words → value) must be the same everywhere.
 
     Raises ValueError on every rank where they differ, or where a rank has refused its arguments.
@@ -47,7 +50,7 @@ def agree(group: Any, device: torch.device, facts: dict[str, object], vocab: int
     return Shard(sum(every), sum(every[:rank]), group, rank, len(every), sequence_parallel, largest=max(every))
 
 
-def _sizes(group: Any, device: torch.device, facts: dict[str, object], vocab: int) -> list[int]:
+def _sizes(group: dist.ProcessGroup, device: torch.device, facts: dict[str, object], vocab: int) -> list[int]:
     """V of every rank, after comparing the facts."""
     own = [_TAKEN, vocab, *map(number_of, facts.values())]
     rows = _exchange(group, device, own, keep=True)
@@ -64,7 +67,7 @@ def _sizes(group: Any, device: torch.device, facts: dict[str, object], vocab: in
     return [row[1] for row in rows]
 
 
-def _exchange(group: Any, device: torch.device, own: list[int], keep: bool) -> list[list[int]]:
+def _exchange(group: dist.ProcessGroup, device: torch.device, own: list[int], keep: bool) -> list[list[int]]:
     over_cpu = device.type == "cpu" or "cpu:" in str(dist.get_backend_config(group))
     compared = _compared.setdefault(group, {})
     if keep and not over_cpu and tuple(own) in compared:
@@ -72,7 +75,7 @@ def _exchange(group: Any, device: torch.device, own: list[int], keep: bool) -> l
     sent = torch.tensor(own, dtype=torch.int64, device="cpu" if over_cpu else device)
     rows: list[Tensor] = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, sent, group=group)
-    made: list[list[int]] = torch.stack(rows).tolist()
+    numbers: list[list[int]] = torch.stack(rows).tolist()
     if keep and not over_cpu:
-        compared[tuple(own)] = made
-    return made
+        compared[tuple(own)] = numbers
+    return numbers

@@ -79,7 +79,7 @@ def _versions(arrays: Iterable[Tensor | None]) -> list[int]:
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
     if dtensors.is_dtensor(parameter):
-        gradient = dtensors.wrapped(gradient, dtensors.spec_of(parameter))
+        gradient = dtensors.wrapped(gradient, dtensors.place_of(parameter))
     if parameter.grad is None:
         parameter.grad = gradient
     else:

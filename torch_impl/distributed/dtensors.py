@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
-def is_dtensor(value: object) -> bool:
+
+class Place(NamedTuple):
+    """Everything about a DTensor but its numbers."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether ``value`` is a DTensor; the module that knows them is not imported for it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local(value: Any) -> Any:
+def local(value: Tensor | None) -> Tensor | None:
     """A DTensor's part on this rank, without gradient; anything else as it is."""
     return value._local_tensor if is_dtensor(value) else value
 
 
-def spec_of(given: Any) -> tuple[Any, ...]:
-    """(mesh, placements, shape, stride) of a DTensor."""
-    return given.device_mesh, given.placements, given.shape, given.stride()
+def place_of(tensor: DTensor) -> Place:
+    """Where its parts are."""
+    return Place(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
-def wrapped(local: Tensor, spec: tuple[Any, ...]) -> Any:
-    """``local`` as a DTensor of (mesh, placements, shape, stride)."""
+def wrapped(part: Tensor, place: Place) -> DTensor:
+    """The DTensor whose part on this rank is ``part``."""
     from torch.distributed.tensor import DTensor
 
-    mesh, placements, shape, stride = spec
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        part, place.mesh, place.placements, run_check=False, shape=place.shape, stride=place.stride
+    )

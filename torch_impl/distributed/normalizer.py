@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +13,7 @@ from logitless.torch_impl.distributed.parallel import check_member
 
 def global_normalizer(
     target: Tensor,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
     *,
     ignore_index: int = -100,
     token_weight: Tensor | None = None,

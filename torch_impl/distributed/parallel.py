@@ -26,7 +26,7 @@ from torch import Tensor
 from logitless.spec import LOWEST_GAP
 
 
-def _named(new: str, old: str) -> Any:
+def _named(new: str, old: str) -> Any:  # a function of either name
     # PyTorch 2.13 renames two collectives.
     return getattr(dist, new, None) or getattr(dist, old)
 
@@ -39,8 +39,8 @@ class Shard:
     """V: entries of all ranks together."""
     start: int = 0
     """The global id of this rank's first entry."""
-    group: Any = None
-    """The torch.distributed.ProcessGroup, None on one device."""
+    group: dist.ProcessGroup | None = None
+    """None on one device."""
     rank: int = 0
     ranks: int = 1
     sequence_parallel: bool = False
@@ -68,7 +68,7 @@ class Shard:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return value
 
-    def start_sum(self, value: Tensor) -> Any:
+    def start_sum(self, value: Tensor) -> dist.Work | None:
         """Begin Σ over the ranks, in place; ``value`` holds it once the returned work has been waited for."""
         return None if self.quiet else dist.all_reduce(value, group=self.group, async_op=True)
 
@@ -79,7 +79,7 @@ class Shard:
             _named("all_gather_single", "all_gather_into_tensor")(out, value.contiguous(), group=self.group)
         return out
 
-    def start_scatter(self, rows: Tensor) -> tuple[Tensor, Any]:
+    def start_scatter(self, rows: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Begin Σ over the ranks of ``rows`` [N, D], of which this rank gets its N / ranks."""
         out = rows.new_empty(rows.shape[0] // self.ranks, *rows.shape[1:])
         if self.quiet:
@@ -181,7 +181,7 @@ def exchange(shard: Shard, record: Record) -> Lines:
     )
 
 
-def check_member(process_group: Any) -> None:
+def check_member(process_group: dist.ProcessGroup | None) -> None:
     """Raise TypeError unless ``process_group`` is one (or None, the default), ValueError unless this rank is in it."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("process_group: got one before torch.distributed.init_process_group(), allowed is after it")

@@ -16,13 +16,21 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from logitless.torch_impl.call import Arrays
-from logitless.torch_impl.distributed.dtensors import is_dtensor, spec_of, wrapped
+from logitless.torch_impl.distributed.dtensors import Place, is_dtensor, place_of, wrapped
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class _Context(torch.autograd.function.FunctionCtx):
+    place: Place
 
 
 class _Local(torch.autograd.Function):
@@ -32,15 +40,15 @@ class _Local(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, given: Any) -> Tensor:
+    def forward(ctx: _Context, tensor: DTensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.spec = spec_of(given)
-        local: Tensor = given._local_tensor.detach()
+        ctx.place = place_of(tensor)
+        local = tensor._local_tensor.detach()
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        return None if gradient is None else wrapped(gradient, ctx.spec)
+    def backward(ctx: _Context, gradient: Tensor | None) -> DTensor | None:
+        return None if gradient is None else wrapped(gradient, ctx.place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Placed:
 
     arrays: Arrays
     """Plain tensors (or whatever was given that is no tensor)."""
-    group: Any
+    group: dist.ProcessGroup | None
     """The ranks that share the vocabulary, or None."""
     token_axis: int | None
     """The axis of hidden that the ranks share under sequence parallelism, or None."""
@@ -70,7 +78,7 @@ class Placed:
         )
 
 
-def is_fsdp_shard(weight: Any) -> bool:
+def is_fsdp_shard(weight: Tensor) -> bool:
     """Whether fully_shard has cut this parameter: its ranks hold different data, not parts of one vocabulary.
 
     FSDP2 keeps no mark on the parameter; its states, one for every module that it manages, know their parameters.
@@ -85,11 +93,10 @@ def is_fsdp_shard(weight: Any) -> bool:
     return False
 
 
-def localize(arrays: Arrays, group: Any, sequence_parallel: bool) -> Placed:
+def localize(arrays: Arrays, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Placed:
     """Plain local tensors, and the group and the axis that their placements say. Raises ValueError naming a placement
     that is not taken, and what is."""
-    weight: Any = arrays.weight
-    hidden = arrays.hidden
+    weight, hidden = arrays.weight, arrays.hidden
     axis = 0 if sequence_parallel else None
     sharded = False
     if is_dtensor(weight):
@@ -127,7 +134,7 @@ def localize(arrays: Arrays, group: Any, sequence_parallel: bool) -> Placed:
     return Placed(arrays._replace(**local), group, axis)
 
 
-def _kind(array: Any, name: str, allowed: tuple[str, ...]) -> str:
+def _kind(array: DTensor, name: str, allowed: tuple[str, ...]) -> str:
     """The one placement of ``array``, as it is written."""
     if array.device_mesh.ndim != 1:
         raise ValueError(
@@ -137,7 +144,7 @@ def _kind(array: Any, name: str, allowed: tuple[str, ...]) -> str:
     (placement,) = array.placements
     words = "Replicate()" if placement.is_replicate() else str(placement)
     if placement.is_shard():
-        words = f"Shard({placement.dim % array.ndim})"
+        words = f"Shard({placement.dim % array.ndim})"  # type: ignore[attr-defined]  # a Shard has one
         if type(placement).__name__ != "Shard":
             words = repr(placement)
     elif not placement.is_replicate():
@@ -147,6 +154,6 @@ def _kind(array: Any, name: str, allowed: tuple[str, ...]) -> str:
     return words
 
 
-def _check_mesh(array: Any, name: str, group: Any) -> None:
+def _check_mesh(array: DTensor, name: str, group: dist.ProcessGroup | None) -> None:
     if group is not None and array.device_mesh.get_group() is not group:
         raise ValueError(f"{name}: got a DTensor on another mesh, allowed is the one that shares the vocabulary")

@@ -119,7 +119,7 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(hidden, weight, bias)
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
+    mesh = weight.device_mesh
     whole: Any = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
     z: Any = nn.functional.linear(whole, weight, bias)
     logits: Tensor = z.full_tensor()
