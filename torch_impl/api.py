@@ -1,8 +1,8 @@
 """The public functions for PyTorch. Mirror of jax_impl/api.py: names, arguments, defaults and meanings are the same.
 
 A call becomes :class:`Arrays` and a :class:`Request`. checks.py checks both, chooses a backend and a plan, and makes
-the :class:`Call` that the autograd functions of autograd.py carry. Calls on several ranks, and calls that leave dW
-elsewhere, are made ready by distributed/sharding.py instead.
+the :class:`Call` that the autograd functions of autograd.py carry. distributed/sharding.py does the same for calls on
+several ranks, and for calls that leave dW elsewhere.
 """
 
 from __future__ import annotations

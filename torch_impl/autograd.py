@@ -188,7 +188,7 @@ def _weight_gradients(
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """The loss and the eight statistics (or Nones), from hidden, weight, bias and what is not differentiated.
 
-    What the forward made of the gradients waits in ctx.waiting for the upstream scalar; the first backward takes it.
+    Gradients that the forward has begun wait in ctx.waiting for the upstream scalar. The first backward takes them.
     """
 
     @staticmethod
@@ -223,7 +223,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 class LinearLogProbsFunction(torch.autograd.Function):
-    """log p(target) and entropy (or None) per token; gradients are made when both upstream gradients have arrived."""
+    """log p(target) and entropy (or None) per token. The backward computes all gradients."""
 
     @staticmethod
     def forward(

@@ -47,7 +47,7 @@ class Backend(Protocol[Prepared]):
         """Why this backend cannot compute in ``dtype`` on that device, or None."""
 
     def one_pass(self, dtype: torch.dtype, options: LossOptions) -> bool:
-        """Whether gradients can be made before lse is known."""
+        """Whether gradients can be computed before lse is known."""
 
     def holds(self, dtype: torch.dtype) -> bool:
         """Whether exponentials can wait for an upstream gradient per token."""
@@ -124,8 +124,8 @@ def backend_named(name: str) -> Backend[Any]:
 
 
 def adds_in_one_pass(backend: Backend[Any], plan: ChunkPlan) -> bool:
-    """Whether a plan in one pass can add dW to a buffer: no part of dW may be made before the upstream scalar is
-    there."""
+    """Whether a plan in one pass can add dW to a buffer: no part of dW may be added before the upstream scalar is
+    known."""
     return backend.PRODUCTS_WAIT and len(plan.token_slices) <= 1
 
 

@@ -60,7 +60,7 @@ def one_pass(dtype: torch.dtype, options: LossOptions) -> bool:
 
 
 def holds(dtype: torch.dtype) -> bool:
-    """Whether exponentials can wait for an upstream gradient per token: here gradients are made at once, or anew."""
+    """Whether exponentials can wait for an upstream gradient per token. Here the backward computes them again."""
     del dtype
     return False
 
@@ -278,15 +278,15 @@ def held_layout(
 ) -> Layout:
     """Shape and dtype of the gradients that wait for the upstream scalar, by name; ``tokens`` may be a symbol."""
     del options, token_chunk
-    made = accumulation_dtype(dtype)
+    wide = accumulation_dtype(dtype)
     vocab, size = arrays.weight.shape
     layout: Layout = {}
     if needs.hidden:
-        layout["hidden"] = ((tokens, size), made)
+        layout["hidden"] = ((tokens, size), wide)
     if needs.weight:
-        layout["weight"] = ((vocab, size), made if dtype.itemsize < made.itemsize else needs.weight)
+        layout["weight"] = ((vocab, size), wide if dtype.itemsize < wide.itemsize else needs.weight)
     if needs.bias:
-        layout["bias"] = ((vocab,), made)
+        layout["bias"] = ((vocab,), wide)
     return layout
 
 

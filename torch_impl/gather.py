@@ -46,8 +46,8 @@ def padded_index_gather(input: Tensor, index: Tensor, *, pad_to_multiple: int = 
         if bool(outside.any()):
             position = int(outside.nonzero()[0])
             raise spec.index_error(position, int(index[position]), input.shape[0])
-    made: Tensor = GatherFunction.apply(input, index, pad_to_multiple, torch.nan)  # type: ignore[no-untyped-call]
-    return made
+    rows: Tensor = GatherFunction.apply(input, index, pad_to_multiple, torch.nan)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def _places(index: Tensor, rows: int) -> Tensor:
@@ -80,28 +80,28 @@ class GatherFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        made: Tensor = ScatterFunction.apply(upstream, *ctx.saved_tensors, *ctx.like)  # type: ignore[no-untyped-call]
-        return made, None, None, None
+        gradient = ScatterFunction.apply(upstream, *ctx.saved_tensors, *ctx.like)  # type: ignore[no-untyped-call]
+        return gradient, None, None, None
 
 
 class ScatterFunction(torch.autograd.Function):
     """The gather's transpose, and so its gradient: rows [P, ...] added up at their places in [rows, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, index: Tensor, rows: int, multiple: int) -> Tensor:
+    def forward(ctx: Any, values: Tensor, index: Tensor, rows: int, multiple: int) -> Tensor:
         ctx.save_for_backward(index)
         ctx.multiple = multiple
         # One row more takes what came from an index outside.
-        total = given.new_zeros((rows + 1, *given.shape[1:]), dtype=accumulation_dtype(given.dtype))
-        places, values = _places(index, rows), given[: index.shape[0]].to(total.dtype)
+        total = values.new_zeros((rows + 1, *values.shape[1:]), dtype=accumulation_dtype(values.dtype))
+        places, parts = _places(index, rows), values[: index.shape[0]].to(total.dtype)
         # By PyTorch's documentation the one is deterministic on CUDA and the other is not, and on a CPU the reverse.
         if total.is_cuda:
-            total.index_put_((places,), values, accumulate=True)
+            total.index_put_((places,), parts, accumulate=True)
         else:
-            total.index_add_(0, places, values)
-        return total[:rows].to(given.dtype)
+            total.index_add_(0, places, parts)
+        return total[:rows].to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        made: Tensor = GatherFunction.apply(upstream, *ctx.saved_tensors, ctx.multiple, 0.0)  # type: ignore[no-untyped-call]
-        return made, None, None, None
+        gradient = GatherFunction.apply(upstream, *ctx.saved_tensors, ctx.multiple, 0.0)  # type: ignore[no-untyped-call]
+        return gradient, None, None, None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from logitless.saved import SavedTensors
 from logitless.torch_impl.api import linear_cross_entropy
@@ -52,7 +54,7 @@ def profile_saved_tensors(
     leaves = [] if module is None else [*module.parameters(), *module.buffers()]
     for node in _nodes(result):
         leaves += [node.variable] if hasattr(node, "variable") else []
-        kept += [(node.metadata[_PATH], tensor) for tensor in _tensors_in(getattr(node, "__dict__", {}), set())]
+        kept += [(_metadata(node)[_PATH], tensor) for tensor in _tensors_in(getattr(node, "__dict__", {}), set())]
     weights = {leaf.untyped_storage().data_ptr() for leaf in leaves}
     found: dict[int, tuple[str, int, bool]] = {}
     for path, tensor in kept:
@@ -100,21 +102,21 @@ class _Recorder:
         self.running = [""]
         self.saved: list[tuple[str, weakref.ref[_Kept]]] = []
 
-    def watch(self, module: nn.Module) -> list[Any]:
-        """Hooks that say which layer is running; what comes into a layer was made by the one around it."""
+    def watch(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hooks that say which layer is running. What comes into a layer is a result of the layer around it."""
 
         def before(path: str) -> Callable[..., None]:
-            def enter(_: nn.Module, arguments: Any) -> None:
+            def enter(_: nn.Module, arguments: object) -> None:
                 self.claim(arguments)
                 self.running.append(path)
 
             return enter
 
-        def leave(_: nn.Module, __: Any, result: Any) -> None:
+        def leave(_: nn.Module, __: object, result: object) -> None:
             self.claim(result)
             self.running.pop()
 
-        handles: list[Any] = []
+        handles: list[RemovableHandle] = []
         for path, layer in module.named_modules():
             handles += [layer.register_forward_pre_hook(before(path)), layer.register_forward_hook(leave)]
         return handles
@@ -124,16 +126,22 @@ class _Recorder:
         self.saved.append((self.running[-1], weakref.ref(kept)))
         return kept
 
-    def claim(self, made: Any) -> None:
-        """Write the running layer's path on the nodes of the graph that have none yet."""
-        for node in _nodes(made, lambda node: _PATH not in node.metadata):
-            node.metadata[_PATH] = self.running[-1]
+    def claim(self, results: object) -> None:
+        """Write the running layer's path on those nodes of the graph behind some results that have none yet."""
+        for node in _nodes(results, lambda node: _PATH not in _metadata(node)):
+            _metadata(node)[_PATH] = self.running[-1]
 
 
-def _nodes(made: Any, wanted: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
-    """The nodes of autograd's graph behind what was made, as far as they are wanted."""
-    pending: list[Any] = [leaf.grad_fn for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-    seen: set[Any] = set()
+def _metadata(node: Node) -> dict[str, str]:
+    metadata: Any = node.metadata  # a dict, where torch's types say a method
+    own: dict[str, str] = metadata
+    return own
+
+
+def _nodes(results: object, wanted: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    """The nodes of autograd's graph behind some results, as far as they are wanted."""
+    pending = [leaf.grad_fn for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+    seen: set[Node] = set()
     while pending:
         node = pending.pop()
         if node is None or node in seen or not wanted(node):
@@ -143,7 +151,7 @@ def _nodes(made: Any, wanted: Callable[[Any], bool] = lambda node: True) -> Iter
         yield node
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
     """Tensors in containers and objects that are not torch's own."""
     if isinstance(value, ModuleType | FunctionType | type) or id(value) in seen:
         return
@@ -152,7 +160,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
         return
     seen.add(id(value))
     if isinstance(value, dict):
-        parts: Any = value.values()
+        parts: Iterable[object] = value.values()
     elif isinstance(value, list | tuple | set):
         parts = value
     elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] != "torch":

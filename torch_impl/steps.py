@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 
 def one_pass(call: Call) -> bool:
-    """Whether a loss's gradients are made with its forward, if there are any."""
+    """Whether a loss's forward computes its gradients too, if any are wanted."""
     possible = call.plan.one_pass and call.options.separable and call.options.reduction != "none"
     if call.into is not None and call.deferred is None:
         possible = possible and adds_in_one_pass(backend_named(call.backend), call.chunk_plan)
@@ -95,7 +95,7 @@ def _cast(gradients: Gradients, arrays: Arrays) -> Gradients:
 
 
 def shaped(values: Tensor, shape: torch.Size) -> Tensor:
-    """``values`` [N] in the tokens' shape; as they are where that is theirs: a view costs time to make the caller's."""
+    """``values`` [N] in the tokens' shape; as they are if they have it: autograd wants a copy of a view."""
     return values if values.shape == shape else values.reshape(shape)
 
 

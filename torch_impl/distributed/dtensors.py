@@ -1,4 +1,4 @@
-"""DTensors, without the module that knows them: it is imported only where one is made."""
+"""DTensors, without the module that knows them: only what makes one imports it."""
 
 from __future__ import annotations
 

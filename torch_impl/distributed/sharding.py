@@ -47,7 +47,7 @@ class _AddedToMainGrad(torch.autograd.Function):
 
 
 def is_apart(arrays: Arrays, request: Request) -> bool:
-    """Whether a call is made ready here."""
+    """Whether a call goes through this file."""
     asked = request.group is not None or request.sequence_parallel or request.into is not None or request.deferred
     return asked or checks.is_placed(arrays.weight) or checks.is_placed(arrays.hidden)
 

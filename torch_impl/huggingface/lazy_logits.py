@@ -1,13 +1,13 @@
-"""Logits that a patched model's output has in name: made when something reads them, or refused with the remedy.
+"""Logits that a patched model's output has in name: computed when something reads them, or refused with the remedy.
 
 An object of :class:`LazyLogits` has the shape, dtype and device of [..., V] logits and one element of memory. Trainers
-pass a model's output around, look at its shapes, and often read nothing of it. Any operation on it is one on the
-logits, which are made at the first; where they are not to be made, it is an error that says how to get them.
+pass a model's output around, look at its shapes, and often read nothing of it. Any operation on it is an operation on
+the logits, which the first one computes. Where they shall not be computed, it is an error that says how to get them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,20 +31,20 @@ class LazyLogits(Tensor):
     """See the module."""
 
     @staticmethod
-    def of(make: Callable[[], Tensor], shape: Any, dtype: torch.dtype, device: torch.device) -> LazyLogits:
-        """``make``: makes the logits."""
+    def of(compute: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> LazyLogits:
+        """``compute`` gives the logits."""
         one = torch.full((), torch.nan, dtype=dtype, device=device)  # whoever reads past us shall see it
         lazy = one.expand(shape).as_subclass(LazyLogits)
-        lazy.__dict__["make"], lazy.__dict__["made"] = make, None
+        lazy.__dict__["compute"], lazy.__dict__["logits"] = compute, None
         return lazy
 
     def whole(self) -> Tensor:
-        """The logits, made once."""
+        """The logits, computed once."""
         own = self.__dict__
-        if own["made"] is None:
-            own["made"] = own["make"]()
-        made: Tensor = own["made"]
-        return made
+        if own["logits"] is None:
+            own["logits"] = own["compute"]()
+        logits: Tensor = own["logits"]
+        return logits
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:

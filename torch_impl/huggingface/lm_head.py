@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -69,15 +69,15 @@ def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
             module.__dict__[name] = before
 
 
-def check_probes(logit_scale: float, softcap: float | None, made: Tensor) -> None:
-    """Raise NotImplementedError unless ``made`` [..., len(PROBES)] is what scale and softcap make of the probes."""
-    if not made.numel():
+def check_probes(logit_scale: float, softcap: float | None, results: Tensor) -> None:
+    """Raise NotImplementedError unless ``results`` [..., len(PROBES)] are the probes after scale and softcap."""
+    if not results.numel():
         return
     expected = [
         logit_scale * probe if softcap is None else softcap * math.tanh(logit_scale * probe / softcap)
         for probe in PROBES
     ]
-    values = made.detach().reshape(-1, len(PROBES))[0].tolist()
+    values = results.detach().reshape(-1, len(PROBES))[0].tolist()
     # A model may work in bfloat16: a few roundings of each number.
     eps = torch.finfo(torch.bfloat16).eps
     right = [abs(value - known) <= 2 * eps * abs(known) for value, known in zip(values, expected, strict=True)]
@@ -89,7 +89,7 @@ def check_probes(logit_scale: float, softcap: float | None, made: Tensor) -> Non
         )
 
 
-def is_probes(value: Any) -> bool:
+def is_probes(value: object) -> TypeGuard[Tensor]:
     """Whether ``value`` is a tensor [..., len(PROBES)], as the logits of a recorded forward are."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[-1] == len(PROBES)
 
