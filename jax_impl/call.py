@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
 from logitless import numerics
 from logitless.jax_impl.distributed.parallel import WHOLE, Shard
@@ -34,9 +35,9 @@ TokenSums = numerics.TokenSums[Array]
 KnownRows = numerics.KnownRows[Array]
 
 
-def accumulation_dtype(dtype: Any) -> Any:
+def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype of sums, losses and statistics: float64 for float64, else float32."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+    return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
 
 
 class Arrays(NamedTuple, Generic[Leaf]):
@@ -57,10 +58,10 @@ Given = Arrays[Any]
 Tree = TypeVar("Tree")
 
 
-def as_jax(given: Tree, dtype: Any) -> Tree:
+def as_jax(given: Tree, dtype: DTypeLike) -> Tree:
     """The same with JAX arrays in place of NumPy's and of numbers; ``dtype``: that of what is differentiated."""
 
-    def converted(value: Any) -> Array:
+    def converted(value: ArrayLike) -> Array:
         if isinstance(value, jax.Array):
             return value
         if isinstance(value, np.ndarray | np.generic):
@@ -157,7 +158,7 @@ class Inputs(NamedTuple):
         )
 
     @property
-    def accumulation_dtype(self) -> Any:
+    def accumulation_dtype(self) -> jnp.dtype:
         return accumulation_dtype(self.hidden.dtype)
 
     @property

@@ -5,35 +5,36 @@ A chunk is some tokens, a block some columns of their logits. Mirror of torch_im
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from logitless import numerics
 from logitless.jax_impl.call import XP, Inputs, Statistics, TokenSums
 from logitless.jax_impl.distributed.parallel import Shard
-from logitless.jax_impl.slices import put, take
+from logitless.jax_impl.slices import Index, put, take
 from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One block of logits
 
 
-def is_real(limit: Array, start: Any, size: int) -> Array:
+def is_real(limit: Array, start: Index, size: int) -> Array:
     """[size]: whether column start + j is no padding."""
     columns: Array = start + jnp.arange(size, dtype=jnp.int32)
     return columns < limit
 
 
-def is_target(target: Array, start: Any, size: int) -> Array:
+def is_target(target: Array, start: Index, size: int) -> Array:
     """[C, size]: whether column start + j is the row's target."""
     columns: Array = start + jnp.arange(size, dtype=jnp.int32)
     return jnp.equal(target[:, None], columns)
 
 
-def product(a: Array, b: Array, dtype: Any) -> Array:
+def product(a: Array, b: Array, dtype: DTypeLike) -> Array:
     """a b, accumulated in ``dtype``."""
     return jnp.dot(a, b, preferred_element_type=dtype)
 
@@ -51,7 +52,7 @@ def slope(z: Array, options: LossOptions) -> Array:
     return 1.0 - jnp.square(z / options.softcap)
 
 
-def logits_block(x: Array, inputs: Inputs, start: Any, size: int, options: LossOptions) -> Array:
+def logits_block(x: Array, inputs: Inputs, start: Index, size: int, options: LossOptions) -> Array:
     """z[:, start:start + size] of the rows x, in the accumulation dtype."""
     dtype = inputs.accumulation_dtype
     z = product(x, take(inputs.weight, start, size).T, dtype)
@@ -60,7 +61,7 @@ def logits_block(x: Array, inputs: Inputs, start: Any, size: int, options: LossO
     return capped(z, options)
 
 
-def rows_of(inputs: Inputs, first: Any, size: int) -> Array:
+def rows_of(inputs: Inputs, first: Index, size: int) -> Array:
     """The chunk's hidden states, zero for an ignored token whatever it holds."""
     x = take(inputs.hidden, first, size)
     return jnp.where(take(inputs.valid, first, size)[:, None], x, jnp.zeros((), x.dtype))
@@ -98,11 +99,11 @@ class RunningSums(NamedTuple):
             limit=limit,
         )
 
-    def _real(self, z: Array, start: Any, padding: float) -> Array:
+    def _real(self, z: Array, start: Index, padding: float) -> Array:
         """A block with ``padding`` where the weight is padded."""
         return z if self.limit is None else jnp.where(is_real(self.limit, start, z.shape[1]), z, padding)
 
-    def observe(self, z: Array, start: Any) -> RunningSums:
+    def observe(self, z: Array, start: Index) -> RunningSums:
         """Maximum (and minimum and first index of the maximum) of a block of logits."""
         above = self._real(z, start, -jnp.inf)
         block_highest = above.max(axis=1)
@@ -125,7 +126,7 @@ class RunningSums(NamedTuple):
         gap_sum = None if self.gap_sum is None else factor * (self.gap_sum + self.s * step)
         return self._replace(anchor=moved, s=self.s * factor, gap_sum=gap_sum)
 
-    def exponentiate(self, z: Array, start: Any) -> tuple[RunningSums, Array]:
+    def exponentiate(self, z: Array, start: Index) -> tuple[RunningSums, Array]:
         """exp(z − anchor), 0 at the target, and the sums with it."""
         gaps = z - self.anchor[:, None]
         e = jnp.where(is_target(self.target, start, z.shape[1]), 0.0, self._real(jnp.exp(gaps), start, 0.0))
@@ -184,7 +185,7 @@ def empty_sums(inputs: Inputs, weighted: bool, statistics: Statistics) -> TokenS
     return TokenSums(zero, zero, zero, zero if weighted else None, zero if statistics else None, index, some, some)
 
 
-def put_sums(all_sums: TokenSums, part: TokenSums, first: Any) -> TokenSums:
+def put_sums(all_sums: TokenSums, part: TokenSums, first: Index) -> TokenSums:
     """``all_sums`` with those of the tokens from ``first``."""
     sums: TokenSums = jax.tree.map(lambda whole, piece: put(whole, piece, first), all_sums, part)
     return sums

@@ -7,7 +7,7 @@ updated in place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,13 @@ from logitless.jax_impl.distributed import parallel
 
 Carry = TypeVar("Carry")
 
+Position = TypeVar("Position", bound="Index")
 
-def for_slices(length: int, size: int, body: Callable[[Carry, Any, int], Carry], carry: Carry) -> Carry:
+Index = int | Array
+"""Where a slice begins: a number, or one that is known on the device only."""
+
+
+def for_slices(length: int, size: int, body: Callable[[Carry, Index, int], Carry], carry: Carry) -> Carry:
     """carry = body(carry, start, size) for every slice: a loop over the full ones, then the ragged rest."""
     full, rest = divmod(length, size)
     if length and parallel.tracked():
@@ -55,27 +60,27 @@ def bits(array: Array) -> Array:
     return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype in (jnp.bfloat16, jnp.float16) else array
 
 
-def floats(bits: Array, dtype: Any) -> Array:
+def floats(bits: Array, dtype: jnp.dtype) -> Array:
     return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
 
 
-def _stay(array: Array, where: Any) -> tuple[Array, Any]:
+def _stay(array: Array, where: Position) -> tuple[Array, Position]:
     """Tie a 16-bit array to where it is read: XLA would take its cast out of the loop, and copy the whole array."""
     return lax.optimization_barrier((array, where)) if array.dtype in (jnp.bfloat16, jnp.float16) else (array, where)
 
 
-def take(array: Array, start: Any, size: int) -> Array:
+def take(array: Array, start: Index, size: int) -> Array:
     """array[start:start + size]."""
     array, start = _stay(array, start)
     return floats(lax.dynamic_slice_in_dim(bits(array), start, size), array.dtype)
 
 
-def take_block(matrix: Array, rows: int, start: Any, size: int) -> Array:
+def take_block(matrix: Array, rows: int, start: Index, size: int) -> Array:
     """matrix[:rows, start:start + size]; the matrix is never 16-bit."""
     return lax.dynamic_slice(matrix, (jnp.zeros_like(start), start), (rows, size))
 
 
-def put(array: Array, part: Array, start: Any, axis: int = 0) -> Array:
+def put(array: Array, part: Array, start: Index, axis: int = 0) -> Array:
     """array with ``part`` at ``start``; along the other axis a part may be shorter and fills its beginning."""
     return floats(lax.dynamic_update_slice_in_dim(bits(array), bits(part), start, axis), array.dtype)
 

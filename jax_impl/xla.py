@@ -12,11 +12,12 @@ its way into the products (the platform is not known when a function is traced),
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from logitless import numerics
 from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
@@ -32,7 +33,7 @@ from logitless.jax_impl.chunk import (
     rows_of,
     slope,
 )
-from logitless.jax_impl.slices import for_slices, put, rows_at, take, take_block
+from logitless.jax_impl.slices import Index, for_slices, put, rows_at, take, take_block
 from logitless.planning import ChunkPlan
 from logitless.scratch import ANCHOR_ROWS
 from logitless.spec import LOWEST_GAP, LossOptions
@@ -41,7 +42,7 @@ from logitless.spec import LOWEST_GAP, LossOptions
 # Sums per token
 
 
-def _target_logits(x: Array, inputs: Inputs, first: Any, options: LossOptions) -> Array:
+def _target_logits(x: Array, inputs: Inputs, first: Index, options: LossOptions) -> Array:
     """The anchors a_i = z_{i, y_i}: one dot product per token; NaN for an id outside the vocabulary."""
     tokens = x.shape[0]
     if inputs.shared is not None:
@@ -61,7 +62,7 @@ def _row_logits(x: Array, inputs: Inputs, target: Array, options: LossOptions) -
     """z_{i, target_i} of the rows x."""
     dtype, tokens = inputs.accumulation_dtype, x.shape[0]
 
-    def part(dots: Array, start: Any, size: int) -> Array:
+    def part(dots: Array, start: Index, size: int) -> Array:
         rows = rows_at(inputs.weight, take(target, start, size)).astype(dtype)
         return put(dots, (rows * take(x, start, size).astype(dtype)).sum(axis=1), start)
 
@@ -71,18 +72,25 @@ def _row_logits(x: Array, inputs: Inputs, target: Array, options: LossOptions) -
     return capped(dots, options)
 
 
+def _start(
+    inputs: Inputs, options: LossOptions, x: Array, target: Array, first: Index, statistics: Statistics
+) -> RunningSums:
+    """The sums of a chunk before its first block."""
+    return RunningSums.start(_target_logits(x, inputs, first, options), target, statistics, inputs.shard.limit())
+
+
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
     smoothing, shard = _Smoothing.prepare(inputs, options, plan), inputs.shard
     sum_logits = options.label_smoothing > 0 and not options.separable
 
-    def chunk(all_sums: TokenSums, first: Any, tokens: int) -> TokenSums:
+    def chunk(all_sums: TokenSums, first: Index, tokens: int) -> TokenSums:
         x = rows_of(inputs, first, tokens)
         target = shard.place(take(inputs.target, first, tokens))
-        running = RunningSums.start(_target_logits(x, inputs, first, options), target, statistics, shard.limit())
+        running = _start(inputs, options, x, target, first, statistics)
         weighted = jnp.zeros_like(running.s) if sum_logits else None
 
-        def block(carry: Any, start: Any, size: int) -> Any:
+        def block(carry: tuple[RunningSums, Array | None], start: Index, size: int) -> tuple[RunningSums, Array | None]:
             running, weighted = carry
             z = logits_block(x, inputs, start, size, options)
             if weighted is not None:
@@ -101,7 +109,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
     return for_slices(plan.tokens, plan.token_chunk, chunk, empty)
 
 
-def _class_weights_of(inputs: Inputs, first: Any, target: Array) -> Array | float:
+def _class_weights_of(inputs: Inputs, first: Index, target: Array) -> Array | float:
     """The class weights of a chunk's targets."""
     if inputs.class_weight is None:
         return 1.0
@@ -128,7 +136,7 @@ class _Smoothing(NamedTuple):
             return None
         dtype, k = inputs.accumulation_dtype, inputs.class_weight
 
-        def add(rows: Array, start: Any, size: int) -> Array:
+        def add(rows: Array, start: Index, size: int) -> Array:
             block = take(inputs.weight, start, size).astype(dtype)
             return rows + (block.sum(axis=0) if k is None else take(k, start, size) @ block)
 
@@ -144,6 +152,10 @@ class _Smoothing(NamedTuple):
         return (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
 
 
+State = tuple[Gradients, Array]
+"""The gradients as far as they are, and Σ_i g_i x_i for label smoothing."""
+
+
 class _Accumulators:
     """How dX, dW and db are gathered, block by block; the arrays themselves are carried as :class:`Gradients`."""
 
@@ -154,7 +166,7 @@ class _Accumulators:
         needs: Needs,
         smoothing: _Smoothing | None,
         g: Array,
-        hidden_dtype: Any,
+        hidden_dtype: DTypeLike,
         unit: Array,
     ) -> None:
         """``unit``: as large as the matrix's elements get."""
@@ -167,7 +179,7 @@ class _Accumulators:
         # not hold it (loss scaling, class weights), and 1/N would round all targets' elements to the same side.
         self.unit = unit if self.low and plan.tokens else None
 
-    def start(self) -> tuple[Gradients, Array]:
+    def start(self) -> State:
         """Zeros for what is wanted, and Σ_i g_i x_i for smoothing."""
         vocab, size = self.inputs.weight.shape
         weight_dtype = self.dtype if self.direct else self.inputs.weight.dtype
@@ -179,8 +191,8 @@ class _Accumulators:
         return zeros, jnp.zeros(size, self.dtype)
 
     def add_chunk(
-        self, state: tuple[Gradients, Array], first: Any, x: Array, factor: Array, matrix: Callable[[Any, int], Array]
-    ) -> tuple[Gradients, Array]:
+        self, state: State, first: Index, x: Array, factor: Array, matrix: Callable[[Index, int], Array]
+    ) -> State:
         """The products of the tokens from ``first``. matrix(start, size): their block of E, which lacks ``factor``."""
         gradients, smooth_x = state
         tokens = x.shape[0]
@@ -192,7 +204,7 @@ class _Accumulators:
         element_factor = factor if self.unit is None else factor / self.unit
         scaled_x = x if self.low else x * factor[:, None]
 
-        def block(carry: Any, start: Any, size: int) -> Any:
+        def block(carry: Gradients, start: Index, size: int) -> Gradients:
             hidden_part, weight, bias = carry
             e = matrix(start, size)
             if bias is not None:
@@ -208,12 +220,10 @@ class _Accumulators:
                 else:
                     part = self._finish_weight(part, smooth_x, start, size).astype(weight.dtype)
                 weight = put(weight, part, start)
-            return hidden_part, weight, bias
+            return Gradients(hidden_part, weight, bias)
 
-        hidden_part = jnp.zeros(x.shape, self.dtype) if self.needs.hidden else None
-        carry = (hidden_part, gradients.weight, gradients.bias)
-        carry = for_slices(self.plan.vocab, self.plan.vocab_chunk, block, carry)
-        hidden_part, weight, bias = carry
+        carry = gradients._replace(hidden=jnp.zeros(x.shape, self.dtype) if self.needs.hidden else None)
+        hidden_part, weight, bias = for_slices(self.plan.vocab, self.plan.vocab_chunk, block, carry)
         hidden = gradients.hidden
         if hidden is not None and hidden_part is not None:
             hidden = put(hidden, self._finish_hidden(hidden_part, factor, g).astype(hidden.dtype), first)
@@ -229,7 +239,7 @@ class _Accumulators:
             part = part - (self.smoothing.factor * g)[:, None] * self.smoothing.weighted_rows
         return part
 
-    def _finish_weight(self, part: Array, smooth_x: Array, start: Any, size: int) -> Array:
+    def _finish_weight(self, part: Array, smooth_x: Array, start: Index, size: int) -> Array:
         """What a block of dW still lacks when all tokens are in it."""
         if self.unit is not None:
             part = part * self.unit
@@ -239,7 +249,7 @@ class _Accumulators:
             part = part - ones[:, None] * (self.smoothing.factor * smooth_x)
         return part
 
-    def finish(self, state: tuple[Gradients, Array]) -> Gradients:
+    def finish(self, state: State) -> Gradients:
         gradients, smooth_x = state
         weight, bias = gradients.weight, gradients.bias
         if weight is not None and self.direct:
@@ -255,13 +265,13 @@ def unavailable(device: jax.Device | None, dtype: str) -> str | None:
     return None
 
 
-def one_pass(dtype: Any, options: LossOptions) -> bool:
+def one_pass(dtype: jnp.dtype, options: LossOptions) -> bool:
     """Whether a chunk's matrix can be scaled into ``dtype``'s range before lse is known: float16's is too small for
     what a z-loss, 2 λ lse, may make of it."""
     return bool(dtype != jnp.float16 or not options.z_loss)
 
 
-def holds(dtype: Any) -> bool:
+def holds(dtype: jnp.dtype) -> bool:
     """Whether exponentials can wait for an upstream gradient per token: here gradients are made at once, or anew."""
     return False
 
@@ -278,6 +288,31 @@ def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs,
     return Gradients(*(None if part is None else part.astype(upstream.dtype) * upstream for part in held))
 
 
+def _held_exponentials(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, e: Array, x: Array, running: RunningSums
+) -> tuple[Array, RunningSums]:
+    """The exponentials of a chunk in the first rows of ``e``, and this device's sums of them."""
+    tokens = x.shape[0]
+
+    def logits(carry: tuple[Array, RunningSums], start: Index, size: int) -> tuple[Array, RunningSums]:
+        e, running = carry
+        z = logits_block(x, inputs, start, size, options)
+        return put(e, z, start, axis=1), running.observe(z, start)
+
+    def exponentials(carry: tuple[Array, RunningSums], start: Index, size: int) -> tuple[Array, RunningSums]:
+        e, running = carry
+        z = take_block(e, tokens, start, size)
+        running, block = running.exponentiate(z, start)
+        if options.softcap is not None:
+            block = block * slope(z, options)
+        return put(e, block, start, axis=1), running
+
+    e, running = for_slices(plan.vocab, plan.vocab_chunk, logits, (e, running))
+    # The exponentials that are held are relative to the same anchor on all devices.
+    running = running.extremes(inputs.shard).rescue()
+    return for_slices(plan.vocab, plan.vocab_chunk, exponentials, (e, running))
+
+
 def loss_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:
@@ -286,37 +321,20 @@ def loss_gradients(
     g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored. For a plan in one pass and
     separable options.
     """
-    dtype, shard = inputs.accumulation_dtype, inputs.shard
+    dtype = inputs.accumulation_dtype
     smoothing = _Smoothing.prepare(inputs, options, plan)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     unit = numerics.loss_unit(XP, inputs, options, g)
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, unit)
 
-    def chunk(carry: Any, first: Any, tokens: int) -> Any:
+    def chunk(carry: tuple[TokenSums, State, Array], first: Index, tokens: int) -> tuple[TokenSums, State, Array]:
         all_sums, state, e = carry
         x = rows_of(inputs, first, tokens)
-        target = shard.place(take(inputs.target, first, tokens))
-
-        def logits(carry: Any, start: Any, size: int) -> Any:
-            e, running = carry
-            z = logits_block(x, inputs, start, size, options)
-            return put(e, z, start, axis=1), running.observe(z, start)
-
-        def exponentials(carry: Any, start: Any, size: int) -> Any:
-            e, running = carry
-            z = take_block(e, tokens, start, size)
-            running, block = running.exponentiate(z, start)
-            if options.softcap is not None:
-                block = block * slope(z, options)
-            return put(e, block, start, axis=1), running
-
-        running = RunningSums.start(_target_logits(x, inputs, first, options), target, statistics, shard.limit())
-        e, running = for_slices(plan.vocab, plan.vocab_chunk, logits, (e, running))
-        # The exponentials that are held are relative to the same anchor on all devices.
-        running = running.extremes(shard).rescue()
-        e, running = for_slices(plan.vocab, plan.vocab_chunk, exponentials, (e, running))
+        target = inputs.shard.place(take(inputs.target, first, tokens))
+        running = _start(inputs, options, x, target, first, statistics)
+        e, running = _held_exponentials(inputs, options, plan, e, x, running)
         weighted = None if smoothing is None else smoothing.weighted_logits(x, options)
-        running, weighted = running.total(shard, weighted)
+        running, weighted = running.total(inputs.shard, weighted)
         part = running.finish(weighted)
 
         k = _class_weights_of(inputs, first, target)
@@ -325,7 +343,7 @@ def loss_gradients(
         valid = take(inputs.valid, first, tokens)
         element = jnp.where(valid, numerics.sloped(XP, element, part.target_logit, options), 0.0)
 
-        def matrix(start: Any, size: int) -> Array:
+        def matrix(start: Index, size: int) -> Array:
             return jnp.where(is_target(target, start, size), element[:, None], take_block(e, tokens, start, size))
 
         factor = take(g, first, tokens) * alpha / (running.s + running.e_target())
@@ -341,7 +359,7 @@ def loss_gradients(
 
 
 def _known_block(
-    z: Array, known: KnownRows, first: Any, target: Array, start: Any, k: Array | None, options: LossOptions,
+    z: Array, known: KnownRows, first: Index, target: Array, start: Index, k: Array | None, options: LossOptions,
     limit: Array | None,
 ) -> Array:  # fmt: skip
     """The matrix of :class:`KnownRows` from a block of logits."""
@@ -380,11 +398,11 @@ def known_gradients(
     unit = known.unit(XP) if inputs.hidden.dtype == jnp.float16 else numerics.largest_factor(XP, g)
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, unit)
 
-    def chunk(state: Any, first: Any, tokens: int) -> Any:
+    def chunk(state: State, first: Index, tokens: int) -> State:
         x = rows_of(inputs, first, tokens)
         target = inputs.shard.place(take(inputs.target, first, tokens))
 
-        def matrix(start: Any, size: int) -> Array:
+        def matrix(start: Index, size: int) -> Array:
             z = logits_block(x, inputs, start, size, options)
             k = None if inputs.class_weight is None else take(inputs.class_weight, start, size)
             return _known_block(z, known, first, target, start, k, options, inputs.shard.limit())
