@@ -206,6 +206,9 @@ class Needs(NamedTuple):
     bias: bool
 
 
+NOTHING = Needs(False, False, False)
+
+
 class Gradients(NamedTuple):
     """The gradients that were wanted, None in place of the others.
 

@@ -21,31 +21,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import CustomVJPPrimal
 
 from logitless import numerics
 from logitless.jax_impl import vjp
-from logitless.jax_impl.call import XP, Gradients, Inputs, Needs
-from logitless.jax_impl.call import Arrays as CallArrays
+from logitless.jax_impl.call import XP, Arrays, Gradients, Inputs, Leaf, Needs
 from logitless.jax_impl.chunk import logits_block, product, rows_of, slope
-from logitless.jax_impl.residuals import packed, unpacked
-from logitless.jax_impl.slices import for_slices, put, take
+from logitless.jax_impl.residuals import Packed, packed, unpacked
+from logitless.jax_impl.slices import Index, for_slices, put, take
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 
-Index = int | Array
-"""Where a slice starts: a number that is traced inside a loop."""
-
-Pair = tuple[Array, Array]
-Parts = tuple[Array | None, Array | None, Array | None]
-
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class DivergenceCall:
     """Everything about a call that is not an array: β, both sides' logits, the tile. A static argument of jax.jit."""
 
     beta: float
@@ -54,18 +48,18 @@ class Call:
     tile: Tile
 
 
-class Arrays(NamedTuple):
-    """A call's arrays; None where there is no bias."""
+class DivergenceArrays(NamedTuple, Generic[Leaf]):
+    """A call's arrays, or one thing for each of them; None where there is no bias."""
 
-    hidden: Any  # [..., D]
-    weight: Any  # [V, D]
-    bias: Any  # [V]
-    teacher_hidden: Any  # [..., D_teacher]
-    teacher_weight: Any  # [V, D_teacher]
-    teacher_bias: Any  # [V]
-    target: Any  # [...] −100 where a token does not count, else 0
-    lse: Any  # [2, N]
-    teacher_lse: Any  # [2, N]
+    hidden: Leaf  # [..., D]
+    weight: Leaf  # [V, D]
+    bias: Leaf | None  # [V]
+    teacher_hidden: Leaf  # [..., D_teacher]
+    teacher_weight: Leaf  # [V, D_teacher]
+    teacher_bias: Leaf | None  # [V]
+    target: Leaf  # [...] −100 where a token does not count, else 0
+    lse: Leaf  # [2, N]
+    teacher_lse: Leaf  # [2, N]
 
 
 class Side(NamedTuple):
@@ -126,36 +120,38 @@ def _gradient(log_p: Array, log_q: Array, mean: Array, beta: float) -> Array:
     return gradient if beta == 1 else (1 - beta) * gradient
 
 
-def _sides(call: Call, arrays: Arrays) -> tuple[Side, Side]:
-    own = CallArrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target)
-    other = CallArrays(arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target)
-    student, teacher = (Inputs.of(side, call.options.ignore_index) for side in (own, other))
-    return Side(student, call.options, arrays.lse), Side(teacher, call.teacher_options, arrays.teacher_lse)
+def _sides(call: DivergenceCall, arrays: DivergenceArrays[Array]) -> tuple[Side, Side]:
+    given = Arrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target)
+    student = Side(Inputs.of(given, call.options.ignore_index), call.options, arrays.lse)
+    given = Arrays(arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target)
+    return student, Side(Inputs.of(given, call.options.ignore_index), call.teacher_options, arrays.teacher_lse)
 
 
-def _forward(call: Call, arrays: Arrays) -> tuple[Array, Array]:
+def _forward(call: DivergenceCall, arrays: DivergenceArrays[Array]) -> tuple[Array, Array]:
     """The divergence of every token, 0 where it does not count, and Σ_j q (log q − log m): [N] each."""
     (student, teacher), tile = _sides(call, arrays), call.tile
 
-    def chunk(sums: Pair, first: Index, tokens: int) -> Pair:
+    def chunk(sums: tuple[Array, Array], first: Index, tokens: int) -> tuple[Array, Array]:
         x, teacher_x = student.rows(first, tokens), teacher.rows(first, tokens)
 
-        def block(sums: Pair, start: Index, size: int) -> Pair:
+        def block(carry: tuple[Array, Array], start: Index, size: int) -> tuple[Array, Array]:
             log_q = student.log_probs(student.logits(x, start, size), first)
             log_p = teacher.log_probs(teacher.logits(teacher_x, start, size), first).astype(log_q.dtype)
-            divergence, mean = _divergence_rows(log_p, log_q, call.beta)
-            return sums[0] + divergence, sums[1] + mean
+            total, mean = _divergence_rows(log_p, log_q, call.beta)
+            return carry[0] + total, carry[1] + mean
 
         zero = jnp.zeros(tokens, student.lse.dtype)
-        divergence, mean = for_slices(tile.vocab, tile.vocab_chunk, block, (zero, zero))
-        return put(sums[0], divergence, first), put(sums[1], mean, first)
+        total, mean = for_slices(tile.vocab, tile.vocab_chunk, block, (zero, zero))
+        return put(sums[0], total, first), put(sums[1], mean, first)
 
     zero = jnp.zeros_like(student.lse[0])
     total, mean = for_slices(tile.tokens, tile.token_chunk, chunk, (zero, zero))
     return jnp.where(student.inputs.valid, total, 0.0), mean
 
 
-def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: Needs) -> Gradients:
+def _gradients(
+    call: DivergenceCall, arrays: DivergenceArrays[Array], mean: Array, upstream: Array, needs: Needs
+) -> Gradients:
     """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D.
 
     A block of the vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded
@@ -168,9 +164,9 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
     unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
 
-    def block(gradients: Gradients, start: Index, columns: int) -> Gradients:
-        def chunk(sums: Parts, first: Index, tokens: int) -> Parts:
-            dx, part, bias_part = sums
+    def block(carry: Gradients, start: Index, columns: int) -> Gradients:
+        def chunk(carry: Gradients, first: Index, tokens: int) -> Gradients:
+            dx, part, bias_part = carry
             x = student.rows(first, tokens)
             dz = _logit_gradient(call, student, teacher, x, first, start, columns, mean)
             dz = dz * take(factor, first, tokens)[:, None]
@@ -180,14 +176,17 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
                 dx = put(dx, take(dx, first, tokens) + rows, first)
             if part is not None:
                 part = part + product(operand.T, x, dtype)
-            return dx, part, None if bias_part is None else bias_part + dz.sum(axis=0)
+            return Gradients(dx, part, None if bias_part is None else bias_part + dz.sum(axis=0))
 
-        part = jnp.zeros((columns, size), dtype) if needs.weight else None
-        bias_part = jnp.zeros(columns, dtype) if needs.bias else None
-        dx, part, bias_part = for_slices(tile.tokens, tile.token_chunk, chunk, (gradients.hidden, part, bias_part))
-        dw, db = gradients.weight, gradients.bias
+        parts = Gradients(
+            hidden=carry.hidden,
+            weight=jnp.zeros((columns, size), dtype) if needs.weight else None,
+            bias=jnp.zeros(columns, dtype) if needs.bias else None,
+        )
+        dx, part, bias_part = for_slices(tile.tokens, tile.token_chunk, chunk, parts)
+        dw, db = carry.weight, carry.bias
         if dw is not None and part is not None:
-            dw = put(dw, (part * unit).astype(dw.dtype), start)
+            dw = put(dw, (part * unit).astype(inputs.weight.dtype), start)
         if db is not None and bias_part is not None:
             db = put(db, bias_part * unit, start)
         return Gradients(dx, dw, db)
@@ -197,12 +196,12 @@ def _gradients(call: Call, arrays: Arrays, mean: Array, upstream: Array, needs: 
         weight=jnp.zeros((vocab, size), inputs.weight.dtype) if needs.weight else None,
         bias=jnp.zeros(vocab, dtype) if needs.bias else None,
     )
-    sums = for_slices(vocab, tile.vocab_chunk, block, zeros)
-    return sums._replace(hidden=None if sums.hidden is None else sums.hidden * unit)
+    gradients = for_slices(vocab, tile.vocab_chunk, block, zeros)
+    return gradients._replace(hidden=None if gradients.hidden is None else gradients.hidden * unit)
 
 
 def _logit_gradient(
-    call: Call, student: Side, teacher: Side, x: Array, first: Index, start: Index, columns: int, mean: Array
+    call: DivergenceCall, student: Side, teacher: Side, x: Array, first: Index, start: Index, columns: int, mean: Array
 ) -> Array:
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
     tokens = x.shape[0]
@@ -216,29 +215,30 @@ def _logit_gradient(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _divergence(call: Call, arrays: Arrays) -> Array:
+def _divergence(call: DivergenceCall, arrays: DivergenceArrays[Array]) -> Array:
     return _forward(call, arrays)[0]
 
 
-def _divergence_forward(call: Call, primals: Arrays) -> tuple[Array, Any]:
-    needs = tuple(leaf is not None and leaf.perturbed for leaf in primals[:3])
-    arrays = vjp.differentiable_once(Arrays(*(None if leaf is None else leaf.value for leaf in primals)))
+def _divergence_forward(call: DivergenceCall, primals: DivergenceArrays[CustomVJPPrimal]) -> tuple[Array, Packed]:
+    needs = [leaf is not None and leaf.perturbed for leaf in primals[:3]]
+    arrays: DivergenceArrays[Array] = vjp.values_of(primals)
     losses, mean = _forward(call, arrays)
     return losses, packed((arrays, mean), needs)
 
 
-def _divergence_backward(call: Call, residuals: Any, upstream: Any) -> tuple[Arrays]:
+def _divergence_backward(
+    call: DivergenceCall, residuals: Packed, cotangent: vjp.Cotangent
+) -> tuple[DivergenceArrays[Array | None]]:
     (arrays, mean), flags = unpacked(residuals)
-    nothing: tuple[Any, ...] = (None,) * (len(Arrays._fields) - 3)
-    if vjp.is_zero(upstream):
-        return (Arrays(None, None, None, *nothing),)
-    needs = Needs(*flags)
-    gradients = _gradients(call, arrays, mean, vjp.differentiable_once(upstream), needs)
-    like = zip(gradients, arrays[:3], strict=True)
-    return (Arrays(*(None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in like), *nothing),)
+    upstream, gradients = vjp.arrived(cotangent), Gradients(None, None, None)
+    if upstream is not None:
+        gradients = _gradients(call, arrays, mean, upstream, Needs(*flags))
+    pairs = zip(gradients, arrays[:3], strict=True)
+    hidden, weight, bias = (None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in pairs)
+    return (DivergenceArrays(hidden, weight, bias, None, None, None, None, None, None),)
 
 
 _divergence.defvjp(_divergence_forward, _divergence_backward, symbolic_zeros=True)
 
-# Compiled once for a Call and shapes, also when the caller does not use jax.jit.
+# Compiled once for a DivergenceCall and shapes, also when the caller does not use jax.jit.
 divergence = jax.jit(_divergence, static_argnums=0)

@@ -16,9 +16,8 @@ from jax import Array, lax
 from logitless import numerics, objectives, spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_log_probs
-from logitless.jax_impl.call import XP, Given, Request
-from logitless.jax_impl.call import Arrays as CallArrays
-from logitless.jax_impl.distillation import Arrays, Call, divergence
+from logitless.jax_impl.call import XP, Arrays, Given, Request
+from logitless.jax_impl.distillation import DivergenceArrays, DivergenceCall, divergence
 from logitless.jax_impl.distributed.parallel import WHOLE
 from logitless.objectives import (
     Aggregation,
@@ -241,10 +240,10 @@ def distillation_loss(
         dtype=str(hidden.dtype), memory_budget=memory_budget,
     )  # fmt: skip
     own, other = (LossOptions("none", **options.logits(side)) for side in (False, True))
-    call = Call(options.beta, own, other, tile)
+    call = DivergenceCall(options.beta, own, other, tile)
     arrays: Any = (*map(_array, (hidden, weight, bias)), *map(_stopped, teacher))
     known: Any = (jnp.asarray(target), lse, teacher_lse.astype(lse.dtype))
-    losses: Array = divergence(call, Arrays(*arrays, *known))
+    losses: Array = divergence(call, DivergenceArrays(*arrays, *known))
     if reduction == "mean":
         counted = jnp.asarray(counted).reshape(-1).astype(losses.dtype)
         return numerics.aggregate(XP, losses, counted, "token_mean", normalizer)
@@ -269,9 +268,9 @@ def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[s
     The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
     divergences need, and so would parts from a logit far below the largest.
     """
-    given = CallArrays(hidden, weight, bias, target)
+    given = Arrays(hidden, weight, bias, target)
     checks.check_arrays(given, WHOLE)
-    stopped: Given = CallArrays(_stopped(hidden), _stopped(weight), _stopped(bias), target)
+    stopped: Given = Arrays(_stopped(hidden), _stopped(weight), _stopped(bias), target)
     arrays, call = checks.ready(stopped, Request(reduction="none", **options), WHOLE)
     parts: Array = vjp.logsumexp(call, arrays)
     return parts
@@ -295,7 +294,7 @@ def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:
 
 def _check_head(hidden: Any, weight: Any, target: Any, bias: Any) -> None:
     """Check what :func:`linear_log_probs` checks, before anything is made of the target."""
-    checks.check_arrays(CallArrays(hidden, weight, bias, target), WHOLE)
+    checks.check_arrays(Arrays(hidden, weight, bias, target), WHOLE)
 
 
 def _constant(name: str, values: Any, shapes: dict[str, tuple[int, ...]]) -> Array:

@@ -12,23 +12,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 # The shape that stands for None. No array of ours has as many axes.
 _NONE = (0,) * 9
 
+Packed = tuple[Any, tuple[Array, ...]]
+"""A pytree of arrays of any structure, and a flag for each argument."""
 
-def packed(kept: Any, needs: Sequence[bool]) -> tuple[Any, tuple[Any, ...]]:
+
+def packed(kept: object, needs: Sequence[bool]) -> Packed:
     """``kept``, a pytree of arrays and None, and ``needs``, which arguments are differentiated, as arrays only."""
 
-    def array(leaf: Any) -> Any:
+    def array(leaf: Array | None) -> Array:
         return jnp.zeros(_NONE, bool) if leaf is None else leaf
 
     flags = tuple(jnp.zeros((1 if needed else 0,), bool) for needed in needs)
     return jax.tree.map(array, kept, is_leaf=lambda leaf: leaf is None), flags
 
 
-def unpacked(residuals: tuple[Any, tuple[Any, ...]]) -> tuple[Any, tuple[bool, ...]]:
+def unpacked(residuals: Packed) -> tuple[Any, tuple[bool, ...]]:
     """What was packed."""
-    kept, flags = residuals
-    made = jax.tree.map(lambda leaf: None if leaf.shape == _NONE else leaf, kept)
-    return made, tuple(flag.shape == (1,) for flag in flags)
+    arrays, flags = residuals
+    kept = jax.tree.map(lambda leaf: None if leaf.shape == _NONE else leaf, arrays)
+    return kept, tuple(flag.shape == (1,) for flag in flags)

@@ -12,29 +12,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from logitless import numerics
 from logitless.jax_impl import checks
 from logitless.jax_impl.backend import backend_named
-from logitless.jax_impl.call import XP, Arrays, Call, Gradients, Inputs, Needs, Shared, TokenSums
+from logitless.jax_impl.call import NOTHING, XP, Arrays, Call, Gradients, Inputs, Needs, Shared, TokenSums
 from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import Shard
-from logitless.jax_impl.residuals import packed, unpacked
+from logitless.jax_impl.residuals import Packed, packed, unpacked
 from logitless.spec import TokenStats
+
+Cotangent = Array | SymbolicZero | None
+Loss = tuple[Array, TokenStats | None]
+LogProbs = tuple[Array, Array | None]
 
 # Nothing arrived, so no gradient is made.
 NO_COTANGENTS: Arrays[Array | None] = Arrays(None, None, None, None)
 
 
-class _Known(NamedTuple):
-    """Residuals unless the gradients are made in the forward: what the backward makes them from."""
+class Known(NamedTuple):
+    """What the backward makes the gradients from, unless the forward has made them."""
 
     arrays: Arrays[Array]
     sums: TokenSums
@@ -47,12 +51,25 @@ class Like:
     """What a gradient must look like: its argument's shape and dtype, and the axes over which that varies."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: jnp.dtype
     varying: frozenset[str]
 
-    @staticmethod
-    def of(array: Any) -> Like | None:
-        return None if array is None else Like(array.shape, array.dtype, parallel.varying(array))
+    def cast(self, gradient: Array) -> Array:
+        """The last cast of a gradient."""
+        return parallel.matched(gradient.astype(self.dtype).reshape(self.shape), self.varying)
+
+
+Likes = tuple[Like, Like, Like | None]
+"""Of hidden, weight and bias."""
+
+
+def likes_of(arrays: Arrays[Array]) -> Likes:
+    """What the gradients of hidden, weight and bias must look like."""
+
+    def like(array: Array) -> Like:
+        return Like(array.shape, array.dtype, parallel.varying(array))
+
+    return like(arrays.hidden), like(arrays.weight), None if arrays.bias is None else like(arrays.bias)
 
 
 def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> Inputs:
@@ -75,29 +92,34 @@ def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> 
     return inputs._replace(shared=made._replace(target_logit=jnp.where(inputs.inside, made.target_logit, jnp.nan)))
 
 
-def values_and_needs(primals: Arrays[Any]) -> tuple[Arrays[Array], Needs]:
+def values_and_needs(primals: Arrays[CustomVJPPrimal]) -> tuple[Arrays[Array], Needs]:
     """Strip the marks of what is differentiated off the arguments; a constant must not have one."""
     checks.check_constants(primals)
-    needs = Needs(*(leaf is not None and leaf.perturbed for leaf in primals[:3]))
-    return differentiable_once(Arrays(*(None if leaf is None else leaf.value for leaf in primals))), needs
+    hidden, weight, bias = (leaf is not None and leaf.perturbed for leaf in primals[:3])
+    return values_of(primals), Needs(hidden, weight, bias)
 
 
-def cotangents_of(gradients: Gradients, likes: tuple[Any, ...], shard: Shard) -> tuple[Arrays[Array | None]]:
+def values_of(primals: Any) -> Any:
+    """A pytree of arrays, which cannot be differentiated again, from one of arguments with marks."""
+    values = jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=lambda leaf: isinstance(leaf, CustomVJPPrimal))
+    return differentiable_once(values)
+
+
+def cotangents_of(gradients: Gradients, likes: Likes, shard: Shard) -> tuple[Arrays[Array | None]]:
     """The last cast: the argument's dtype and shape; None for what was not wanted. dX is summed over the devices."""
     if gradients.hidden is not None:
         gradients = gradients._replace(hidden=shard.reduce_hidden(gradients.hidden, likes[0].varying))
-
-    def cast(gradient: Array | None, like: Any) -> Array | None:
-        if gradient is None:
-            return None
-        return parallel.matched(gradient.astype(like.dtype).reshape(like.shape), like.varying)
-
-    hidden, weight, bias = (cast(gradient, like) for gradient, like in zip(gradients, likes, strict=True))
+    pairs = zip(gradients, likes, strict=True)
+    hidden, weight, bias = (None if g is None or like is None else like.cast(g) for g, like in pairs)
     return (Arrays(hidden, weight, bias, None),)
 
 
-def is_zero(cotangent: Any) -> bool:
-    return cotangent is None or isinstance(cotangent, SymbolicZero)
+def arrived(cotangent: Cotangent) -> Array | None:
+    """The upstream gradient, which cannot be differentiated again; None where it is zero."""
+    if cotangent is None or isinstance(cotangent, SymbolicZero):
+        return None
+    upstream: Array = differentiable_once(cotangent)
+    return upstream
 
 
 @jax.custom_jvp
@@ -107,7 +129,7 @@ def differentiable_once(arrays: Any) -> Any:
 
 
 @differentiable_once.defjvp
-def _refuse_twice(_: Any, __: Any) -> Any:
+def _refuse_twice(_: object, __: object) -> NoReturn:
     raise NotImplementedError(
         "linear_cross_entropy and linear_log_probs can be differentiated once: got a derivative of their gradient "
         "(grad of grad, jvp of grad); a loss on full logits can be differentiated again"
@@ -118,9 +140,7 @@ def _refuse_twice(_: Any, __: Any) -> Any:
 # The loss
 
 
-def _loss_output(
-    call: Call, arrays: Arrays[Array], inputs: Inputs, sums: TokenSums, norm: Array
-) -> tuple[Array, TokenStats | None]:
+def _loss_output(call: Call, arrays: Arrays[Array], inputs: Inputs, sums: TokenSums, norm: Array) -> Loss:
     shape = arrays.target.shape
     losses = numerics.losses(XP, inputs, call.options, sums)
     loss = losses.reshape(shape) if call.options.reduction == "none" else losses.sum() * norm
@@ -129,19 +149,19 @@ def _loss_output(
     return loss, TokenStats(*(values.reshape(shape) for values in numerics.token_stats(XP, inputs, sums)))
 
 
-def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[tuple[Array, TokenStats | None], _Known]:
+def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[Loss, Known]:
     inputs = _inputs(call, arrays)
     norm = normalizer(inputs, call.options, arrays.normalizer)
     sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan, call.statistics)
-    return _loss_output(call, arrays, inputs, sums, norm), _Known(arrays, sums, inputs.shared)
+    return _loss_output(call, arrays, inputs, sums, norm), Known(arrays, sums, inputs.shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(call: Call, arrays: Arrays[Array]) -> tuple[Array, TokenStats | None]:
+def _loss(call: Call, arrays: Arrays[Array]) -> Loss:
     return _loss_from_sums(call, arrays)[0]
 
 
-def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[tuple[Array, TokenStats | None], Any]:
+def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[Loss, object]:
     """(loss, statistics), and what :func:`loss_gradients` needs."""
     if not ((call.one_pass or call.holds) and any(needs)):
         return _loss_from_sums(call, arrays)
@@ -154,39 +174,33 @@ def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[tuple
     return _loss_output(call, arrays, inputs, sums, norm), held
 
 
-def _loss_forward(call: Call, primals: Arrays[Any]) -> tuple[tuple[Array, TokenStats | None], Any]:
+def _loss_forward(call: Call, primals: Arrays[CustomVJPPrimal]) -> tuple[Loss, Packed]:
     arrays, needs = values_and_needs(primals)
     checks.check_tracked(call, needs)
     output, kept = loss_forward(call, arrays, needs)
     return output, packed((kept, likes_of(arrays)), needs)
 
 
-def likes_of(arrays: Arrays[Array]) -> tuple[Like | None, ...]:
-    """What the gradients of hidden, weight and bias must look like."""
-    return tuple(Like.of(array) for array in arrays[:3])
-
-
-def _loss_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays[Array | None]]:
+def _loss_backward(call: Call, residuals: Packed, cotangents: tuple[Cotangent, ...]) -> tuple[Arrays[Array | None]]:
     (kept, likes), needs = unpacked(residuals)
-    upstream = cotangents[0]
-    if is_zero(upstream):
+    upstream = arrived(cotangents[0])
+    if upstream is None:
         return (NO_COTANGENTS,)
-    return cotangents_of(loss_gradients(call, kept, Needs(*needs), differentiable_once(upstream)), likes, call.shard)
+    return cotangents_of(loss_gradients(call, kept, Needs(*needs), upstream), likes, call.shard)
 
 
-def loss_gradients(call: Call, kept: Any, needs: Needs, upstream: Array) -> Gradients:
+def loss_gradients(call: Call, kept: object, needs: Needs, upstream: Array) -> Gradients:
     """Gradients from what :func:`loss_forward` kept; of hidden, this device's share."""
-    if not isinstance(kept, _Known):
-        made: Gradients = backend_named(call.backend).finish(kept, call.options, call.plan, needs, upstream)
-        return made
+    backend = backend_named(call.backend)
+    if not isinstance(kept, Known):
+        return backend.finish(kept, call.options, call.plan, needs, upstream)
     arrays = kept.arrays
     inputs = _inputs(call, arrays, kept.shared)
     norm = normalizer(inputs, call.options, arrays.normalizer)
     per_token = upstream.reshape(-1) if call.options.reduction == "none" else upstream * norm
     g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(per_token))
     known = numerics.known_loss_rows(XP, inputs, call.options, kept.sums, g)
-    made = backend_named(call.backend).known_gradients(inputs, call.options, call.plan, known, g, needs)
-    return made
+    return backend.known_gradients(inputs, call.options, call.plan, known, g, needs)
 
 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
@@ -204,51 +218,50 @@ def _logsumexp(call: Call, arrays: Arrays[Array]) -> Array:
 # Log-probs and entropy
 
 
-def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs | None = None) -> tuple[Any, Any]:
+def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[LogProbs, object]:
     """(log_prob, entropy), and what :func:`log_probs_gradients` needs."""
-    inputs, held = _inputs(call, arrays), None
-    if call.holds and needs is not None and any(needs):
+    inputs, backend, kept = _inputs(call, arrays), backend_named(call.backend), None
+    if call.holds and any(needs):
         g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(jnp.ones(())))
-        sums, held = backend_named(call.backend).token_gradients(inputs, call.options, call.plan, g, needs, False)
+        sums, kept = backend.token_gradients(inputs, call.options, call.plan, g, needs, False)
     else:
-        sums = backend_named(call.backend).token_sums(
-            inputs, call.options, call.plan, "entropy" if call.statistics else False
-        )
+        sums = backend.token_sums(inputs, call.options, call.plan, "entropy" if call.statistics else False)
     shape = arrays.target.shape
     log_prob = jnp.where(inputs.valid, -sums.nll, 0.0).reshape(shape)
     entropy = None if sums.entropy is None else jnp.where(inputs.valid, sums.entropy, 0.0).reshape(shape)
-    return (log_prob, entropy), _Known(arrays, sums, inputs.shared) if held is None else held
+    return (log_prob, entropy), Known(arrays, sums, inputs.shared) if kept is None else kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_probs(call: Call, arrays: Arrays[Array]) -> tuple[Array, Array | None]:
-    return log_probs_forward(call, arrays)[0]  # type: ignore[no-any-return]
+def _log_probs(call: Call, arrays: Arrays[Array]) -> LogProbs:
+    return log_probs_forward(call, arrays, NOTHING)[0]
 
 
-def _log_probs_forward(call: Call, primals: Arrays[Any]) -> tuple[tuple[Array, Array | None], Any]:
+def _log_probs_forward(call: Call, primals: Arrays[CustomVJPPrimal]) -> tuple[LogProbs, Packed]:
     arrays, needs = values_and_needs(primals)
     checks.check_tracked(call, needs)
     output, kept = log_probs_forward(call, arrays, needs)
     return output, packed((kept, likes_of(arrays)), needs)
 
 
-def _log_probs_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Arrays[Array | None]]:
+def _log_probs_backward(
+    call: Call, residuals: Packed, cotangents: tuple[Cotangent, ...]
+) -> tuple[Arrays[Array | None]]:
     (kept, likes), needs = unpacked(residuals)
-    if all(map(is_zero, cotangents)):
+    g_log_prob, g_entropy = map(arrived, cotangents)
+    if g_log_prob is None and g_entropy is None:
         return (NO_COTANGENTS,)
-    g_log_prob, g_entropy = (None if is_zero(cotangent) else differentiable_once(cotangent) for cotangent in cotangents)
-    made = log_probs_gradients(call, kept, Needs(*needs), g_log_prob, g_entropy)
-    return cotangents_of(made, likes, call.shard)
+    return cotangents_of(log_probs_gradients(call, kept, Needs(*needs), g_log_prob, g_entropy), likes, call.shard)
 
 
 def log_probs_gradients(
-    call: Call, kept: Any, needs: Needs, g_log_prob: Array | None, g_entropy: Array | None
+    call: Call, kept: object, needs: Needs, g_log_prob: Array | None, g_entropy: Array | None
 ) -> Gradients:
     """Gradients from what :func:`log_probs_forward` kept; of hidden, this device's share."""
-    if not isinstance(kept, _Known):
-        assert g_log_prob is not None  # all of it is there is, and not both are zero
-        finished: Gradients = backend_named(call.backend).finish(kept, call.options, call.plan, needs, -g_log_prob)
-        return finished
+    backend = backend_named(call.backend)
+    if not isinstance(kept, Known):
+        assert g_log_prob is not None  # exponentials wait only where no entropy is asked for
+        return backend.finish(kept, call.options, call.plan, needs, -g_log_prob)
     inputs = _inputs(call, kept.arrays, kept.shared)
 
     def rows(cotangent: Array | None) -> Array:
@@ -257,10 +270,7 @@ def log_probs_gradients(
 
     g2 = None if g_entropy is None else rows(g_entropy)
     known = numerics.known_log_prob_rows(XP, call.options, kept.sums, rows(g_log_prob), g2)
-    made: Gradients = backend_named(call.backend).known_gradients(
-        inputs, call.options, call.plan, known, known.factor, needs
-    )
-    return made
+    return backend.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
 
 
 _log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,9 +24,12 @@ from logitless import spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.backend import BACKENDS
-from logitless.jax_impl.call import Arrays, Given, Needs, Request, as_jax
+from logitless.jax_impl.call import NOTHING, Arrays, Given, Gradients, Needs, Request, as_jax
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
-from logitless.jax_impl.residuals import packed, unpacked
+from logitless.jax_impl.residuals import Packed, packed, unpacked
+
+Results = tuple[Array, Any]
+"""The loss and its statistics or None, or log-probabilities and entropies or None."""
 
 # Arguments of the functions inside jax.shard_map that the mesh says here.
 _OF_SHARD = ("axis_name", "vocab", "sequence_parallel")
@@ -111,10 +115,10 @@ class Layout:
         if AxisType.Explicit not in self.mesh.axis_types:
             return arrays
 
-        def place(array: Any, spec: Any) -> Any:
+        def place(array: Array | None, spec: P) -> Array | None:
             return None if array is None else jax.reshard(array, NamedSharding(self.mesh, spec))
 
-        return Arrays(*map(place, arrays, self.specs()))
+        return Arrays(*map(place, arrays, self.specs()))  # type: ignore[arg-type]  # None only where it came as None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +136,7 @@ class _Setup:
         return self.request.reduction != "none"
 
     @property
-    def output_specs(self) -> Any:
+    def output_specs(self) -> tuple[P, P]:
         tokens = self.layout.specs().target
         return P() if self.scalar else tokens, tokens
 
@@ -140,49 +144,50 @@ class _Setup:
         return jax.shard_map(body, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _forward(setup: _Setup, arrays: Arrays[Array], needs: Needs) -> tuple[Any, Any]:
-    """(the results, what every device keeps for the backward)."""
-    forward: Any = vjp.log_probs_forward if setup.request.log_probs else vjp.loss_forward
+def _forward(setup: _Setup, arrays: Arrays[Array], needs: Needs) -> tuple[Results, Any]:
+    """The results, and what every device keeps for the backward, a pytree of any structure."""
+    forward: Callable[..., Any] = vjp.log_probs_forward if setup.request.log_probs else vjp.loss_forward
     layout = setup.layout
 
-    def body(arrays: Arrays[Array]) -> Any:
+    def body(arrays: Arrays[Array]) -> tuple[Results, Any]:
         arrays, call = checks.ready(arrays, setup.request, layout.shard(setup.rows))
         (value, more), kept = forward(call, arrays, needs)
         if setup.scalar and layout.data_axes:
             value = lax.psum(value, layout.data_axes)
         return (value, more), (call, vjp.likes_of(arrays), jax.tree.map(lambda part: part[None], kept))
 
-    made: tuple[Any, Any] = setup.map(body, (layout.specs(),), (setup.output_specs, P(layout.axes)))(arrays)
-    return made
+    run: Callable[..., tuple[Results, Any]] = setup.map(body, (layout.specs(),), (setup.output_specs, P(layout.axes)))
+    return run(arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sharded(setup: _Setup, arrays: Arrays[Array]) -> Any:
-    return _forward(setup, arrays, Needs(False, False, False))[0]
+def _sharded(setup: _Setup, arrays: Arrays[Array]) -> Results:
+    return _forward(setup, arrays, NOTHING)[0]
 
 
-def _sharded_forward(setup: _Setup, primals: Arrays[Any]) -> Any:
+def _sharded_forward(setup: _Setup, primals: Arrays[CustomVJPPrimal]) -> tuple[Results, Packed]:
     arrays, needs = vjp.values_and_needs(primals)
     output, kept = _forward(setup, arrays, needs)
     return output, packed(kept, needs)
 
 
-def _sharded_backward(setup: _Setup, residuals: Any, cotangents: Any) -> tuple[Arrays[Array | None]]:
+def _sharded_backward(
+    setup: _Setup, residuals: Packed, cotangents: tuple[vjp.Cotangent, ...]
+) -> tuple[Arrays[Array | None]]:
     (call, likes, kept), flags = unpacked(residuals)
     needs, layout = Needs(*flags), setup.layout
-    wanted = cotangents if setup.request.log_probs else cotangents[:1]
-    upstream = tuple(None if vjp.is_zero(cotangent) else vjp.differentiable_once(cotangent) for cotangent in wanted)
+    upstream = tuple(map(vjp.arrived, cotangents if setup.request.log_probs else cotangents[:1]))
     if all(cotangent is None for cotangent in upstream):
         return (vjp.NO_COTANGENTS,)
-    gradients: Any = vjp.log_probs_gradients if setup.request.log_probs else vjp.loss_gradients
+    gradients: Callable[..., Gradients] = vjp.log_probs_gradients if setup.request.log_probs else vjp.loss_gradients
 
-    def body(kept: Any, upstream: Any) -> Any:
+    def body(kept: Any, upstream: tuple[Array | None, ...]) -> Arrays[Array | None]:
         own = gradients(call, jax.tree.map(lambda part: part[0], kept), needs, *upstream)
-        (made,) = vjp.cotangents_of(own, likes, call.shard)
+        (cotangents,) = vjp.cotangents_of(own, likes, call.shard)
         if not layout.data_axes:
-            return made
-        weight, bias = lax.psum((made.weight, made.bias), layout.data_axes)
-        return made._replace(weight=weight, bias=bias)
+            return cotangents
+        weight, bias = lax.psum((cotangents.weight, cotangents.bias), layout.data_axes)
+        return cotangents._replace(weight=weight, bias=bias)
 
     specs = layout.specs()
     in_specs = (P(layout.axes), setup.output_specs[: len(upstream)])
@@ -201,12 +206,14 @@ def _request(function: Callable[..., Any], options: dict[str, Any], **fixed: Any
     return Request(**options, **fixed)
 
 
-def _run(layout: Layout, given: Given, request: Request) -> Any:
+def _run(layout: Layout, given: Given, request: Request) -> Results:
     layout.check(given)
     checks.check_ids(given.target, layout.vocab or given.weight.shape[0], request.ignore_index)
     spec.check_backend(request.backend, BACKENDS)
     checks.usable_backend(request.backend, given)  # refused here, where it is known what the arrays lie on
-    return _compiled(_Setup(layout, given.weight.shape[0], request), layout.placed(as_jax(given, given.hidden.dtype)))
+    setup, arrays = _Setup(layout, given.weight.shape[0], request), layout.placed(as_jax(given, given.hidden.dtype))
+    results: Results = _compiled(setup, arrays)
+    return results
 
 
 def sharded_linear_cross_entropy(

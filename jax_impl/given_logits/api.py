@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 from jax import Array
+from jax.custom_derivatives import CustomVJPPrimal
 
 from logitless import numerics, spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.backend import BACKENDS, chosen_backend, device_of, on_several_devices
-from logitless.jax_impl.call import XP, Arrays, Inputs, TokenSums, as_jax
+from logitless.jax_impl.call import XP, Arrays, Inputs, Leaf, TokenSums, as_jax
 from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.given_logits.backend import backend_named
@@ -41,14 +42,14 @@ class LogitsCall:
     in_place: bool
 
 
-class LogitArrays(NamedTuple):
-    """A call's arrays as the user gave them; None where there is none."""
+class LogitArrays(NamedTuple, Generic[Leaf]):
+    """A call's arrays as the caller gave them, or one thing for each of them."""
 
-    logits: Any  # [..., V]
-    target: Any  # [...]
-    token_weight: Any  # [...]
-    class_weight: Any  # [V]
-    normalizer: Any  # []
+    logits: Leaf  # [..., V]
+    target: Leaf  # [...]
+    token_weight: Leaf | None = None  # [...]
+    class_weight: Leaf | None = None  # [V]
+    normalizer: Leaf | None = None  # []
 
 
 def cross_entropy(
@@ -116,7 +117,7 @@ def cross_entropy(
     return (loss, stats) if return_stats else loss
 
 
-def _backend(name: str | None, arrays: LogitArrays) -> str:
+def _backend(name: str | None, arrays: LogitArrays[Array]) -> str:
     """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
     reason = None
     if parallel.tracked():
@@ -130,7 +131,7 @@ def _backend(name: str | None, arrays: LogitArrays) -> str:
 # Differentiable
 
 
-def _prepare(arrays: LogitArrays, options: LossOptions) -> Inputs:
+def _prepare(arrays: LogitArrays[Array], options: LossOptions) -> Inputs:
     """The logits stand where hidden states do; of a weight only its length V is read."""
     vocab = arrays.logits.shape[-1]
     weight = jax.ShapeDtypeStruct((vocab, 0), arrays.logits.dtype)
@@ -140,11 +141,11 @@ def _prepare(arrays: LogitArrays, options: LossOptions) -> Inputs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(call: LogitsCall, arrays: LogitArrays) -> tuple[Array, TokenStats | None]:
+def _loss(call: LogitsCall, arrays: LogitArrays[Array]) -> vjp.Loss:
     return _loss_and_sums(call, arrays)[0]
 
 
-def _loss_and_sums(call: LogitsCall, arrays: LogitArrays) -> tuple[tuple[Array, TokenStats | None], TokenSums]:
+def _loss_and_sums(call: LogitsCall, arrays: LogitArrays[Array]) -> tuple[vjp.Loss, TokenSums]:
     options, shape = call.options, arrays.target.shape
     inputs = _prepare(arrays, options)
     sums = backend_named(call.backend).token_sums(inputs, options, call.statistics, call.block)
@@ -158,27 +159,29 @@ def _loss_and_sums(call: LogitsCall, arrays: LogitArrays) -> tuple[tuple[Array, 
     return (loss, TokenStats(*(values.reshape(shape) for values in numerics.token_stats(XP, inputs, sums)))), sums
 
 
-def _loss_forward(call: LogitsCall, primals: LogitArrays) -> tuple[tuple[Array, TokenStats | None], Any]:
+def _loss_forward(
+    call: LogitsCall, primals: LogitArrays[CustomVJPPrimal]
+) -> tuple[vjp.Loss, tuple[LogitArrays[Array], TokenSums]]:
     checks.check_constants(primals)
-    arrays = vjp.differentiable_once(LogitArrays(*(None if leaf is None else leaf.value for leaf in primals)))
+    arrays: LogitArrays[Array] = vjp.values_of(primals)
     output, sums = _loss_and_sums(call, arrays)
-    return output, (
-        arrays,
-        sums._replace(weighted_logits=None, entropy=None, argmax=None, max_logit=None, min_logit=None),
-    )
+    return output, (arrays, TokenSums(sums.target_logit, sums.anchor, sums.log_total))
 
 
-def _loss_backward(call: LogitsCall, residuals: tuple[LogitArrays, TokenSums], cotangents: Any) -> tuple[LogitArrays]:
-    (arrays, sums), upstream, options = residuals, cotangents[0], call.options
-    if vjp.is_zero(upstream):
-        return (LogitArrays(*(None,) * len(LogitArrays._fields)),)
+def _loss_backward(
+    call: LogitsCall, residuals: tuple[LogitArrays[Array], TokenSums], cotangents: tuple[vjp.Cotangent, ...]
+) -> tuple[LogitArrays[Array | None]]:
+    (arrays, sums), options = residuals, call.options
+    upstream = vjp.arrived(cotangents[0])
+    if upstream is None:
+        return (LogitArrays(None, None),)
     inputs, backend = _prepare(arrays, options), backend_named(call.backend)
     norm = normalizer(inputs, options, arrays.normalizer)
-    upstream = vjp.differentiable_once(upstream)
     upstream = upstream.reshape(-1) if options.reduction == "none" else upstream * norm
     g = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
-    made = backend.gradient(inputs, options, numerics.logit_rows(XP, inputs, options, sums, g), call.in_place)
-    return (LogitArrays(made.reshape(arrays.logits.shape), None, None, None, None),)
+    known = numerics.logit_rows(XP, inputs, options, sums, g)
+    gradient = backend.gradient(inputs, options, known, call.in_place)
+    return (LogitArrays(gradient.reshape(arrays.logits.shape), None),)
 
 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
