@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 from jax import Array
@@ -110,7 +110,7 @@ def cross_entropy(
     spec.check_logits(*(None if array is None else checks.info(array) for array in given.values()))  # type: ignore[arg-type]
     checks.check_normalizer(normalizer, reduction)
     checks.check_ids(target, logits.shape[-1], ignore_index)
-    arrays = LogitArrays(logits, target, token_weight, class_weight, normalizer)
+    arrays: LogitArrays[Any] = LogitArrays(logits, target, token_weight, class_weight, normalizer)
     block = CPU_BLOCK if device_of(logits).platform == "cpu" else max(1, logits.size)
     call = LogitsCall(options, return_stats, block, _backend(backend, arrays), inplace_backward)
     loss, stats = _jitted(call, as_jax(arrays, logits.dtype))
@@ -134,7 +134,7 @@ def _backend(name: str | None, arrays: LogitArrays[Array]) -> str:
 def _prepare(arrays: LogitArrays[Array], options: LossOptions) -> Inputs:
     """The logits stand where hidden states do; of a weight only its length V is read."""
     vocab = arrays.logits.shape[-1]
-    weight = jax.ShapeDtypeStruct((vocab, 0), arrays.logits.dtype)
+    weight: Any = jax.ShapeDtypeStruct((vocab, 0), arrays.logits.dtype)
     logits = arrays.logits.reshape(-1, vocab)
     given = Arrays(logits, weight, None, arrays.target, arrays.token_weight, arrays.class_weight)
     return Inputs.of(given, options.ignore_index)

@@ -26,9 +26,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless import numerics, spec
-from logitless.jax_impl import xla
 from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
-from logitless.jax_impl.chunk import RunningSums, capped, empty_sums
+from logitless.jax_impl.chunk import RunningSums, capped
 from logitless.jax_impl.slices import run_sums
 from logitless.planning import ChunkPlan
 from logitless.scratch import PADDED_HIDDEN, PADDED_VOCAB, round_up
@@ -232,7 +231,7 @@ def _target_logits(c: _Call, rows: _Rows) -> Array:
 
 
 def own_target_logits(inputs: Inputs, options: LossOptions) -> Array:
-    """The anchors [N] of the targets whose rows are on this device, 0 elsewhere. See :func:`xla.own_target_logits`."""
+    """The anchors [N] of the targets whose rows are on this device, 0 elsewhere."""
     place = inputs.shard.place(inputs.target)
     x = jnp.where(inputs.valid[:, None], inputs.hidden, 0)
     z = _row_logits(x, inputs.weight, inputs.bias, jnp.maximum(place, 0), options)
@@ -351,8 +350,6 @@ def _later_blocks(body: Callable[[Any, Any], Any], state: Any, count: int, size:
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
-    if not inputs.hidden.shape[0]:
-        return empty_sums(inputs, options.label_smoothing > 0, statistics)
     run = _one_by_one(lambda inputs: _token_sums(_Call(inputs, options, plan), statistics))
     return run(inputs)  # type: ignore[no-any-return]
 
@@ -660,10 +657,8 @@ def _vectors(c: _Call, vectors: Any, made: _Made) -> Any:
 
 def loss_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
-) -> tuple[TokenSums, Any]:
-    """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`xla.loss_gradients`."""
-    if not inputs.hidden.shape[0]:
-        return xla.loss_gradients(inputs, options, plan, g, needs, statistics)  # nothing for a kernel to do
+) -> tuple[TokenSums, Held]:
+    """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. There is at least one token."""
 
     def run(inputs: Inputs, g: Array) -> Any:
         return _loss_gradients(_Call(inputs, options, plan), g, needs, statistics)
@@ -716,10 +711,8 @@ def token_gradients(
     return sums, Held(inputs, g, waiting)
 
 
-def finish(held: Any, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
+def finish(held: Held, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
     """dX, dW and db with the upstream gradient, from what :func:`loss_gradients` or :func:`token_gradients` left."""
-    if isinstance(held, Gradients):
-        return xla.finish(held, options, plan, needs, upstream)
 
     def run(inputs: Inputs, g: Array, held: _Waiting, upstream: Array) -> Gradients:
         return _finish(_Call(inputs, options, plan), g, held, needs, upstream)
@@ -797,9 +790,7 @@ def _add_target_sums(c: _Call, bias: Array, values: Array) -> Array:
 def known_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Array, needs: Needs
 ) -> Gradients:
-    """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`xla.known_gradients`."""
-    if not inputs.hidden.shape[0]:
-        return xla.known_gradients(inputs, options, plan, known, g, needs)
+    """Gradients when lse is known, 6·N·D·V flops, either order of the plan."""
 
     def run(inputs: Inputs, known: KnownRows, g: Array) -> Gradients:
         return _known_gradients(_Call(inputs, options, plan), known, g, needs)
