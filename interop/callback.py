@@ -51,24 +51,24 @@ class _Gradients:
     device: str
     shapes: Shapes
 
-    def __call__(self, *given: Any) -> list[Any]:
-        tensors = [_tensor(array, self.device) for array in given]
+    def __call__(self, *arrays: Any) -> list[Any]:
+        tensors = [_tensor(array, self.device) for array in arrays]
         if isinstance(self.source, Tape):
             tape = self.source
         else:
             tape, _ = self.source.run_with_graph(tensors[: self.arrays], self.wanted)
         arrived = iter(tensors[self.arrays :])
         upstream = [next(arrived) if here else None for here in self.present]
-        made = tape.gradients(upstream, keep=isinstance(self.source, Tape))
-        return [_numpy(gradient, *shape) for gradient, shape in zip(made, self.shapes, strict=True)]
+        gradients = tape.gradients(upstream, keep=isinstance(self.source, Tape))
+        return [_numpy(gradient, *shape) for gradient, shape in zip(gradients, self.shapes, strict=True)]
 
 
 def value_by_callback(call: Call, arrays: Sequence[Any]) -> Any:
     """The call's results as a callback of the compiled program."""
     device = _device()
     shapes, tree = _result_shapes(call, arrays, device)
-    made = jax.pure_callback(_Value(call, device, shapes), _structs(shapes), *arrays, vmap_method="sequential")
-    return jax.tree.unflatten(tree, made)
+    results = jax.pure_callback(_Value(call, device, shapes), _structs(shapes), *arrays, vmap_method="sequential")
+    return jax.tree.unflatten(tree, results)
 
 
 def gradients_by_callback(
@@ -83,8 +83,8 @@ def gradients_by_callback(
         device = _device()
         shapes = tuple((arrays[number].shape, arrays[number].dtype.name) for number in wanted)
     host = _Gradients(source, wanted, present, len(arrays), device, shapes)
-    made: list[Any] = jax.pure_callback(host, _structs(shapes), *arrays, *upstream, vmap_method="sequential")
-    return made
+    gradients: list[Any] = jax.pure_callback(host, _structs(shapes), *arrays, *upstream, vmap_method="sequential")
+    return gradients
 
 
 def _device() -> str:

@@ -66,7 +66,7 @@ def _forward(call: Call, primals: list[Any]) -> tuple[Any, Any]:
 def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[list[Array | None]]:
     flat = jax.tree.leaves(cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
     present = tuple(not isinstance(leaf, SymbolicZero) and leaf.dtype != jax.dtypes.float0 for leaf in flat)
-    given = _once([leaf for leaf, here in zip(flat, present, strict=True) if here])
+    upstream = _once([leaf for leaf, here in zip(flat, present, strict=True) if here])
     tape = residuals if isinstance(residuals, Tape) else None
     arrays: list[Array] = []
     if tape:
@@ -74,15 +74,15 @@ def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[list[Array |
     else:
         arrays, flags = unpacked(residuals)
         wanted, count = tuple(number for number, flag in enumerate(flags) if flag), len(arrays)
-    if not given or not wanted:
+    if not upstream or not wanted:
         return ([None] * count,)
-    if tape is None or _traced(given):  # traced: the pullback of an eager call, itself under jit or vmap
-        made = gradients_by_callback(tape or call, wanted, present, arrays, given)
+    if tape is None or _traced(upstream):  # traced: the pullback of an eager call, itself under jit or vmap
+        gradients = gradients_by_callback(tape or call, wanted, present, arrays, upstream)
     else:
-        upstream = iter([dlpack.to_torch(cotangent) for cotangent in given])
-        arrived = [next(upstream) if here else None for here in present]
-        made = [dlpack.share(gradient) for gradient in tape.gradients(arrived, keep=True)]
-    return (_placed(wanted, made, count),)
+        waiting = iter([dlpack.to_torch(cotangent) for cotangent in upstream])
+        arrived = [next(waiting) if here else None for here in present]
+        gradients = [dlpack.share(gradient) for gradient in tape.gradients(arrived, keep=True)]
+    return (_placed(wanted, gradients, count),)
 
 
 _value.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -102,10 +102,10 @@ def _refuse_twice(_: Any, __: Any) -> Any:
     )
 
 
-def _placed(numbers: Iterable[int], made: Sequence[Array], count: int) -> list[Array | None]:
+def _placed(numbers: Iterable[int], gradients: Sequence[Array], count: int) -> list[Array | None]:
     """``made`` at the places ``numbers`` of a list, None elsewhere."""
     places: list[Array | None] = [None] * count
-    for number, array in zip(numbers, made, strict=True):
+    for number, array in zip(numbers, gradients, strict=True):
         places[number] = array
     return places
 

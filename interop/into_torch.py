@@ -86,19 +86,19 @@ class JaxInTorch:
         """``fn`` of the tensors; see interop.jax_in_torch."""
         if self.signature is not None:
             args, kwargs = self._cast(self.signature, args, kwargs)
-        given, layout = arguments.split(args, kwargs, _is_array, WANTED)
-        arrays, checks = self._arrays(given, args, kwargs)
-        tensors = [value if isinstance(value, Tensor) else None for value in given]
+        leaves, layout = arguments.split(args, kwargs, _is_array, WANTED)
+        arrays, checks = self._arrays(leaves, args, kwargs)
+        tensors = [value if isinstance(value, Tensor) else None for value in leaves]
         wanted = tuple(
             number for number, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad
         ) if torch.is_grad_enabled() else ()  # fmt: skip
         if not wanted:
             result = exchange.to_torch(self.value(layout, tuple(arrays)))
         else:
-            made: list[Traced] = []
+            traced: list[Traced] = []
             apply: Any = _Call.apply
-            flat = apply(self, layout, wanted, arrays, made, *tensors)
-            result = jax.tree.unflatten(made[0].output_tree, flat)
+            flat = apply(self, layout, wanted, arrays, traced, *tensors)
+            result = jax.tree.unflatten(traced[0].output_tree, flat)
         for check in checks:
             check()
         return result
@@ -128,7 +128,7 @@ class JaxInTorch:
         traced = Traced(output_tree, tuple(outputs), pullback_tree, found)
         return Forward(tuple(values[: len(outputs)]), tuple(extra), traced)
 
-    def _arrays(self, given: list[Any], args: Any, kwargs: Any) -> tuple[list[Any], list[Callable[[], None]]]:
+    def _arrays(self, leaves: list[Any], args: Any, kwargs: Any) -> tuple[list[Any], list[Callable[[], None]]]:
         """Every argument as a JAX array, and checks for when they are in use; ValueError for tensors on several
         devices."""
 
@@ -136,23 +136,23 @@ class JaxInTorch:
             return arguments.array_name(args, kwargs, _is_array, number)
 
         devices: dict[Any, int] = {}
-        for number, value in enumerate(given):
+        for number, value in enumerate(leaves):
             if _is_tensor(value):
                 devices.setdefault(value.device, number)
         if len(devices) > 1:
             places = ", ".join(f"{name(number)} on {device}" for device, number in devices.items())
             raise ValueError(f"arguments are on several devices: got {places}, allowed is one device for all tensors")
-        made: list[Any] = []
+        arrays: list[Any] = []
         checks: list[Callable[[], None]] = []
-        for number, value in enumerate(given):
+        for number, value in enumerate(leaves):
             with arguments.named(name, number):
                 if isinstance(value, Tensor):
                     value, check = dlpack.exact_later(value)
                     value = dlpack.share(value, lease=False)
                     if check is not None:
                         checks.append(functools.partial(_checked, name, number, check))
-                made.append(value)
-        return made, checks
+                arrays.append(value)
+        return arrays, checks
 
     def _cast(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What torch.autocast does to the arguments of a matrix product, for the named parameters."""
@@ -173,12 +173,12 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, bridge: JaxInTorch, layout: Layout, wanted: tuple[int, ...], arrays: list[Any], made: list[Traced],
+        ctx: Any, bridge: JaxInTorch, layout: Layout, wanted: tuple[int, ...], arrays: list[Any], traced: list[Traced],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         result = bridge.forward(layout, wanted, tuple(arrays))
-        made.append(result.traced)
+        traced.append(result.traced)
         outputs = tuple(dlpack.to_torch(array) for array in result.outputs)
         ctx.mark_non_differentiable(*(output for output in outputs if not _has_gradient(output)))
         ctx.bridge, ctx.traced, ctx.wanted, ctx.count = bridge, result.traced, wanted, len(tensors)
@@ -206,26 +206,26 @@ class _Call(torch.autograd.Function):
                     dlpack.share(saved[item], lease=False) if isinstance(item, int) else item[0] for item in ctx.kept
                 ]
                 cotangents = [dlpack.share(gradient, lease=False) for gradient in upstream if gradient is not None]
-                made = ctx.bridge.backward(ctx.traced, present, residuals, cotangents)
-            for number, gradient in zip(ctx.wanted, made, strict=True):
+                arrived = ctx.bridge.backward(ctx.traced, present, residuals, cotangents)
+            for number, gradient in zip(ctx.wanted, arrived, strict=True):
                 gradients[number] = dlpack.to_torch(gradient)
         return (None, None, None, None, None, *gradients)
 
 
 def _pull_back(traced: Traced, present: tuple[bool, ...], residuals: list[Any], cotangents: list[Any]) -> list[Any]:
     """Gradients of the wanted arguments. torch's gradient of a complex number is the conjugate of JAX's."""
-    given = iter(cotangents)
+    waiting = iter(cotangents)
     pullback = jax.tree.unflatten(traced.pullback_tree, residuals)
     flat: list[Any] = []
     for output, arrived in zip(traced.outputs, present, strict=True):
         if arrived:
-            flat.append(jnp.conj(next(given)))
+            flat.append(jnp.conj(next(waiting)))
         elif jnp.issubdtype(output.dtype, jnp.inexact):
             flat.append(jnp.zeros(output.shape, output.dtype))
         else:
             flat.append(np.zeros(output.shape, jax.dtypes.float0))
-    (made,) = pullback(jax.tree.unflatten(traced.output_tree, flat))
-    return [jnp.conj(gradient) for gradient in made]
+    (gradients,) = pullback(jax.tree.unflatten(traced.output_tree, flat))
+    return [jnp.conj(gradient) for gradient in gradients]
 
 
 def _keep(

@@ -121,9 +121,9 @@ def compare(
     for name, runner in runners.items():
         truth = _second_route(case, true) if name == "reference" else true
         rows.append(_row(name, runner, case, truth, ideal))
-    made = case.problem
-    sizes = {"tokens": made.tokens, "hidden": made.hidden, "vocab": made.vocab}
-    return Comparison(made.name, made.dtype, sizes, tuple(rows), required)
+    about = case.problem
+    sizes = {"tokens": about.tokens, "hidden": about.hidden, "vocab": about.vocab}
+    return Comparison(about.name, about.dtype, sizes, tuple(rows), required)
 
 
 def _case(problem: str | Problem | Case) -> Case:
@@ -138,26 +138,26 @@ def _case(problem: str | Problem | Case) -> Case:
     return BY_NAME[problem].case()
 
 
-def _runners(given: Sequence[str] | Mapping[str, Runner] | None) -> tuple[dict[str, Runner], tuple[str, ...]]:
+def _runners(wanted: Sequence[str] | Mapping[str, Runner] | None) -> tuple[dict[str, Runner], tuple[str, ...]]:
     """The functions to run, and the names that must not be skipped."""
-    if given is None:
+    if wanted is None:
         return dict(RUNNERS), ()
-    if isinstance(given, Mapping):
-        return dict(given), tuple(given)
-    if not isinstance(given, Sequence):
-        raise TypeError(f"implementations: got {type(given).__name__}, allowed are names, or functions by name")
-    unknown = [name for name in given if name not in RUNNERS]
-    if isinstance(given, str) or unknown or not given:
-        got = given if isinstance(given, str) or not unknown else unknown[0]
+    if isinstance(wanted, Mapping):
+        return dict(wanted), tuple(wanted)
+    if not isinstance(wanted, Sequence):
+        raise TypeError(f"implementations: got {type(wanted).__name__}, allowed are names, or functions by name")
+    unknown = [name for name in wanted if name not in RUNNERS]
+    if isinstance(wanted, str) or unknown or not wanted:
+        got = wanted if isinstance(wanted, str) or not unknown else unknown[0]
         raise ValueError(f"implementations: got {got!r}, allowed are several of {', '.join(RUNNERS)}")
-    return {name: RUNNERS[name] for name in given}, tuple(given)
+    return {name: RUNNERS[name] for name in wanted}, tuple(wanted)
 
 
 def _second_route(case: Case, true: Outputs) -> Outputs:
     """loss and gradients in float64 by full logits."""
     double = dataclasses.replace(case, problem=case.problem.with_dtype("float64"))
-    made = ideal_gradients(double)
-    return {name: made[name] for name in true}
+    outputs = ideal_gradients(double)
+    return {name: outputs[name] for name in true}
 
 
 def _row(name: str, runner: Runner, case: Case, truth: Outputs, ideal: Outputs) -> Row:
@@ -171,10 +171,10 @@ def _row(name: str, runner: Runner, case: Case, truth: Outputs, ideal: Outputs) 
     dtype = "float32" if (name, case.problem.dtype) == ("reference", "float64") else case.problem.dtype
     ideal_errors = {output: error(ideal[output], truth[output]) for output in truth}
     try:
-        made = runner(case)
+        outputs = runner(case)
         measures = {
             output: Measure(
-                error(made[output], truth[output]), ideal_errors[output],
+                error(outputs[output], truth[output]), ideal_errors[output],
                 allowance(ideal_errors[output], dtype),
             )
             for output in OUTPUTS

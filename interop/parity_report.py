@@ -24,16 +24,16 @@ NOTE = (
 def table(comparison: Comparison) -> Table:
     """One row an implementation; errors in units of the ideal path's, or as they are where that makes none."""
     sizes = " × ".join(str(size) for size in comparison.sizes.values())
-    made = Table(title=f"{escape(comparison.problem)}: {sizes}, {comparison.dtype}", title_justify="left")
-    made.add_column("implementation", no_wrap=True)
+    grid = Table(title=f"{escape(comparison.problem)}: {sizes}, {comparison.dtype}", title_justify="left")
+    grid.add_column("implementation", no_wrap=True)
     for output in OUTPUTS:
-        made.add_column(HEADINGS[output], justify="right", no_wrap=True)
-    made.add_column("status", no_wrap=True)
+        grid.add_column(HEADINGS[output], justify="right", no_wrap=True)
+    grid.add_column("status", no_wrap=True)
     for row in comparison.rows:
         style = STYLES.get(row.status, "red")
         cells = [_cell(row.measures.get(output)) for output in OUTPUTS]
-        made.add_row(row.implementation, *cells, f"[{style}]{row.status}[/{style}]")
-    return made
+        grid.add_row(row.implementation, *cells, f"[{style}]{row.status}[/{style}]")
+    return grid
 
 
 def notes(comparisons: Sequence[Comparison]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from logitless.problems import Case
 from logitless.spec import unavailable_error
@@ -25,15 +26,15 @@ def options_of(case: Case) -> dict[str, Any]:
     return dataclasses.asdict(case.problem.options) | {"normalizer": case.problem.normalizer}
 
 
-def _arrays(case: Case) -> dict[str, Any]:
+def _arrays(case: Case) -> dict[str, NDArray[Any]]:
     """The arguments that gradients are made of, by name."""
-    given = {"hidden": case.hidden, "weight": case.weight}
-    return given if case.bias is None else given | {"bias": case.bias}
+    arrays = {"hidden": case.hidden, "weight": case.weight}
+    return arrays if case.bias is None else arrays | {"bias": case.bias}
 
 
-def _constants(case: Case) -> dict[str, Any]:
-    given = {"token_weight": case.token_weight, "class_weight": case.class_weight}
-    return {name: array for name, array in given.items() if array is not None}
+def _constants(case: Case) -> dict[str, NDArray[Any]]:
+    constants = {"token_weight": case.token_weight, "class_weight": case.class_weight}
+    return {name: array for name, array in constants.items() if array is not None}
 
 
 def _named(loss: Any, gradients: dict[str, Any]) -> Outputs:
@@ -44,12 +45,12 @@ def reference(case: Case) -> Outputs:
     """The float64 NumPy reference."""
     from logitless import reference as module
 
-    made = module.linear_cross_entropy(
+    results = module.linear_cross_entropy(
         case.hidden, case.weight, case.target, case.bias, upstream=case.upstream, token_weight=case.token_weight,
         class_weight=case.class_weight, **options_of(case),
     )  # fmt: skip
-    gradients = {"hidden": made.hidden_grad, "weight": made.weight_grad, "bias": made.bias_grad}
-    return _named(made.loss, {name: gradients[name] for name in _arrays(case)})
+    gradients = {"hidden": results.hidden_grad, "weight": results.weight_grad, "bias": results.bias_grad}
+    return _named(results.loss, {name: gradients[name] for name in _arrays(case)})
 
 
 def torch_with(loss: Callable[..., Any]) -> Runner:
@@ -61,17 +62,17 @@ def torch_with(loss: Callable[..., Any]) -> Runner:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, case.problem.dtype)
 
-        def tensor(values: Any) -> Any:
+        def tensor(values: ArrayLike) -> torch.Tensor:
             return torch.tensor(np.asarray(values), device=device)
 
-        given = {name: tensor(array).to(dtype).requires_grad_() for name, array in _arrays(case).items()}
+        inputs = {name: tensor(array).to(dtype).requires_grad_() for name, array in _arrays(case).items()}
         constants = {name: tensor(array) for name, array in _constants(case).items()}
         # Every id fits int32, which both frameworks take as it is.
         target = tensor(case.target).to(torch.int32)
-        value = loss(target=target, **given, **constants, **options_of(case))
+        value = loss(target=target, **inputs, **constants, **options_of(case))
         value.backward(tensor(case.upstream).to(value.dtype).expand_as(value))
-        made = _named(value.detach(), {name: array.grad for name, array in given.items()})
-        return {name: array.double().cpu().numpy() for name, array in made.items()}
+        outputs = _named(value.detach(), {name: array.grad for name, array in inputs.items()})
+        return {name: array.double().cpu().numpy() for name, array in outputs.items()}
 
     return run
 
@@ -85,17 +86,17 @@ def jax_with(loss: Callable[..., Any], *, jit: bool) -> Runner:
 
         # JAX's own default on a GPU is TF32; the check is of IEEE float32.
         with jax.enable_x64(case.problem.dtype == "float64"), jax.default_matmul_precision("highest"):
-            given = {name: jnp.asarray(array).astype(case.problem.dtype) for name, array in _arrays(case).items()}
+            inputs = {name: jnp.asarray(array).astype(case.problem.dtype) for name, array in _arrays(case).items()}
             constants = {name: jnp.asarray(array) for name, array in _constants(case).items()}
             target = jnp.asarray(case.target.astype(np.int32))
 
-            def value_and_gradients(given: Any, upstream: Any) -> Any:
-                value, pull_back = jax.vjp(lambda g: loss(target=target, **g, **constants, **options_of(case)), given)
-                (made,) = pull_back(jnp.broadcast_to(upstream, value.shape).astype(value.dtype))
-                return value, made
+            def value_and_gradients(inputs: dict[str, jax.Array], upstream: jax.Array) -> Any:
+                value, pull_back = jax.vjp(lambda g: loss(target=target, **g, **constants, **options_of(case)), inputs)
+                (gradients,) = pull_back(jnp.broadcast_to(upstream, value.shape).astype(value.dtype))
+                return value, gradients
 
             function = jax.jit(value_and_gradients) if jit else value_and_gradients
-            value, gradients = function(given, jnp.asarray(case.upstream))
+            value, gradients = function(inputs, jnp.asarray(case.upstream))
             return {name: np.asarray(array, np.float64) for name, array in _named(value, gradients).items()}
 
     return run
@@ -112,7 +113,7 @@ def torch_backend(name: str) -> Runner:
         if name == "triton" and not torch.cuda.is_available():
             # Under TRITON_INTERPRET=1 they would run, in another arithmetic than a GPU's.
             raise unavailable_error(name, "its kernels need a CUDA device", usable="eager")
-        return torch_with(lambda **given: torch_impl.linear_cross_entropy(**given, backend=name))(case)
+        return torch_with(lambda **arguments: torch_impl.linear_cross_entropy(**arguments, backend=name))(case)
 
     return run
 
@@ -124,15 +125,15 @@ def jax_backend(name: str) -> Runner:
         import jax
 
         from logitless import jax_impl
-        from logitless.jax_impl.kernels import fused
+        from logitless.jax_impl.backend import backend_named
 
         if name == "pallas":
             # Under jit the function does not know its device. Interpreted they would run, in another arithmetic.
             device = jax.devices()[0]
-            reason = fused.unavailable(device, case.problem.dtype)
+            reason = backend_named(name).unavailable(device, case.problem.dtype)
             if reason is not None or device.platform != "gpu":
                 raise unavailable_error(name, reason or "its kernels need a CUDA device", usable="xla")
-        return jax_with(lambda **given: jax_impl.linear_cross_entropy(**given, backend=name), jit=True)(case)
+        return jax_with(lambda **arguments: jax_impl.linear_cross_entropy(**arguments, backend=name), jit=True)(case)
 
     return run
 
@@ -141,17 +142,19 @@ def jax_in_torch(case: Case) -> Outputs:
     """JAX's best backend, from torch tensors."""
     import jax
 
-    from logitless import interop, jax_impl
+    from logitless import jax_impl
+    from logitless.interop import bridges
 
     with jax.enable_x64(case.problem.dtype == "float64"), jax.default_matmul_precision("highest"):
-        return torch_with(interop.jax_in_torch(jax_impl.linear_cross_entropy))(case)
+        return torch_with(bridges.jax_in_torch(jax_impl.linear_cross_entropy))(case)
 
 
 def torch_in_jax(case: Case) -> Outputs:
     """torch's best backend, from JAX arrays, eagerly."""
-    from logitless import interop, torch_impl
+    from logitless import torch_impl
+    from logitless.interop import bridges
 
-    return jax_with(interop.torch_in_jax(torch_impl.linear_cross_entropy), jit=False)(case)
+    return jax_with(bridges.torch_in_jax(torch_impl.linear_cross_entropy), jit=False)(case)
 
 
 RUNNERS: dict[str, Runner] = {

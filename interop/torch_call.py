@@ -68,9 +68,9 @@ class Tape:
         inputs = list(self.inputs.values())
         if not chosen or not inputs:
             return [torch.zeros_like(tensor) for tensor in inputs]
-        results, given = zip(*chosen, strict=True)
-        made = torch.autograd.grad(results, inputs, given, allow_unused=True, retain_graph=keep)
-        pairs = zip(inputs, made, strict=True)
+        results, arrived = zip(*chosen, strict=True)
+        gradients = torch.autograd.grad(results, inputs, arrived, allow_unused=True, retain_graph=keep)
+        pairs = zip(inputs, gradients, strict=True)
         return [torch.zeros_like(tensor) if gradient is None else gradient.conj() for tensor, gradient in pairs]
 
 

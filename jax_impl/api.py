@@ -8,7 +8,7 @@ from __future__ import annotations
 from jax import Array
 
 from logitless.jax_impl import checks
-from logitless.jax_impl.call import Arrays, Given, Request
+from logitless.jax_impl.call import Arrays, RawArrays, Request
 from logitless.jax_impl.distributed.parallel import AxisName
 from logitless.jax_impl.vjp import log_probs_and_entropy, loss_and_stats
 from logitless.planning import ChunkPlan
@@ -93,13 +93,13 @@ def linear_cross_entropy(
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run.
     """
-    given: Given = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
+    raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
     request = Request(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature, plan=plan, memory_budget=memory_budget,
         backend=backend, statistics=return_stats,
     )  # fmt: skip
-    arrays, call = checks.ready(given, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
+    arrays, call = checks.ready(raw, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
     loss, stats = loss_and_stats(call, arrays)
     return (loss, stats) if return_stats else loss
 
@@ -133,11 +133,11 @@ def linear_log_probs(
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
-    given: Given = Arrays(hidden, weight, bias, target)
+    raw: RawArrays = Arrays(hidden, weight, bias, target)
     request = Request(
         reduction="none", ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         plan=plan, memory_budget=memory_budget, backend=backend, statistics=with_entropy, log_probs=True,
     )  # fmt: skip
-    arrays, call = checks.ready(given, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
+    arrays, call = checks.ready(raw, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
     log_prob, entropy = log_probs_and_entropy(call, arrays)
     return log_prob, entropy

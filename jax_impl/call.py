@@ -52,13 +52,13 @@ class Arrays(NamedTuple, Generic[Leaf]):
     normalizer: Leaf | None = None  # []
 
 
-Given = Arrays[Any]
+RawArrays = Arrays[Any]
 """Arrays as they come: JAX's or NumPy's, or a number as the normalizer."""
 
 Tree = TypeVar("Tree")
 
 
-def as_jax(given: Tree, dtype: DTypeLike) -> Tree:
+def as_jax(raw: Tree, dtype: DTypeLike) -> Tree:
     """The same with JAX arrays in place of NumPy's and of numbers; ``dtype``: that of what is differentiated."""
 
     def converted(value: ArrayLike) -> Array:
@@ -68,7 +68,7 @@ def as_jax(given: Tree, dtype: DTypeLike) -> Tree:
             return jnp.asarray(value)
         return jnp.asarray(value, accumulation_dtype(dtype))
 
-    arrays: Tree = jax.tree.map(converted, given)
+    arrays: Tree = jax.tree.map(converted, raw)
     return arrays
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from logitless import spec
 from logitless.jax_impl.backend import BACKENDS, backend_named, chosen_backend, device_of, on_several_devices
-from logitless.jax_impl.call import Arrays, Call, Given, Needs, Request, as_jax
+from logitless.jax_impl.call import Arrays, Call, Needs, RawArrays, Request, as_jax
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
@@ -28,19 +28,19 @@ from logitless.spec import ArrayInfo, LossOptions
 # A whole call
 
 
-def ready(given: Given, request: Request, shard: Shard) -> tuple[Arrays[Array], Call]:
+def ready(raw: RawArrays, request: Request, shard: Shard) -> tuple[Arrays[Array], Call]:
     """A call on one device: its arrays as JAX's, and everything else, all of it checked."""
     flag = {"with_entropy" if request.log_probs else "return_stats": request.statistics}
     spec.check_flags(**flag)
     spec.check_backend(request.backend, BACKENDS)
     check_plan_argument(request.plan, request.memory_budget)
     options = loss_options(request)
-    check_arrays(given, shard)
-    check_normalizer(given.normalizer, request.reduction)
-    check_ids(given.target, shard.vocab or given.weight.shape[0], options.ignore_index)
-    name = usable_backend(request.backend, given, cut=False)
-    plan = _chosen_plan(given, shard, request, options, name)
-    return as_jax(given, given.hidden.dtype), _planned(options, plan, request, name, shard)
+    check_arrays(raw, shard)
+    check_normalizer(raw.normalizer, request.reduction)
+    check_ids(raw.target, shard.vocab or raw.weight.shape[0], options.ignore_index)
+    name = usable_backend(request.backend, raw, cut=False)
+    plan = _chosen_plan(raw, shard, request, options, name)
+    return as_jax(raw, raw.hidden.dtype), _planned(options, plan, request, name, shard)
 
 
 def loss_options(request: Request) -> LossOptions:
@@ -52,14 +52,14 @@ def loss_options(request: Request) -> LossOptions:
     return options.tempered(request.temperature)
 
 
-def usable_backend(name: str | None, given: Given, *, cut: bool = True) -> str:
+def usable_backend(name: str | None, raw: RawArrays, *, cut: bool = True) -> str:
     """The backend to use. ``cut``: whether what runs are parts of the arrays, on one device each."""
     reason = None
     if parallel.tracked():
         reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; sharded_linear_cross_entropy does"
-    elif not cut and any(map(on_several_devices, given)):
+    elif not cut and any(map(on_several_devices, raw)):
         reason = "its kernels run on one device; sharded_linear_cross_entropy runs them on every device's part"
-    return chosen_backend(name, given.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
+    return chosen_backend(name, raw.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
 
 
 def shard_of(weight: Any, axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool) -> Shard:
@@ -68,9 +68,9 @@ def shard_of(weight: Any, axis_name: AxisName | None, vocab: int | None, sequenc
     return parallel.make_shard(axis_name, vocab, sequence_parallel, rows)
 
 
-def _chosen_plan(given: Given, shard: Shard, request: Request, options: LossOptions, backend: str) -> ChunkPlan:
-    hidden, (vocab, size) = given.hidden, given.weight.shape
-    tokens, dtype, budget = math.prod(given.target.shape), str(hidden.dtype), request.memory_budget
+def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOptions, backend: str) -> ChunkPlan:
+    hidden, (vocab, size) = raw.hidden, raw.weight.shape
+    tokens, dtype, budget = math.prod(raw.target.shape), str(hidden.dtype), request.memory_budget
     if request.plan is not None:
         check_plan_sizes(request.plan, tokens, size, vocab, dtype)
         return request.plan
@@ -140,18 +140,16 @@ def check_type(name: str, array: object) -> None:
         raise TypeError(f"{name}: got {type(array).__name__}, allowed is a jax.Array or a NumPy array")
 
 
-def check_arrays(given: Given, shard: Shard) -> None:
+def check_arrays(raw: RawArrays, shard: Shard) -> None:
     """Types, sizes and dtypes, and how the arrays lie on the devices of an axis."""
-    arrays = given._asdict()
+    arrays = raw._asdict()
     del arrays["normalizer"]
     check_types(arrays, ("bias", "token_weight", "class_weight"))
-    hidden = parallel.gathered_info(info(given.hidden), shard)
-    optional = (
-        None if array is None else info(array) for array in (given.bias, given.token_weight, given.class_weight)
-    )
-    spec.check_arrays(hidden, info(given.weight), info(given.target), *optional)
-    _check_uncut(given)
-    _check_placement(shard, given)
+    hidden = parallel.gathered_info(info(raw.hidden), shard)
+    optional = (None if array is None else info(array) for array in (raw.bias, raw.token_weight, raw.class_weight))
+    spec.check_arrays(hidden, info(raw.weight), info(raw.target), *optional)
+    _check_uncut(raw)
+    _check_placement(shard, raw)
 
 
 def check_counted(target: Any, token_weight: Any, class_weight: Any) -> None:
@@ -217,7 +215,7 @@ def check_tracked(call: Call, needs: Needs) -> None:
         )
 
 
-def _check_placement(shard: Shard, given: Given) -> None:
+def _check_placement(shard: Shard, raw: RawArrays) -> None:
     """Raise ValueError where JAX knows (check_vma=True) that an array is on the devices in another way than it must."""
     if not shard.active or not parallel.tracked():
         return
@@ -226,7 +224,7 @@ def _check_placement(shard: Shard, given: Given) -> None:
     if shard.sequence_parallel:
         wanted["hidden"] = True
     for name, differs in wanted.items():
-        array = getattr(given, name)
+        array = getattr(raw, name)
         if not isinstance(array, jax.Array):
             if differs:
                 raise ValueError(f"{name}: got the same array on every device, allowed is each device's part of it")
@@ -244,10 +242,10 @@ def _check_placement(shard: Shard, given: Given) -> None:
             )
 
 
-def _check_uncut(given: Given) -> None:
+def _check_uncut(raw: RawArrays) -> None:
     """Raise ValueError where an array's type says that Explicit axes of a mesh cut it: loops over parts of it have none
     that JAX could derive."""
-    for name, array in given._asdict().items():
+    for name, array in raw._asdict().items():
         sharding = getattr(jax.typeof(array), "sharding", None) if isinstance(array, jax.Array) else None
         if sharding is not None and any(axis is not None for axis in sharding.spec):
             raise ValueError(

@@ -191,13 +191,13 @@ def put_sums(all_sums: TokenSums, part: TokenSums, first: Index) -> TokenSums:
     return sums
 
 
-def normalizer(inputs: Inputs, options: LossOptions, given: Array | None) -> Array:
+def normalizer(inputs: Inputs, options: LossOptions, denominator: Array | None) -> Array:
     """What the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 0 where no token counts."""
     one = jnp.ones((), inputs.accumulation_dtype)
     if options.reduction != "mean":
         return one
-    if given is not None:
-        return one / given.astype(one.dtype)
+    if denominator is not None:
+        return one / denominator.astype(one.dtype)
     counts = numerics.counts(XP, inputs)
     if not inputs.shard.batch_axes:
         return jnp.where((counts != 0).any(), one / counts.sum(), 0.0)

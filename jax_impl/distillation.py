@@ -121,10 +121,13 @@ def _gradient(log_p: Array, log_q: Array, mean: Array, beta: float) -> Array:
 
 
 def _sides(call: DivergenceCall, arrays: DivergenceArrays[Array]) -> tuple[Side, Side]:
-    given = Arrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target)
-    student = Side(Inputs.of(given, call.options.ignore_index), call.options, arrays.lse)
-    given = Arrays(arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target)
-    return student, Side(Inputs.of(given, call.options.ignore_index), call.teacher_options, arrays.teacher_lse)
+    student = Arrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target)
+    teacher = Arrays(arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target)
+    ignored = call.options.ignore_index
+    return (
+        Side(Inputs.of(student, ignored), call.options, arrays.lse),
+        Side(Inputs.of(teacher, ignored), call.teacher_options, arrays.teacher_lse),
+    )
 
 
 def _forward(call: DivergenceCall, arrays: DivergenceArrays[Array]) -> tuple[Array, Array]:

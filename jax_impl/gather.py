@@ -46,8 +46,8 @@ def padded_index_gather(input: Array, index: Array, *, pad_to_multiple: int = 1)
             position = int(np.nonzero(outside)[0][0])
             raise spec.index_error(position, int(ids[position]), input.shape[0])
     like = tuple(input.shape), str(input.dtype)
-    made: Array = _jitted(like, pad_to_multiple, jnp.asarray(input), jnp.asarray(index))
-    return made
+    gathered: Array = _jitted(like, pad_to_multiple, jnp.asarray(input), jnp.asarray(index))
+    return gathered
 
 
 def _places(index: Array, rows: int) -> Array:
@@ -77,16 +77,16 @@ def _forward(like: Any, multiple: int, input: Array, index: Array) -> tuple[Arra
 def _backward(like: tuple[tuple[int, ...], str], multiple: int, index: Array, upstream: Array) -> tuple[Array, None]:
     del multiple
     (rows, *rest), dtype = like[0], jnp.dtype(like[1])
-    made = jnp.zeros((rows, *rest), accumulation_dtype(dtype))
+    gradient = jnp.zeros((rows, *rest), accumulation_dtype(dtype))
     if not rows or not index.shape[0]:
-        return made.astype(dtype), None
+        return gradient.astype(dtype), None
     places = _places(index, rows)
     order = jnp.argsort(places, stable=True)
     ids = places[order]
-    totals, last = run_sums(ids, rows_at(upstream, order).astype(made.dtype))
+    totals, last = run_sums(ids, rows_at(upstream, order).astype(gradient.dtype))
     # Every row that was gathered is written once, from the end of its run; all other places go nowhere.
-    made = made.at[jnp.where(last, ids, rows)].set(totals, mode="drop")
-    return made.astype(dtype), None
+    gradient = gradient.at[jnp.where(last, ids, rows)].set(totals, mode="drop")
+    return gradient.astype(dtype), None
 
 
 _gather.defvjp(_forward, _backward)

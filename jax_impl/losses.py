@@ -16,7 +16,7 @@ from jax import Array, lax
 from logitless import numerics, objectives, spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_log_probs
-from logitless.jax_impl.call import XP, Arrays, Given, Request
+from logitless.jax_impl.call import XP, Arrays, RawArrays, Request
 from logitless.jax_impl.distillation import DivergenceArrays, DivergenceCall, divergence
 from logitless.jax_impl.distributed.parallel import WHOLE
 from logitless.objectives import (
@@ -268,9 +268,8 @@ def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[s
     The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
     divergences need, and so would parts from a logit far below the largest.
     """
-    given = Arrays(hidden, weight, bias, target)
-    checks.check_arrays(given, WHOLE)
-    stopped: Given = Arrays(_stopped(hidden), _stopped(weight), _stopped(bias), target)
+    checks.check_arrays(Arrays(hidden, weight, bias, target), WHOLE)
+    stopped: RawArrays = Arrays(_stopped(hidden), _stopped(weight), _stopped(bias), target)
     arrays, call = checks.ready(stopped, Request(reduction="none", **options), WHOLE)
     parts: Array = vjp.logsumexp(call, arrays)
     return parts

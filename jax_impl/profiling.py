@@ -56,8 +56,8 @@ def profile_losses(
     def ours(x: Array, w: Array, b: Array | None) -> Any:
         return linear_cross_entropy(x, w, target, b, **options)
 
-    made = {"full logits": full, "logitless": ours}
-    return {name: profile_saved_residuals(loss, hidden, weight, bias) for name, loss in made.items()}
+    losses = {"full logits": full, "logitless": ours}
+    return {name: profile_saved_residuals(loss, hidden, weight, bias) for name, loss in losses.items()}
 
 
 def _residuals(text: str) -> Iterator[tuple[str, int, bool]]:

@@ -27,7 +27,7 @@ def for_slices(length: int, size: int, body: Callable[[Carry, Index, int], Carry
     """carry = body(carry, start, size) for every slice: a loop over the full ones, then the ragged rest."""
     full, rest = divmod(length, size)
     if length and parallel.tracked():
-        carry = _vary_as_made(lambda state: body(state, jnp.int32(0), min(size, length)), carry)
+        carry = _varied(lambda state: body(state, jnp.int32(0), min(size, length)), carry)
     if full == 1:
         carry = body(carry, 0, size)
     elif full > 1:
@@ -41,11 +41,11 @@ def for_slices(length: int, size: int, body: Callable[[Carry, Index, int], Carry
     return carry
 
 
-def _vary_as_made(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
+def _varied(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """``carry`` with types that vary over the axes over which a loop's body makes it vary, which JAX asks for."""
     while True:
-        made = jax.eval_shape(body, carry)
-        wanted = jax.tree.map(lambda part, like: parallel.vary_over(part, parallel.varying(like)), carry, made)
+        shapes = jax.eval_shape(body, carry)
+        wanted = jax.tree.map(lambda part, like: parallel.vary_over(part, parallel.varying(like)), carry, shapes)
         if jax.tree.map(parallel.varying, wanted) == jax.tree.map(parallel.varying, carry):
             return carry
         carry = wanted

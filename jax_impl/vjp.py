@@ -88,8 +88,8 @@ def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> 
         class_weight=None if k is None else jnp.where(place >= 0, k[jnp.maximum(place, 0)], 0.0),
         class_weight_sum=None if k is None else k.sum(),
     )
-    made = shard.total(own)
-    return inputs._replace(shared=made._replace(target_logit=jnp.where(inputs.inside, made.target_logit, jnp.nan)))
+    total = shard.total(own)
+    return inputs._replace(shared=total._replace(target_logit=jnp.where(inputs.inside, total.target_logit, jnp.nan)))
 
 
 def values_and_needs(primals: Arrays[CustomVJPPrimal]) -> tuple[Arrays[Array], Needs]:

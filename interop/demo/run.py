@@ -135,9 +135,8 @@ def run_demo(
     batches = make_batches(tokens, settings)
     _make_output(output)
 
-    initial = {
-        name: torch.from_numpy(array).clone() for name, array in initial_parameters(settings, vocabulary).items()
-    }
+    arrays = initial_parameters(settings, vocabulary)
+    initial = {name: torch.from_numpy(array).clone() for name, array in arrays.items()}
     digest = _digest(initial)
     parameter_count = sum(tensor.numel() for tensor in initial.values())
     console.print(
@@ -146,28 +145,27 @@ def run_demo(
         f"{parameter_count / 1e6:.1f} million parameters; {settings.steps} steps of {settings.batch} × "
         f"{settings.sequence} tokens, three times"
     )
-    trainings = _train_all(initial, batches, settings, console)
+    runs = _runs(initial, batches, settings, console)
     if _digest(initial) != digest:
         raise RuntimeError("a training run has written to the initial parameters, which all runs share")
-    with console.status("measuring the scratch memory of the losses"):
-        scratch = _measure_scratch(initial, batches, settings)
-    result = DemoResult(
-        settings,
-        found.source,
-        len(tokens),
-        vocabulary,
-        parameter_count,
-        digest,
-        tuple(DemoRun(name, trainings[name], *scratch[name]) for name in RUN_NAMES),
-        output / "curves.png",
-        output / "results.json",
-    )
+    files = output / "curves.png", output / "results.json"
+    result = DemoResult(settings, found.source, len(tokens), vocabulary, parameter_count, digest, runs, *files)
     _report(result, console)
     return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The three runs
+
+
+def _runs(
+    initial: dict[str, torch.Tensor], batches: Batches, settings: DemoSettings, console: Console
+) -> tuple[DemoRun, ...]:
+    """The three runs, and the scratch memory of their losses."""
+    trainings = _train_all(initial, batches, settings, console)
+    with console.status("measuring the scratch memory of the losses"):
+        scratch = _measure_scratch(initial, batches, settings)
+    return tuple(DemoRun(name, trainings[name], *scratch[name]) for name in RUN_NAMES)
 
 
 def _train_all(

@@ -37,8 +37,8 @@ def global_normalizer(
     """
     spec.check_ignore_index(ignore_index)
     checks.check_counted(target, token_weight, class_weight)
-    given = [weights for weights in (token_weight, class_weight) if weights is not None]
-    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*given)) if given else jnp.float32
+    weights = [weight for weight in (token_weight, class_weight) if weight is not None]
+    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*weights)) if weights else jnp.float32
     counts = (target != ignore_index).astype(dtype)
     if token_weight is not None:
         counts = jnp.where(target != ignore_index, token_weight, 0.0).astype(dtype)

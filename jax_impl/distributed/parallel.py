@@ -62,8 +62,8 @@ def vary_over(array: Any, axes: frozenset[str]) -> Any:
 def matched(gradient: Array, axes: frozenset[str]) -> Array:
     """``gradient`` as the type of an argument that varies over ``axes`` has it: summed over what is not among them."""
     over = tuple(sorted(varying(gradient) - axes))
-    made: Array = vary_over(lax.psum(gradient, over) if over else gradient, axes)
-    return made
+    matching: Array = vary_over(lax.psum(gradient, over) if over else gradient, axes)
+    return matching
 
 
 @jax.tree_util.register_static
@@ -153,8 +153,8 @@ class Shard:
         if not self.active:
             return gradient
         if self.sequence_parallel:
-            made: Array = lax.psum_scatter(gradient, self.axis_name, scatter_dimension=0, tiled=True)
-            return made
+            scattered: Array = lax.psum_scatter(gradient, self.axis_name, scatter_dimension=0, tiled=True)
+            return scattered
         return gradient if axes.issuperset(names_of(self.axis_name)) else self.total(gradient)
 
 

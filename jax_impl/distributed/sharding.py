@@ -24,7 +24,7 @@ from logitless import spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.backend import BACKENDS
-from logitless.jax_impl.call import NOTHING, Arrays, Given, Gradients, Needs, Request, as_jax
+from logitless.jax_impl.call import NOTHING, Arrays, Gradients, Needs, RawArrays, Request, as_jax
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import Packed, packed, unpacked
 
@@ -48,9 +48,9 @@ class Layout:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise TypeError(f"mesh: got {type(self.mesh).__name__}, allowed is a jax.sharding.Mesh")
-        for name, given in (("vocab_axis", self.vocab_axes), ("data_axis", self.data_axes)):
-            if not set(given) <= set(self.mesh.axis_names):
-                raise ValueError(f"{name}: got {given}, allowed are the mesh's axes {tuple(self.mesh.axis_names)}")
+        for name, axes in (("vocab_axis", self.vocab_axes), ("data_axis", self.data_axes)):
+            if not set(axes) <= set(self.mesh.axis_names):
+                raise ValueError(f"{name}: got {axes}, allowed are the mesh's axes {tuple(self.mesh.axis_names)}")
         if set(self.vocab_axes) & set(self.data_axes):
             raise ValueError(f"data_axis: got {self.data_axis!r}, allowed is another one than vocab_axis")
         if not self.axes:
@@ -95,7 +95,7 @@ class Layout:
     def specs(self) -> Arrays[P]:
         return Arrays(*(P(axes or None) for axes in self.cuts()))
 
-    def check(self, arrays: Given) -> None:
+    def check(self, arrays: RawArrays) -> None:
         """Raise ValueError where a first axis cannot be cut."""
         for name, array, axes in zip(Arrays._fields, arrays, self.cuts(), strict=True):
             shape = tuple(getattr(array, "shape", ()))
@@ -206,12 +206,12 @@ def _request(function: Callable[..., Any], options: dict[str, Any], **fixed: Any
     return Request(**options, **fixed)
 
 
-def _run(layout: Layout, given: Given, request: Request) -> Results:
-    layout.check(given)
-    checks.check_ids(given.target, layout.vocab or given.weight.shape[0], request.ignore_index)
+def _run(layout: Layout, raw: RawArrays, request: Request) -> Results:
+    layout.check(raw)
+    checks.check_ids(raw.target, layout.vocab or raw.weight.shape[0], request.ignore_index)
     spec.check_backend(request.backend, BACKENDS)
-    checks.usable_backend(request.backend, given)  # refused here, where it is known what the arrays lie on
-    setup, arrays = _Setup(layout, given.weight.shape[0], request), layout.placed(as_jax(given, given.hidden.dtype))
+    checks.usable_backend(request.backend, raw)  # refused here, where it is known what the arrays lie on
+    setup, arrays = _Setup(layout, raw.weight.shape[0], request), layout.placed(as_jax(raw, raw.hidden.dtype))
     results: Results = _compiled(setup, arrays)
     return results
 

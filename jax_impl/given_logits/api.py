@@ -105,9 +105,9 @@ def cross_entropy(
     spec.check_flags(inplace_backward=inplace_backward, return_stats=return_stats)
     spec.check_backend(backend, BACKENDS)
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature)
-    given = {"logits": logits, "target": target, "token_weight": token_weight, "class_weight": class_weight}
-    checks.check_types(given, ("token_weight", "class_weight"))
-    spec.check_logits(*(None if array is None else checks.info(array) for array in given.values()))  # type: ignore[arg-type]
+    named = {"logits": logits, "target": target, "token_weight": token_weight, "class_weight": class_weight}
+    checks.check_types(named, ("token_weight", "class_weight"))
+    spec.check_logits(*(None if array is None else checks.info(array) for array in named.values()))  # type: ignore[arg-type]
     checks.check_normalizer(normalizer, reduction)
     checks.check_ids(target, logits.shape[-1], ignore_index)
     arrays: LogitArrays[Any] = LogitArrays(logits, target, token_weight, class_weight, normalizer)
@@ -136,8 +136,8 @@ def _prepare(arrays: LogitArrays[Array], options: LossOptions) -> Inputs:
     vocab = arrays.logits.shape[-1]
     weight: Any = jax.ShapeDtypeStruct((vocab, 0), arrays.logits.dtype)
     logits = arrays.logits.reshape(-1, vocab)
-    given = Arrays(logits, weight, None, arrays.target, arrays.token_weight, arrays.class_weight)
-    return Inputs.of(given, options.ignore_index)
+    flat = Arrays(logits, weight, None, arrays.target, arrays.token_weight, arrays.class_weight)
+    return Inputs.of(flat, options.ignore_index)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -38,13 +38,13 @@ def _row(inputs: Inputs, options: LossOptions) -> Any:
 def _arguments(row: Any, inputs: Inputs, smoothed: bool) -> dict[str, Any]:
     """What both kernels read; rows shorter than a warpgroup are padded."""
     missing = row.width - row.vocab
-    made = {
+    arguments = {
         "logits": jnp.pad(inputs.hidden, ((0, 0), (0, missing))),
         "target": jnp.where(inputs.valid, inputs.target, -1),
     }
     if smoothed and inputs.class_weight is not None:
-        made["class_weight"] = jnp.pad(inputs.class_weight, (0, missing))
-    return made
+        arguments["class_weight"] = jnp.pad(inputs.class_weight, (0, missing))
+    return arguments
 
 
 def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: int) -> TokenSums:
@@ -57,19 +57,19 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
     def launch(arguments: dict[str, Array]) -> dict[str, Array]:
         return logits_kernels.sums(row, arguments, statistics=statistics, weighted=weighted)
 
-    made = fused._one_by_one(launch)(_arguments(row, inputs, weighted))
-    made = {name: jnp.where(inputs.valid, values, 0) for name, values in made.items()}
+    sums = fused._one_by_one(launch)(_arguments(row, inputs, weighted))
+    sums = {name: jnp.where(inputs.valid, values, 0) for name, values in sums.items()}
     running = RunningSums(
-        target_logit=jnp.where(inputs.inside, made["target_logit"], jnp.nan),
+        target_logit=jnp.where(inputs.inside, sums["target_logit"], jnp.nan),
         target=inputs.target,
-        anchor=made["anchor"],
-        s=made["sum"],
-        highest=made["highest"],
-        gap_sum=made.get("gap"),
-        lowest=made.get("lowest"),
-        argmax=made.get("argmax"),
+        anchor=sums["anchor"],
+        s=sums["sum"],
+        highest=sums["highest"],
+        gap_sum=sums.get("gap"),
+        lowest=sums.get("lowest"),
+        argmax=sums.get("argmax"),
     )
-    return running.finish(made.get("weighted"))
+    return running.finish(sums.get("weighted"))
 
 
 def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, in_place: bool) -> Array:
@@ -84,8 +84,8 @@ def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, in_place: b
         arguments["smooth"] = known.smooth
 
     def launch(arguments: dict[str, Array]) -> Array:
-        given = {"logits": kernels.reference(arguments["logits"])} if in_place else {}
-        return logits_kernels.gradient(row, arguments | given)
+        written = {"logits": kernels.reference(arguments["logits"])} if in_place else {}
+        return logits_kernels.gradient(row, arguments | written)
 
-    made: Array = fused._one_by_one(launch)(arguments)
-    return made[:, : row.vocab]
+    dz: Array = fused._one_by_one(launch)(arguments)
+    return dz[:, : row.vocab]

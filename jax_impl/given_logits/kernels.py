@@ -187,15 +187,15 @@ def _row_sums(
 
 def _added(lanes: dict[str, Any]) -> dict[str, Any]:
     """The sums of a row from those of its lanes."""
-    made: dict[str, Any] = {name: jnp.sum(lanes[name]) for name in ("sum", "gap", "weighted") if name in lanes}
+    row_sums: dict[str, Any] = {name: jnp.sum(lanes[name]) for name in ("sum", "gap", "weighted") if name in lanes}
     if "highest" in lanes:
-        made["highest"] = jnp.max(lanes["highest"])
+        row_sums["highest"] = jnp.max(lanes["highest"])
     if "lowest" in lanes:
-        made["lowest"] = -jnp.max(-lanes["lowest"])
+        row_sums["lowest"] = -jnp.max(-lanes["lowest"])
     if "argmax" in lanes:
-        first = jnp.where(lanes["highest"] == made["highest"], -lanes["argmax"], -NO_COLUMN)
-        made["argmax"] = -jnp.max(first)
-    return made
+        first = jnp.where(lanes["highest"] == row_sums["highest"], -lanes["argmax"], -NO_COLUMN)
+        row_sums["argmax"] = -jnp.max(first)
+    return row_sums
 
 
 def sums(row: Row, arguments: dict[str, Any], *, statistics: bool, weighted: bool) -> dict[str, Array]:
@@ -215,13 +215,13 @@ def sums(row: Row, arguments: dict[str, Any], *, statistics: bool, weighted: boo
         def _() -> None:
             target_logit = row.capped(r["logits"][number, target].astype(jnp.float32))
             anchor = jnp.maximum(target_logit, spec.LOWEST_ANCHOR)
-            made = _row_sums(row, r, number, target, anchor, names, PIECES)
-            for name, value in {**made, "target_logit": target_logit, "anchor": anchor}.items():
+            row_sums = _row_sums(row, r, number, target, anchor, names, PIECES)
+            for name, value in {**row_sums, "target_logit": target_logit, "anchor": anchor}.items():
                 r[name][number] = value
 
-            @pl.when(made["highest"] - anchor > spec.RESCUE_NATS)
+            @pl.when(row_sums["highest"] - anchor > spec.RESCUE_NATS)
             def _() -> None:
-                moved, dependent = made["highest"], RESCUED[: 1 + statistics]
+                moved, dependent = row_sums["highest"], RESCUED[: 1 + statistics]
                 # Piece by piece: seldom, and a program half as long. Between its writes and those above, which several
                 # threads do, stand the barriers of its sums.
                 again = _row_sums(row, r, number, target, moved, dependent, 1)
@@ -282,8 +282,8 @@ def gradient(row: Row, arguments: dict[str, Any]) -> Array:
 
         pl.when(target < 0)(lambda: _over(row, zeros, None))
 
-    made = _launch(body, arguments, outputs, name="logit_gradient", grid=logits.shape[0], threads=None)
-    return written(logits) if in_place else made["out"]
+    results = _launch(body, arguments, outputs, name="logit_gradient", grid=logits.shape[0], threads=None)
+    return written(logits) if in_place else results["out"]
 
 
 def _piece_gradient(row: Row, known: dict[str, Any], target: Any, values: Any, k: Any) -> Any:

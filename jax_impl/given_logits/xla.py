@@ -41,8 +41,8 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
             return array if tokens == all_tokens else take(array, first, tokens)
 
         r, target, valid = rows(inputs.hidden), rows(inputs.target), rows(inputs.valid)
-        given = floats(jnp.take_along_axis(bits(r), target[:, None], axis=1)[:, 0], raw_dtype)
-        target_logit = capped(jnp.where(valid, given, 0).astype(dtype), options)
+        own = floats(jnp.take_along_axis(bits(r), target[:, None], axis=1)[:, 0], raw_dtype)
+        target_logit = capped(jnp.where(valid, own, 0).astype(dtype), options)
         target_logit = jnp.where(rows(inputs.inside), target_logit, jnp.nan)
         z = jnp.where(valid[:, None], capped(r.astype(dtype), options), 0.0)
         running = RunningSums.start(target_logit, target, statistics).observe(z, 0).rescue()
