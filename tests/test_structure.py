@@ -19,20 +19,10 @@ MOST_FILES = 15
 
 # Imports inside functions that close a circle on purpose: (who, whom) and why.
 LAZY: dict[tuple[str, str], str] = {}
-CIRCLES: list[list[str]] = [
-    ["logitless.interop", "logitless.interop.parity", "logitless.interop.runners"],
-]
-PRIVATE_REACHES: dict[str, list[str]] = {
-    "jax_impl/given_logits/fused.py": ["logitless.jax_impl.kernels.fused._one_by_one"],
-    "jax_impl/given_logits/kernels.py": [
-        "logitless.jax_impl.kernels.pallas._launch",
-        "logitless.jax_impl.kernels.pallas._load",
-    ],
-}
+CIRCLES: list[list[str]] = []
+PRIVATE_REACHES: dict[str, list[str]] = {}
 LONG: set[str] = {
     "core/ideal.py:ideal_gradients",
-    "interop/demo/run.py:run_demo",
-    "jax_impl/xla.py:loss_gradients",
 }
 WIDE: set[str] = {
     "torch_impl/distillation.py:DivergenceFunction.forward",

@@ -141,13 +141,9 @@ def run_demo(
     parameter_count = sum(tensor.numel() for tensor in initial.values())
     console.print(
         f"text: {escape(found.source)}: {len(found.text) / 1e6:.1f} million characters, {len(tokens):,} tokens\n"
-        f"model: {settings.layers} layers of width {settings.width}, vocabulary {vocabulary}, "
-        f"{parameter_count / 1e6:.1f} million parameters; {settings.steps} steps of {settings.batch} × "
-        f"{settings.sequence} tokens, three times"
+        f"model: {_described(settings, vocabulary, parameter_count)}"
     )
-    runs = _runs(initial, batches, settings, console)
-    if _digest(initial) != digest:
-        raise RuntimeError("a training run has written to the initial parameters, which all runs share")
+    runs = _runs(initial, digest, batches, settings, console)
     files = output / "curves.png", output / "results.json"
     result = DemoResult(settings, found.source, len(tokens), vocabulary, parameter_count, digest, runs, *files)
     _report(result, console)
@@ -158,11 +154,21 @@ def run_demo(
 # The three runs
 
 
+def _described(settings: DemoSettings, vocabulary: int, parameter_count: int) -> str:
+    return (
+        f"{settings.layers} layers of width {settings.width}, vocabulary {vocabulary}, "
+        f"{parameter_count / 1e6:.1f} million parameters; {settings.steps} steps of {settings.batch} × "
+        f"{settings.sequence} tokens, three times"
+    )
+
+
 def _runs(
-    initial: dict[str, torch.Tensor], batches: Batches, settings: DemoSettings, console: Console
+    initial: dict[str, torch.Tensor], digest: str, batches: Batches, settings: DemoSettings, console: Console
 ) -> tuple[DemoRun, ...]:
-    """The three runs, and the scratch memory of their losses."""
+    """The three runs, and the scratch memory of their losses. ``digest``: of the initial parameters."""
     trainings = _train_all(initial, batches, settings, console)
+    if _digest(initial) != digest:
+        raise RuntimeError("a training run has written to the initial parameters, which all runs share")
     with console.status("measuring the scratch memory of the losses"):
         scratch = _measure_scratch(initial, batches, settings)
     return tuple(DemoRun(name, trainings[name], *scratch[name]) for name in RUN_NAMES)

@@ -57,7 +57,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
     def launch(arguments: dict[str, Array]) -> dict[str, Array]:
         return logits_kernels.sums(row, arguments, statistics=statistics, weighted=weighted)
 
-    sums = fused._one_by_one(launch)(_arguments(row, inputs, weighted))
+    sums = fused.one_by_one(launch)(_arguments(row, inputs, weighted))
     sums = {name: jnp.where(inputs.valid, values, 0) for name, values in sums.items()}
     running = RunningSums(
         target_logit=jnp.where(inputs.inside, sums["target_logit"], jnp.nan),
@@ -87,5 +87,5 @@ def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, in_place: b
         written = {"logits": kernels.reference(arguments["logits"])} if in_place else {}
         return logits_kernels.gradient(row, arguments | written)
 
-    dz: Array = fused._one_by_one(launch)(arguments)
+    dz: Array = fused.one_by_one(launch)(arguments)
     return dz[:, : row.vocab]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless import spec
-from logitless.jax_impl.kernels.pallas import LOG2E, _launch, _load, tanh, written
+from logitless.jax_impl.kernels.pallas import LOG2E, launch, load, tanh, written
 
 THREADS = 128
 # Bytes that a thread moves at once, at most: every lane's sums take registers, and those take programs' places.
@@ -114,7 +114,7 @@ class _Piece:
     shared: int = 0
 
     def of(self, vector: Any, row: Row) -> Any:
-        return _load(vector, self.start, row.lanes, row.layout)
+        return load(vector, self.start, row.lanes, row.layout)
 
     def counted(self, columns: Any, row: Row, value: Any) -> Any:
         """``value`` at the columns that count here, 0 elsewhere."""
@@ -233,7 +233,7 @@ def sums(row: Row, arguments: dict[str, Any], *, statistics: bool, weighted: boo
         name: jax.ShapeDtypeStruct((tokens,), jnp.int32 if name == "argmax" else jnp.float32)
         for name in ("target_logit", "anchor", *names)
     }
-    return _launch(body, arguments, outputs, name="logit_sums", grid=tokens, threads=None)
+    return launch(body, arguments, outputs, name="logit_sums", grid=tokens, threads=None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def gradient(row: Row, arguments: dict[str, Any]) -> Array:
 
         pl.when(target < 0)(lambda: _over(row, zeros, None))
 
-    results = _launch(body, arguments, outputs, name="logit_gradient", grid=logits.shape[0], threads=None)
+    results = launch(body, arguments, outputs, name="logit_gradient", grid=logits.shape[0], threads=None)
     return written(logits) if in_place else results["out"]
 
 

@@ -81,7 +81,7 @@ def _after(done: Any, first: Any) -> Any:
     return lax.optimization_barrier((done, jnp.asarray(first, jnp.int32)))
 
 
-def _one_by_one(function: Callable[..., Any]) -> Any:
+def one_by_one(function: Callable[..., Any]) -> Any:
     """``function``, which jax.vmap runs for one problem after the other: each fills the device with its kernels."""
     if jax.__version_info__ >= (0, 11):
         return jax.custom_batching.sequential_vmap(function)
@@ -350,7 +350,7 @@ def _later_blocks(body: Callable[[Any, Any], Any], state: Any, count: int, size:
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
-    run = _one_by_one(lambda inputs: _token_sums(_Call(inputs, options, plan), statistics))
+    run = one_by_one(lambda inputs: _token_sums(_Call(inputs, options, plan), statistics))
     return run(inputs)  # type: ignore[no-any-return]
 
 
@@ -663,7 +663,7 @@ def loss_gradients(
     def run(inputs: Inputs, g: Array) -> Any:
         return _loss_gradients(_Call(inputs, options, plan), g, needs, statistics)
 
-    sums, waiting = _one_by_one(run)(inputs, g)
+    sums, waiting = one_by_one(run)(inputs, g)
     return sums, Held(inputs, g, waiting)
 
 
@@ -707,7 +707,7 @@ def token_gradients(
         sums, by_token = c.by_token(_vectors(c, None, made))
         return _with_weighted(c, sums, _Smoothing.prepare(c)), _Waiting(None, made.e, made.factors, by_token, _State())
 
-    sums, waiting = _one_by_one(run)(inputs, g)
+    sums, waiting = one_by_one(run)(inputs, g)
     return sums, Held(inputs, g, waiting)
 
 
@@ -717,7 +717,7 @@ def finish(held: Held, options: LossOptions, plan: ChunkPlan, needs: Needs, upst
     def run(inputs: Inputs, g: Array, held: _Waiting, upstream: Array) -> Gradients:
         return _finish(_Call(inputs, options, plan), g, held, needs, upstream)
 
-    return _one_by_one(run)(*held, upstream)  # type: ignore[no-any-return]
+    return one_by_one(run)(*held, upstream)  # type: ignore[no-any-return]
 
 
 def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -> Gradients:
@@ -795,7 +795,7 @@ def known_gradients(
     def run(inputs: Inputs, known: KnownRows, g: Array) -> Gradients:
         return _known_gradients(_Call(inputs, options, plan), known, g, needs)
 
-    return _one_by_one(run)(inputs, known, g)  # type: ignore[no-any-return]
+    return one_by_one(run)(inputs, known, g)  # type: ignore[no-any-return]
 
 
 def _known_gradients(c: _Call, known: KnownRows, g: Array, needs: Needs) -> Gradients:

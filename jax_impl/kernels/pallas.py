@@ -106,7 +106,7 @@ mlir.register_lowering(_on_cuda, lambda _, array: [array], platform="cuda")
 mlir.register_lowering(_on_cuda, _refuse)
 
 
-def _launch(
+def launch(
     body: Callable[[dict[str, Any]], None], arguments: dict[str, Any], outputs: dict[str, Any], *, name: str,
     grid: int, threads: int | None, scratch: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
@@ -147,7 +147,7 @@ def _launch(
 
 
 def reference(value: Array) -> Any:
-    """A jax.Ref for kernels to write to, behind a barrier as every other argument of theirs (:func:`_launch`)."""
+    """A jax.Ref for kernels to write to, behind a barrier as every other argument of theirs (:func:`launch`)."""
     return jax.new_ref(lax.optimization_barrier(value))
 
 
@@ -157,7 +157,7 @@ def written(reference: Any) -> Array:
     return value
 
 
-def _load(reference: Any, start: Any, size: int, layout: Any) -> Any:
+def load(reference: Any, start: Any, size: int, layout: Any) -> Any:
     """``size`` elements of a vector from ``start``, laid out along a product's rows or columns."""
     part = reference.at[pl.ds(start, size)]
     if jax.__version_info__ < (0, 11):
@@ -248,7 +248,7 @@ class _Tile:
 
 def _of_rows(r: dict[str, Any], name: str, tile: _Tile) -> Any:
     """The tile's part of a vector along the rows."""
-    return _load(r[name], tile.row, tile.height, ROW_LAYOUT)
+    return load(r[name], tile.row, tile.height, ROW_LAYOUT)
 
 
 def _product(
@@ -528,7 +528,7 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
                 """e of some columns; their sums are added to the lines."""
                 z, place = value[:, first : first + width], tile.column + first
                 if "bias" in r:
-                    z = z + _along_columns(_load(r["bias"], start + place, width, COLUMN_LAYOUT), z.shape)
+                    z = z + _along_columns(load(r["bias"], start + place, width, COLUMN_LAYOUT), z.shape)
                 z = _capped(z, config)
                 column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
                 here = column < end - place if careful else None
@@ -563,7 +563,7 @@ def logits(config: Logits, arguments: dict[str, Any], outputs: dict[str, Any]) -
 
     holds = config.mode in (ANCHORED, KNOWN)
     scratch = {"staging": _staging(arguments["x"].dtype, STAGED, config.shape[0])} if holds else {}
-    return _launch(
+    return launch(
         body, arguments, outputs, name=f"logits_{config.mode}", grid=programs(), threads=MULTIPLYING + 1,
         scratch=scratch,
     )  # fmt: skip
@@ -589,7 +589,7 @@ class _Block:
 
     def columns(self, name: str) -> Any:
         """A vector along the vocabulary, broadcast."""
-        values = _load(self.r[name], self.place, self.column.shape[1], COLUMN_LAYOUT)
+        values = load(self.r[name], self.place, self.column.shape[1], COLUMN_LAYOUT)
         return _along_columns(values, self.column.shape)
 
     def is_target(self) -> Any:
@@ -779,7 +779,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
                     part = part + along("rest") * _load_matrix(rows)
                 part = add(tile, column // width, part)
                 if "smooth" in r:
-                    weights = _load(r["weighted_rows"], tile.column + column, width, COLUMN_LAYOUT)
+                    weights = load(r["weighted_rows"], tile.column + column, width, COLUMN_LAYOUT)
                     part = part + along("smooth") * _along_columns(weights, shape)
                 return part * r["scale"][0] if "scale" in r else part
 
@@ -798,7 +798,7 @@ def hidden(arguments: dict[str, Any], outputs: dict[str, Any], *, adds: bool, gr
             width=tile_width,
         )
 
-    return _launch(
+    return launch(
         body, arguments, outputs, name="hidden", grid=programs(), threads=MULTIPLYING + 1,
         scratch=_gradient_scratch(staged, staged_columns, staged if adds else {}),
     )  # fmt: skip
@@ -852,9 +852,9 @@ def weight(
             def piece(column: int, width: int) -> Any:
                 part = add(tile, column // width, value[:, column : column + width])
                 if "smooth_x" in r:
-                    share = _along_columns(_load(r["smooth_x"], tile.column + column, width, COLUMN_LAYOUT), shape)
+                    share = _along_columns(load(r["smooth_x"], tile.column + column, width, COLUMN_LAYOUT), shape)
                     if "class_weight" in r:
-                        k = _load(r["class_weight"], start + tile.row, WARPGROUP_ROWS, ROW_LAYOUT)
+                        k = load(r["class_weight"], start + tile.row, WARPGROUP_ROWS, ROW_LAYOUT)
                         share = share * _along_rows(k, shape)
                     part = part - share
                 return part * r["scale"][0] if final else part
@@ -875,7 +875,7 @@ def weight(
             width=tile_width,
         )
 
-    return _launch(
+    return launch(
         body, arguments, outputs, name="weight", grid=programs(), threads=MULTIPLYING + 1,
         scratch=_gradient_scratch(staged, staged_columns, parts if adds else {}),
     )  # fmt: skip
@@ -938,7 +938,7 @@ def by_token(arguments: dict[str, Any], outputs: dict[str, Any]) -> dict[str, An
         "staging": plgpu.SMEM((RUN, RUN_COLUMNS), out.dtype),
         "arrived": plgpu.Barrier(num_arrivals=RUN),
     }
-    return _launch(body, arguments, outputs, name="by_token", grid=blocks * column_tiles, threads=None, scratch=scratch)
+    return launch(body, arguments, outputs, name="by_token", grid=blocks * column_tiles, threads=None, scratch=scratch)
 
 
 def _store_row(row: Any, out: Any, number: Any, column_tile: Any) -> None:
@@ -1008,7 +1008,7 @@ def column_sums(arguments: dict[str, Any]) -> Array:
         )(*(reference for reference, _ in read))
 
     out = {"out": jax.ShapeDtypeStruct((tiles * SUMMED_COLUMNS,), jnp.float32)}
-    made: Array = _launch(body, arguments, out, name="column_sums", grid=tiles, threads=None)["out"]
+    made: Array = launch(body, arguments, out, name="column_sums", grid=tiles, threads=None)["out"]
     return made
 
 
@@ -1106,7 +1106,7 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
         "listed": plgpu.Barrier(num_arrivals=2 + len(TARGET_VECTORS)),
         "arrived": plgpu.Barrier(num_arrivals=2 * RUN),
     }
-    return _launch(
+    return launch(
         body, arguments, {"part": part}, name="add_targets", grid=blocks * column_tiles, threads=None, scratch=scratch
     )
 
@@ -1147,4 +1147,4 @@ def add_long_runs(arguments: dict[str, Any]) -> None:
             plgpu.wait_smem_to_gmem(0)
 
     scratch = {"sums": plgpu.SMEM((1, RUN_COLUMNS), out.dtype), "arrived": plgpu.Barrier()}
-    _launch(body, arguments, {}, name="add_long_runs", grid=blocks * column_tiles, threads=None, scratch=scratch)
+    launch(body, arguments, {}, name="add_long_runs", grid=blocks * column_tiles, threads=None, scratch=scratch)
