@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
-from implementations import in_every_torch_place  # noqa: E402
+from implementations import in_every_torch_place, slow_where_interpreted  # noqa: E402
 
 from logitless import plan  # noqa: E402
 from logitless.torch_impl import (  # noqa: E402
@@ -102,7 +102,6 @@ WAYS: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
     "vhp": lambda f, x: torch.autograd.functional.vhp(f, x, torch.ones_like(x)),
     "hessian": torch.autograd.functional.hessian,
     "jvp": lambda f, x: torch.autograd.functional.jvp(f, x, torch.ones_like(x)),
-    "gradgradcheck": lambda f, x: torch.autograd.gradgradcheck(f, x.clone().requires_grad_()),
 }
 
 
@@ -114,6 +113,16 @@ def test_every_way_is_refused(name: str, device: str, backend: str) -> None:
     for way, take in WAYS.items():
         with pytest.raises(RuntimeError, match=REFUSED):
             pytest.fail(f"{way} gave {take(f, x)}")
+
+
+@pytest.mark.case(37)
+@slow_where_interpreted
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradgradcheck_is_refused(name: str, device: str, backend: str) -> None:
+    """It takes a numerical derivative of the gradient first, which is 48 calls."""
+    f, x = make(name, device, backend)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.autograd.gradgradcheck(f, x.clone().requires_grad_())
 
 
 @pytest.mark.case(37)
