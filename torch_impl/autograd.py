@@ -36,17 +36,21 @@ Derivatives = tuple[Tensor | None, ...]
 """The gradient of each argument of an autograd.Function, or None."""
 
 
-class Context(torch.autograd.function.FunctionCtx):
-    """What a backward finds of its forward."""
+class SavedContext(torch.autograd.function.FunctionCtx):
+    """torch's own, as it is used here."""
 
-    call: Call
-    waiting: Waiting | None
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """torch's own, which takes None too."""
-        super().save_for_backward(*tensors)  # type: ignore[arg-type]
+        super().save_for_backward(*tensors)  # type: ignore[arg-type]  # it takes None too
+
+
+class Context(SavedContext):
+    """What a backward finds of its forward."""
+
+    call: Call
+    waiting: Waiting | None
 
 
 class Steps(Protocol):
@@ -98,7 +102,7 @@ def differentiable_once(
 
     def decorate(backward: Callable[..., Derivatives]) -> Callable[..., Derivatives]:
         @functools.wraps(backward)
-        def wrapper(ctx: Context, *upstream: Tensor | None) -> Derivatives:
+        def wrapper(ctx: SavedContext, *upstream: Tensor | None) -> Derivatives:
             if check is not None:
                 check(ctx)
             saved = ctx.saved_tensors

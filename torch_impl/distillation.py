@@ -21,7 +21,7 @@ float32.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,26 @@ from logitless import numerics
 from logitless.objectives import Tile
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
-from logitless.torch_impl.autograd import differentiable_once, reverse_only
+from logitless.torch_impl.autograd import Derivatives, SavedContext, differentiable_once, reverse_only
 from logitless.torch_impl.call import XP, Arrays, Inputs
 
 
+class Heads(NamedTuple):
+    """Both sides' arrays as the caller gave them, and what is known of their tokens."""
+
+    hidden: Tensor  # [..., D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    teacher_hidden: Tensor  # [..., D_teacher]
+    teacher_weight: Tensor  # [V, D_teacher]
+    teacher_bias: Tensor | None  # [V]
+    target: Tensor  # [...], which says what counts
+    lse: Tensor  # [2, N]: two parts, whose sum it is
+    teacher_lse: Tensor  # [2, N]
+
+
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Distillation:
     """Everything about a call that is not an array: β, both sides' logits, the dtypes of their products, the tile."""
 
     beta: float
@@ -107,27 +121,21 @@ def _gradient(log_p: Tensor, log_q: Tensor, mean: Tensor, beta: float) -> Tensor
     return gradient if beta == 1 else gradient.mul_(1 - beta)
 
 
+class DivergenceContext(SavedContext):
+    """What the backward finds of its forward."""
+
+    call: Distillation
+
+
 class DivergenceFunction(torch.autograd.Function):
     """The divergence of every token, [N], 0 where it does not count; differentiable in the student's arrays."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        teacher_bias: Tensor | None,
-        target: Tensor,
-        lse: Tensor,
-        teacher_lse: Tensor,
-        call: Call,
-    ) -> Tensor:
-        arrays = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, lse, teacher_lse)
-        with torch.autocast(hidden.device.type, enabled=False):
-            student, teacher = _sides(arrays, call)
-            total, mean = torch.zeros_like(lse[0]), torch.zeros_like(lse[0])
+    def forward(ctx: DivergenceContext, call: Distillation, *tensors: Tensor | None) -> Tensor:
+        heads = Heads(*tensors)  # type: ignore[arg-type]
+        with torch.autocast(heads.hidden.device.type, enabled=False):
+            student, teacher = _sides(heads, call)
+            total, mean = torch.zeros_like(heads.lse[0]), torch.zeros_like(heads.lse[0])
             for first, last in call.tile.token_slices:
                 rows = slice(first, last)
                 x, teacher_x = student.rows(rows), teacher.rows(rows)
@@ -138,46 +146,45 @@ class DivergenceFunction(torch.autograd.Function):
                     total[rows] += part
                     mean[rows] += student_part
         ctx.call = call
-        ctx.save_for_backward(*arrays, mean)
+        ctx.save_for_backward(*heads, mean)
         return total.masked_fill_(~student.inputs.valid, 0.0)
 
     jvp = reverse_only("distillation_loss")
 
     @staticmethod
     @differentiable_once("distillation_loss")
-    def backward(ctx: Any, kept: tuple[Any, ...], upstream: Tensor) -> tuple[Tensor | None, ...]:
-        *arrays, mean = kept
+    def backward(ctx: DivergenceContext, kept: tuple[Tensor, ...], upstream: Tensor) -> Derivatives:
+        heads, mean = Heads(*kept[:-1]), kept[-1]
         with torch.autocast(mean.device.type, enabled=False):
-            gradients = _gradients(tuple(arrays), mean, upstream, ctx.call, ctx.needs_input_grad[:3])
-        like = zip(gradients, arrays[:3], strict=True)
-        return (*(None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like), *(None,) * 7)
+            gradients = _gradients(heads, mean, upstream, ctx.call, ctx.needs_input_grad[1:4])
+        like = zip(gradients, kept[:3], strict=True)
+        return (None, *(None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like), *(None,) * 6)
 
 
-def _sides(arrays: tuple[Any, ...], call: Call) -> tuple[Side, Side]:
-    hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, target, lse, teacher_lse = arrays
-    own = Arrays(hidden, weight, bias, target)
-    other = Arrays(teacher_hidden, teacher_weight, teacher_bias, target)
+def _sides(heads: Heads, call: Distillation) -> tuple[Side, Side]:
+    own = Arrays(heads.hidden, heads.weight, heads.bias, heads.target)
+    other = Arrays(heads.teacher_hidden, heads.teacher_weight, heads.teacher_bias, heads.target)
     student = chunk.prepare(own, call.options, call.compute_dtype)
     teacher = chunk.prepare(other, call.teacher_options, call.teacher_compute_dtype)
-    return Side(student, call.options, lse), Side(teacher, call.teacher_options, teacher_lse)
+    return Side(student, call.options, heads.lse), Side(teacher, call.teacher_options, heads.teacher_lse)
 
 
 def _gradients(
-    arrays: tuple[Any, ...], mean: Tensor, upstream: Tensor, call: Call, needs: tuple[bool, ...]
+    heads: Heads, mean: Tensor, upstream: Tensor, call: Distillation, needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D.
 
     A block of the vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded
     once and no accumulator of dW's size exists.
     """
-    student, teacher = _sides(arrays, call)
+    student, teacher = _sides(heads, call)
     inputs, (vocab, size) = student.inputs, student.inputs.weight.shape
     factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
     dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=mean.dtype) if needs[0] else None
-    dw = inputs.weight.new_empty((vocab, size), dtype=arrays[1].dtype) if needs[1] else None
+    dw = inputs.weight.new_empty((vocab, size), dtype=heads.weight.dtype) if needs[1] else None
     db = mean.new_zeros(vocab) if needs[2] else None
     for start, stop in call.tile.vocab_slices:
         part = mean.new_zeros((stop - start, size))
@@ -198,7 +205,7 @@ def _gradients(
 
 
 def _logit_gradient(
-    student: Side, teacher: Side, rows: slice, start: int, stop: int, mean: Tensor, call: Call
+    student: Side, teacher: Side, rows: slice, start: int, stop: int, mean: Tensor, call: Distillation
 ) -> Tensor:
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
     log_p = teacher.log_probs(teacher.logits(teacher.rows(rows), start, stop), rows).to(mean.dtype)

@@ -27,7 +27,7 @@ from logitless.torch_impl.api import linear_log_probs
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.call import XP, Arrays, Request
 from logitless.torch_impl.compiled import tracing
-from logitless.torch_impl.distillation import Call, DivergenceFunction
+from logitless.torch_impl.distillation import Distillation, DivergenceFunction, Heads
 
 
 def dpo_loss(
@@ -239,13 +239,14 @@ def distillation_loss(
         vocab=weight.shape[0], dtype=checks.dtype_name(dtype), memory_budget=memory_budget,
     )  # fmt: skip
     own, other = (LossOptions("none", **options.logits(side)) for side in (False, True))
-    call = Call(options.beta, own, other, dtype, teacher_dtype, tile)
+    call = Distillation(options.beta, own, other, dtype, teacher_dtype, tile)
     constants = (
         teacher_hidden.detach(),
         teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
     )
-    losses: Tensor = _divergence(hidden, weight, bias, *constants, target, lse, teacher_lse.to(lse.dtype), call)
+    heads = Heads(hidden, weight, bias, *constants, target, lse, teacher_lse.to(lse.dtype))
+    losses = _divergence(call, heads)
     if reduction == "mean":
         counted = counted.reshape(-1).to(losses.dtype)
         return numerics.aggregate(XP, losses, counted, "token_mean", normalizer)
@@ -257,9 +258,9 @@ def distillation_loss(
 
 
 @tracing.outside_graphs
-def _divergence(*arguments: Any) -> Tensor:
+def _divergence(call: Distillation, heads: Heads) -> Tensor:
     # Loops over tiles: a graph would hold every one of them.
-    losses: Tensor = DivergenceFunction.apply(*arguments)  # type: ignore[no-untyped-call]
+    losses: Tensor = DivergenceFunction.apply(call, *heads)  # type: ignore[no-untyped-call]
     return losses
 
 

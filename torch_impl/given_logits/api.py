@@ -14,7 +14,7 @@ from torch import Tensor
 from logitless import spec
 from logitless.spec import LossOptions, Reduction, TokenStats
 from logitless.torch_impl import checks
-from logitless.torch_impl.autograd import Derivatives, differentiable_once, own, reverse_only
+from logitless.torch_impl.autograd import Derivatives, SavedContext, differentiable_once, own, reverse_only
 from logitless.torch_impl.backend import BACKENDS, chosen_backend
 from logitless.torch_impl.compiled import tracing
 from logitless.torch_impl.given_logits import steps
@@ -144,7 +144,7 @@ def _check_may_be_overwritten(logits: Tensor) -> None:
         )
 
 
-class Context(torch.autograd.function.FunctionCtx):
+class Context(SavedContext):
     """What the backward finds of its forward."""
 
     call: LogitsCall
@@ -165,7 +165,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: LogitsCall, normalizer: Tensor | float | None, *tensors: Tensor | None
+        ctx: Context, call: LogitsCall, normalizer: Tensor | float | None, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays = LogitsArrays(*tensors)  # type: ignore[arg-type]
         loss, stats, saved = (steps.traced_loss if call.traced else steps.loss)(arrays, normalizer, call)
