@@ -117,7 +117,7 @@ def linear_cross_entropy(
         defer_weight_grad,
     )  # fmt: skip
     deferred = None
-    if sharding.is_apart(arrays, request):
+    if _is_apart(arrays, request):
         (loss, *stats), deferred = sharding.values(arrays, normalizer, request)
     else:
         loss, *stats = _values(arrays, normalizer, request)
@@ -161,7 +161,7 @@ def linear_log_probs(
         "none", ignore_index, 0.0, 0.0, logit_scale, softcap, temperature, _fields(plan), memory_budget, backend,
         with_entropy, True, process_group, sequence_parallel,
     )  # fmt: skip
-    if sharding.is_apart(arrays, request):
+    if _is_apart(arrays, request):
         (log_prob, *entropy), _ = sharding.values(arrays, None, request)
     else:
         log_prob, *entropy = _values(arrays, None, request)
@@ -170,6 +170,12 @@ def linear_log_probs(
 
 def _fields(plan: ChunkPlan | None) -> tuple[Any, ...] | None:
     return None if plan is None else dataclasses.astuple(plan)
+
+
+def _is_apart(arrays: Arrays, request: Request) -> bool:
+    """Whether a call is on several ranks, or leaves dW elsewhere: one device's graph cannot hold it."""
+    asked = request.group is not None or request.sequence_parallel or request.into is not None or request.deferred
+    return asked or checks.is_placed(arrays.weight) or checks.is_placed(arrays.hidden)
 
 
 @tracing.kept_whole

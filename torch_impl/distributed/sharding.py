@@ -46,12 +46,6 @@ class _AddedToMainGrad(torch.autograd.Function):
         return make(parameter, requires_grad=False), None
 
 
-def is_apart(arrays: Arrays, request: Request) -> bool:
-    """Whether a call goes through this file."""
-    asked = request.group is not None or request.sequence_parallel or request.into is not None or request.deferred
-    return asked or checks.is_placed(arrays.weight) or checks.is_placed(arrays.hidden)
-
-
 @tracing.outside_graphs
 def values(
     arrays: Arrays, normalizer: Tensor | float | None, request: Request
