@@ -32,7 +32,7 @@ class Layout:
     Constants are equal when type and value are: 1, 1.0 and True are three, and so are 0.0 and −0.0.
     """
 
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
     leaves: tuple[Hashable, ...] = dataclasses.field(compare=False)
     key: tuple[Hashable, ...]
 
@@ -45,7 +45,7 @@ class Layout:
 
 
 def split(
-    args: tuple[Any, ...], kwargs: dict[str, Any], is_array: Callable[[Any], bool], wanted: str
+    args: tuple[Any, ...], kwargs: dict[str, Any], is_array: Callable[[object], bool], wanted: str
 ) -> tuple[list[Any], Layout]:
     """The arrays of a call in order, and the layout that is left.
 
@@ -75,7 +75,7 @@ def split(
     return arrays, Layout(tree, tuple(rest), tuple(key))
 
 
-def array_name(args: tuple[Any, ...], kwargs: dict[str, Any], is_array: Callable[[Any], bool], number: int) -> str:
+def array_name(args: tuple[Any, ...], kwargs: dict[str, Any], is_array: Callable[[object], bool], number: int) -> str:
     """What the caller calls the ``number``-th array of a call: ``argument 0``, ``argument 1['w']``, ``target``."""
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_sparse)
     places = [index for index, leaf in enumerate(leaves) if is_array(leaf)]

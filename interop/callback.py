@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import Array
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,7 +33,7 @@ class _Value:
     device: str
     shapes: Shapes
 
-    def __call__(self, *arrays: Any) -> list[Any]:
+    def __call__(self, *arrays: Array) -> list[NDArray[Any]]:
         with torch.no_grad():
             results, _ = self.call.run([_tensor(array, self.device) for array in arrays])
         return [_numpy(result, *shape) for result, shape in zip(results, self.shapes, strict=True)]
@@ -51,7 +53,7 @@ class _Gradients:
     device: str
     shapes: Shapes
 
-    def __call__(self, *arrays: Any) -> list[Any]:
+    def __call__(self, *arrays: Array) -> list[NDArray[Any]]:
         tensors = [_tensor(array, self.device) for array in arrays]
         if isinstance(self.source, Tape):
             tape = self.source
@@ -63,7 +65,7 @@ class _Gradients:
         return [_numpy(gradient, *shape) for gradient, shape in zip(gradients, self.shapes, strict=True)]
 
 
-def value_by_callback(call: Call, arrays: Sequence[Any]) -> Any:
+def value_by_callback(call: Call, arrays: Sequence[Array]) -> Any:
     """The call's results as a callback of the compiled program."""
     device = _device()
     shapes, tree = _result_shapes(call, arrays, device)
@@ -72,8 +74,12 @@ def value_by_callback(call: Call, arrays: Sequence[Any]) -> Any:
 
 
 def gradients_by_callback(
-    source: Call | Tape, wanted: tuple[int, ...], present: tuple[bool, ...], arrays: Sequence[Any], upstream: Any
-) -> list[Any]:
+    source: Call | Tape,
+    wanted: tuple[int, ...],
+    present: tuple[bool, ...],
+    arrays: Sequence[Array],
+    upstream: Sequence[Array],
+) -> list[Array]:
     """Gradients of the wanted arguments as a callback of the compiled program."""
     if isinstance(source, Tape):
         inputs = source.inputs.values()
@@ -83,7 +89,7 @@ def gradients_by_callback(
         device = _device()
         shapes = tuple((arrays[number].shape, arrays[number].dtype.name) for number in wanted)
     host = _Gradients(source, wanted, present, len(arrays), device, shapes)
-    gradients: list[Any] = jax.pure_callback(host, _structs(shapes), *arrays, *upstream, vmap_method="sequential")
+    gradients: list[Array] = jax.pure_callback(host, _structs(shapes), *arrays, *upstream, vmap_method="sequential")
     return gradients
 
 
@@ -96,7 +102,7 @@ def _structs(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
 
 
-def _result_shapes(call: Call, arrays: Sequence[Any], device: str) -> tuple[Shapes, Any]:
+def _result_shapes(call: Call, arrays: Sequence[Array], device: str) -> tuple[Shapes, jax.tree_util.PyTreeDef]:
     """Shapes and JAX dtypes of the results, and their structure, from a run on fake tensors.
 
     Raises RuntimeError when the function cannot run on those; ValueError for a result that JAX would round.
@@ -116,12 +122,12 @@ def _result_shapes(call: Call, arrays: Sequence[Any], device: str) -> tuple[Shap
     return tuple((tuple(result.shape), dlpack.jax_dtype(result)) for result in results), tree
 
 
-def _tensor(array: Any, device: str) -> Tensor:
+def _tensor(array: Array, device: str) -> Tensor:
     """A callback's argument as a tensor."""
     return dlpack.to_torch(array).to(device)
 
 
-def _numpy(tensor: Tensor, shape: tuple[int, ...], dtype: str) -> Any:
+def _numpy(tensor: Tensor, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """A result for the callback to return, of the shape and dtype that were promised; ValueError if it is another."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"the function returned shape {tuple(tensor.shape)}, on fake tensors it was {shape}")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax import Array
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from logitless.interop import arguments, dlpack
 from logitless.interop.callback import gradients_by_callback, value_by_callback
@@ -49,7 +49,7 @@ def _value(call: Call, arrays: list[Array]) -> Any:
     return jax.tree.unflatten(tree, [dlpack.share(result) for result in results])
 
 
-def _forward(call: Call, primals: list[Any]) -> tuple[Any, Any]:
+def _forward(call: Call, primals: list[CustomVJPPrimal]) -> tuple[Any, Any]:
     arrays = [primal.value for primal in primals]
     wanted = tuple(
         number
@@ -95,7 +95,7 @@ def _once(arrays: Any) -> Any:
 
 
 @_once.defjvp
-def _refuse_twice(_: Any, __: Any) -> Any:
+def _refuse_twice(_: object, __: object) -> NoReturn:
     raise NotImplementedError(
         "a function of torch_in_jax can be differentiated once, in reverse mode: got a derivative of its gradient "
         "(grad of grad, jvp of grad)"
@@ -114,11 +114,11 @@ def _is_array(value: object) -> bool:
     return isinstance(value, jax.Array)
 
 
-def _traced(arrays: Iterable[Any]) -> bool:
+def _traced(arrays: Iterable[object]) -> bool:
     return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
-def _check(array: Any, first: Any, name: Callable[[int], str], number: int) -> None:
+def _check(array: Array, first: Array, name: Callable[[int], str], number: int) -> None:
     """Refuse what cannot be exchanged, and arrays on another device than the first, under the caller's names."""
     if isinstance(array, jax.core.Tracer):
         if array.dtype.name not in dlpack.EXCHANGED_DTYPES:

@@ -18,13 +18,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import Array
 from jax.extend.core import jaxpr_as_fun
 from torch import Tensor
 
@@ -39,9 +40,9 @@ WANTED = "a torch.Tensor or a jax.Array"
 class Traced:
     """What tracing one forward has found out. Compared by identity: there is one for each compiled forward."""
 
-    output_tree: Any
+    output_tree: jax.tree_util.PyTreeDef
     outputs: tuple[jax.ShapeDtypeStruct, ...]
-    pullback_tree: Any
+    pullback_tree: jax.tree_util.PyTreeDef
     residuals: tuple[Source, ...]
 
 
@@ -50,15 +51,15 @@ class Traced:
 class Forward:
     """What a compiled forward returns: outputs, the residuals that are neither arguments nor outputs, and Traced."""
 
-    outputs: tuple[Any, ...]
-    extra: tuple[Any, ...]
+    outputs: tuple[Array, ...]
+    extra: tuple[Array, ...]
     traced: Traced
 
-    def tree_flatten(self) -> tuple[Any, Any]:
+    def tree_flatten(self) -> tuple[tuple[tuple[Array, ...], tuple[Array, ...]], Traced]:
         return (self.outputs, self.extra), self.traced
 
     @classmethod
-    def tree_unflatten(cls, traced: Traced, children: Any) -> Forward:
+    def tree_unflatten(cls, traced: Traced, children: tuple[tuple[Array, ...], tuple[Array, ...]]) -> Forward:
         outputs, extra = children
         return cls(outputs, extra, traced)
 
@@ -103,15 +104,15 @@ class JaxInTorch:
             check()
         return result
 
-    def _apply(self, layout: Layout, arrays: Sequence[Any]) -> Any:
+    def _apply(self, layout: Layout, arrays: Sequence[Array]) -> Any:
         args, kwargs = layout.join(arrays)
         return jax.tree.map(jnp.asarray, self.fn(*args, **kwargs))
 
-    def _forward(self, layout: Layout, wanted: tuple[int, ...], arrays: tuple[Any, ...]) -> Forward:
+    def _forward(self, layout: Layout, wanted: tuple[int, ...], arrays: tuple[Array, ...]) -> Forward:
         """Outputs and the pullback in parts. Traced by hand first, to see which residuals need not be returned."""
 
-        def with_pullback(arrays: Sequence[Any]) -> Any:
-            def of_wanted(chosen: Sequence[Any]) -> Any:
+        def with_pullback(arrays: Sequence[Array]) -> Any:
+            def of_wanted(chosen: Sequence[Array]) -> Any:
                 every = list(arrays)
                 for number, value in zip(wanted, chosen, strict=True):
                     every[number] = value
@@ -128,21 +129,23 @@ class JaxInTorch:
         traced = Traced(output_tree, tuple(outputs), pullback_tree, found)
         return Forward(tuple(values[: len(outputs)]), tuple(extra), traced)
 
-    def _arrays(self, leaves: list[Any], args: Any, kwargs: Any) -> tuple[list[Any], list[Callable[[], None]]]:
+    def _arrays(
+        self, leaves: list[Tensor | Array], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Array], list[Callable[[], None]]]:
         """Every argument as a JAX array, and checks for when they are in use; ValueError for tensors on several
         devices."""
 
         def name(number: int) -> str:
             return arguments.array_name(args, kwargs, _is_array, number)
 
-        devices: dict[Any, int] = {}
+        devices: dict[torch.device | jax.Device, int] = {}
         for number, value in enumerate(leaves):
             if _is_tensor(value):
                 devices.setdefault(value.device, number)
         if len(devices) > 1:
             places = ", ".join(f"{name(number)} on {device}" for device, number in devices.items())
             raise ValueError(f"arguments are on several devices: got {places}, allowed is one device for all tensors")
-        arrays: list[Any] = []
+        arrays: list[Array] = []
         checks: list[Callable[[], None]] = []
         for number, value in enumerate(leaves):
             with arguments.named(name, number):
@@ -173,9 +176,14 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, bridge: JaxInTorch, layout: Layout, wanted: tuple[int, ...], arrays: list[Any], traced: list[Traced],
+        ctx: Any,
+        bridge: JaxInTorch,
+        layout: Layout,
+        wanted: tuple[int, ...],
+        arrays: list[Array],
+        traced: list[Traced],
         *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         result = bridge.forward(layout, wanted, tuple(arrays))
         traced.append(result.traced)
@@ -212,7 +220,9 @@ class _Call(torch.autograd.Function):
         return (None, None, None, None, None, *gradients)
 
 
-def _pull_back(traced: Traced, present: tuple[bool, ...], residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+def _pull_back(
+    traced: Traced, present: tuple[bool, ...], residuals: list[Array], cotangents: list[Array]
+) -> list[Array]:
     """Gradients of the wanted arguments. torch's gradient of a complex number is the conjugate of JAX's."""
     waiting = iter(cotangents)
     pullback = jax.tree.unflatten(traced.pullback_tree, residuals)
@@ -229,13 +239,13 @@ def _pull_back(traced: Traced, present: tuple[bool, ...], residuals: list[Any], 
 
 
 def _keep(
-    result: Forward, arrays: list[Any], tensors: Sequence[Tensor | None], outputs: Sequence[Tensor]
-) -> tuple[list[int | tuple[Any]], list[Tensor]]:
+    result: Forward, arrays: list[Array], tensors: Sequence[Tensor | None], outputs: Sequence[Tensor]
+) -> tuple[list[int | tuple[Array]], list[Tensor]]:
     """The residuals: numbers of what torch is to save, and one-tuples of what only JAX can hold.
 
     What shares memory with an argument or an output is saved as that tensor, whose writes in place torch counts.
     """
-    kept: list[int | tuple[Any]] = []
+    kept: list[int | tuple[Array]] = []
     saved: list[Tensor] = []
     for source in result.traced.residuals:
         tensor: Tensor | None = None
@@ -257,7 +267,7 @@ def _keep(
     return kept, saved
 
 
-def _config() -> list[Callable[[], Any]]:
+def _config() -> list[Callable[[], AbstractContextManager[object]]]:
     """The settings of this thread that change what a backward computes; torch may run it in another thread."""
     x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     promotion = jax.config.jax_numpy_dtype_promotion  # type: ignore[attr-defined]

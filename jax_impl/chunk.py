@@ -23,7 +23,7 @@ from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
 
 
 def is_real(limit: Array, start: Index, size: int) -> Array:
-    """[size]: whether column start + j is no padding."""
+    """[size]: whether column start + j is a vocabulary entry, not padding."""
     columns: Array = start + jnp.arange(size, dtype=jnp.int32)
     return columns < limit
 
@@ -100,7 +100,7 @@ class RunningSums(NamedTuple):
         )
 
     def _real(self, z: Array, start: Index, padding: float) -> Array:
-        """A block with ``padding`` where the weight is padded."""
+        """The block, with the value ``padding`` in the padded columns."""
         return z if self.limit is None else jnp.where(is_real(self.limit, start, z.shape[1]), z, padding)
 
     def observe(self, z: Array, start: Index) -> RunningSums:
@@ -117,7 +117,7 @@ class RunningSums(NamedTuple):
         )
 
     def rescue(self) -> RunningSums:
-        """Move the anchor of a row to its maximum where exponents would grow too large; rescale what was summed."""
+        """Move a row's anchor to its maximum where exponents would grow too large. Its sums are rescaled."""
         return self._moved(jnp.where(self.highest - self.anchor > RESCUE_NATS, self.highest, self.anchor))
 
     def _moved(self, moved: Array) -> RunningSums:
@@ -136,7 +136,7 @@ class RunningSums(NamedTuple):
         return sums, e
 
     def together(self, shard: Shard, weighted: Array | None) -> tuple[RunningSums, Array | None]:
-        """The sums over all devices, which may have moved their anchors differently, and that of ``weighted``."""
+        """The sums over all devices. Their anchors may have moved differently."""
         if not shard.active:
             return self, weighted
         anchor = shard.largest(self.anchor)
@@ -154,7 +154,7 @@ class RunningSums(NamedTuple):
         return self._replace(highest=highest, lowest=-negative, argmax=argmax)
 
     def total(self, shard: Shard, weighted: Array | None) -> tuple[RunningSums, Array | None]:
-        """The sums over all devices, which have the same anchors, and that of ``weighted``."""
+        """The sums over all devices. Their anchors are the same."""
         s, gap_sum, weighted = shard.total((self.s, self.gap_sum, weighted))
         return self._replace(s=s, gap_sum=gap_sum), weighted
 

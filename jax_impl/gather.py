@@ -1,4 +1,4 @@
-"""Rows picked by an index, padded to a multiple: what packs tokens before a head. Mirror of torch_impl/gather.py."""
+"""Rows picked by an index and padded to a multiple: it packs tokens before a head. Mirror of torch_impl/gather.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def padded_index_gather(input: Array, index: Array, *, pad_to_multiple: int = 1)
 
 
 def _places(index: Array, rows: int) -> Array:
-    """The index, ``rows`` where it is outside."""
+    """The index, with ``rows`` in place of what is outside."""
     return jnp.where((index >= 0) & (index < rows), index, rows).astype(jnp.int32)
 
 
@@ -84,7 +84,7 @@ def _backward(like: tuple[tuple[int, ...], str], multiple: int, index: Array, up
     order = jnp.argsort(places, stable=True)
     ids = places[order]
     totals, last = run_sums(ids, rows_at(upstream, order).astype(gradient.dtype))
-    # Every row that was gathered is written once, from the end of its run; all other places go nowhere.
+    # Every row that was gathered is written once, from the end of its run. Other places are dropped.
     gradient = gradient.at[jnp.where(last, ids, rows)].set(totals, mode="drop")
     return gradient.astype(dtype), None
 

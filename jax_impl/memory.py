@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-# On the CPU, XLA hands groups of operations to the YNN library as one fusion; the library's own buffers are in no
-# analysis. With this option it hands over single matrix products only, so that every buffer between them is XLA's.
+# On the CPU, XLA gives groups of operations to the YNN library as one fusion. No analysis counts the library's buffers.
+# With this option the library gets single matrix products only, so that every buffer between them is XLA's.
 _YNN_FUSION = "__ynn_fusion"
 _SINGLE_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 

@@ -1,4 +1,4 @@
-"""What differentiation keeps of a forward, and what the loss has in it. Mirror of torch_impl/profiling.py."""
+"""What a forward keeps for its backward, and the loss's share of it. Mirror of torch_impl/profiling.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Residuals of a custom VJP whose structure does not depend on what is differentiated.
 
-Of a function that was traced into a program, JAX keeps the forward's trace for every set of differentiated arguments,
-but the residuals' structure only of the last one. Were the structures different, a later derivative would come out
-wrong without a word, or not at all. So everything that depends on the set is said by the residuals' shapes.
+JAX traces a function once for every set of differentiated arguments, but remembers the structure of the residuals only
+for the last set. If the structures differed, a later derivative would be silently wrong, or fail. So the structure is
+always the same, and the shapes of the residuals say what depends on the set.
 """
 
 from __future__ import annotations

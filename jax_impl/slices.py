@@ -20,7 +20,7 @@ Carry = TypeVar("Carry")
 Position = TypeVar("Position", bound="Index")
 
 Index = int | Array
-"""Where a slice begins: a number, or one that is known on the device only."""
+"""Where a slice begins: a number, or a scalar that only the device knows."""
 
 
 def for_slices(length: int, size: int, body: Callable[[Carry, Index, int], Carry], carry: Carry) -> Carry:
@@ -42,7 +42,7 @@ def for_slices(length: int, size: int, body: Callable[[Carry, Index, int], Carry
 
 
 def _varied(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """``carry`` with types that vary over the axes over which a loop's body makes it vary, which JAX asks for."""
+    """``carry`` with the types that a loop's body gives it: JAX asks that they vary over the same axes."""
     while True:
         shapes = jax.eval_shape(body, carry)
         wanted = jax.tree.map(lambda part, like: parallel.vary_over(part, parallel.varying(like)), carry, shapes)
@@ -52,7 +52,7 @@ def _varied(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
 
 
 def bits(array: Array) -> Array:
-    """A 16-bit float array as the integers it is made of, any other as it is.
+    """A 16-bit float array as integers, bit by bit; any other array as it is.
 
     XLA on a CPU slices, gathers and updates 16-bit floats in float32: it would convert the whole array first, V × D
     that no plan has counted. Integers it moves as they are; the cast costs nothing.
@@ -65,7 +65,7 @@ def floats(bits: Array, dtype: jnp.dtype) -> Array:
 
 
 def _stay(array: Array, where: Position) -> tuple[Array, Position]:
-    """Tie a 16-bit array to where it is read: XLA would take its cast out of the loop, and copy the whole array."""
+    """Tie a 16-bit array to the place where it is read. Else XLA casts the whole array before the loop: a copy."""
     return lax.optimization_barrier((array, where)) if array.dtype in (jnp.bfloat16, jnp.float16) else (array, where)
 
 
@@ -81,7 +81,7 @@ def take_block(matrix: Array, rows: int, start: Index, size: int) -> Array:
 
 
 def put(array: Array, part: Array, start: Index, axis: int = 0) -> Array:
-    """array with ``part`` at ``start``; along the other axis a part may be shorter and fills its beginning."""
+    """array with ``part`` at ``start``. Along the other axis a shorter part fills the beginning."""
     return floats(lax.dynamic_update_slice_in_dim(bits(array), bits(part), start, axis), array.dtype)
 
 
@@ -92,8 +92,10 @@ def rows_at(array: Array, indices: Array) -> Array:
 
 
 def run_sums(ids: Array, values: Array) -> tuple[Array, Array]:
-    """(sum of the values from the first of a run of equal ids up to here, where runs end), along the first axis. A scan
-    over a fixed tree, so the same from run to run."""
+    """Along the first axis: sums of the values since the current run of equal ids began, and where runs end.
+
+    The sums are a scan over a fixed tree, so they are the same from run to run.
+    """
     begins = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
 
     def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:

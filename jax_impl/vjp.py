@@ -73,7 +73,7 @@ def likes_of(arrays: Arrays[Array]) -> Likes:
 
 
 def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> Inputs:
-    """:meth:`Inputs.of`, and what the devices share before the first product, unless it is known already."""
+    """The flat arrays, with what the devices share before the first product. ``shared``: where it is known already."""
     shard, options = call.shard, call.options
     inputs = Inputs.of(arrays, options.ignore_index, shard)
     if not shard.active:
@@ -93,20 +93,20 @@ def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> 
 
 
 def values_and_needs(primals: Arrays[CustomVJPPrimal]) -> tuple[Arrays[Array], Needs]:
-    """Strip the marks of what is differentiated off the arguments; a constant must not have one."""
+    """The arrays without JAX's marks, and which gradients are wanted. A constant must not be differentiated."""
     checks.check_constants(primals)
     hidden, weight, bias = (leaf is not None and leaf.perturbed for leaf in primals[:3])
     return values_of(primals), Needs(hidden, weight, bias)
 
 
 def values_of(primals: Any) -> Any:
-    """A pytree of arrays, which cannot be differentiated again, from one of arguments with marks."""
+    """The arrays without JAX's marks. They cannot be differentiated again."""
     values = jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=lambda leaf: isinstance(leaf, CustomVJPPrimal))
     return differentiable_once(values)
 
 
 def cotangents_of(gradients: Gradients, likes: Likes, shard: Shard) -> tuple[Arrays[Array | None]]:
-    """The last cast: the argument's dtype and shape; None for what was not wanted. dX is summed over the devices."""
+    """The gradients in their arguments' dtypes and shapes, None if not wanted. dX is summed over the devices."""
     if gradients.hidden is not None:
         gradients = gradients._replace(hidden=shard.reduce_hidden(gradients.hidden, likes[0].varying))
     pairs = zip(gradients, likes, strict=True)
@@ -115,7 +115,7 @@ def cotangents_of(gradients: Gradients, likes: Likes, shard: Shard) -> tuple[Arr
 
 
 def arrived(cotangent: Cotangent) -> Array | None:
-    """The upstream gradient, which cannot be differentiated again; None where it is zero."""
+    """The upstream gradient, or None where it is zero. It cannot be differentiated again."""
     if cotangent is None or isinstance(cotangent, SymbolicZero):
         return None
     upstream: Array = differentiable_once(cotangent)
@@ -124,7 +124,7 @@ def arrived(cotangent: Cotangent) -> Array | None:
 
 @jax.custom_jvp
 def differentiable_once(arrays: Any) -> Any:
-    """The arrays themselves, refusing a second derivative: what is made of them moves as bits, and those have none."""
+    """The arrays themselves; a second derivative is refused. Slices of them move as bits, which have no derivative."""
     return arrays
 
 
@@ -207,8 +207,10 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
 def _logsumexp(call: Call, arrays: Arrays[Array]) -> Array:
-    """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest; 0 where it
-    does not count."""
+    """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest.
+
+    Both are 0 where a token does not count.
+    """
     inputs = _inputs(call, arrays)
     sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan, False)
     return jnp.where(inputs.valid, jnp.stack([sums.anchor, sums.log_total]), 0.0)

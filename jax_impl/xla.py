@@ -75,7 +75,7 @@ def _row_logits(x: Array, inputs: Inputs, target: Array, options: LossOptions) -
 def _start(
     inputs: Inputs, options: LossOptions, x: Array, target: Array, first: Index, statistics: Statistics
 ) -> RunningSums:
-    """The sums of a chunk before its first block."""
+    """A chunk's sums before its first block."""
     return RunningSums.start(_target_logits(x, inputs, first, options), target, statistics, inputs.shard.limit())
 
 

@@ -54,13 +54,13 @@ def manual() -> bool:
 
 
 def vary_over(array: Any, axes: frozenset[str]) -> Any:
-    """``array`` with a type that says it varies over ``axes`` as well."""
+    """``array``, with a type that also varies over ``axes``."""
     missing = tuple(sorted(axes - varying(array)))
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def matched(gradient: Array, axes: frozenset[str]) -> Array:
-    """``gradient`` as the type of an argument that varies over ``axes`` has it: summed over what is not among them."""
+    """``gradient`` summed over the axes over which it varies and its argument does not; that varies over ``axes``."""
     over = tuple(sorted(varying(gradient) - axes))
     matching: Array = vary_over(lax.psum(gradient, over) if over else gradient, axes)
     return matching
@@ -77,7 +77,7 @@ class Shard:
     columns: int = 0
     """Rows of the weight on every device."""
     vocab: int = 0
-    """Ids there are: what the devices hold beyond them, at the end, is padding."""
+    """How many ids there are. The devices' rows beyond them are padding."""
     sequence_parallel: bool = False
     """Whether hidden is cut along its tokens over the same axis."""
     batch_axes: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class Shard:
         return jnp.clip(self.vocab - self.first(), 0, self.columns) if self.padded else None
 
     def weights(self, class_weight: Array | None, dtype: Any) -> Array | None:
-        """Class weights, 0 for padding: so it takes no part in label smoothing either."""
+        """Class weights, 0 for padding, which so takes no part in label smoothing."""
         limit = self.limit()
         if limit is None:
             return class_weight
@@ -135,7 +135,7 @@ class Shard:
         return lax.pmax(tree, self.axis_name) if self.active else tree
 
     def winner(self, argmax: Array, here: Array) -> Array:
-        """The lowest id among the devices' rows ``argmax`` of their slices, where they hold the maximum (``here``)."""
+        """The lowest id with the maximum. ``argmax``: of this device's rows; ``here``: whether it has the maximum."""
         if not self.active:
             return argmax
         lowest = lax.pmin(jnp.where(here, argmax + self.first(), _LAST), self.axis_name)
@@ -190,7 +190,7 @@ def make_shard(axis_name: AxisName | None, vocab: int | None, sequence_parallel:
 
 
 def gathered_info(info: ArrayInfo, shard: Shard) -> ArrayInfo:
-    """What hidden is when it has been gathered."""
+    """The shape and dtype of hidden after it has been gathered."""
     if not shard.sequence_parallel:
         return info
     if len(info.shape) < 2:
