@@ -225,13 +225,13 @@ def concatenate(parts: list[TokenSums], empty: Tensor) -> TokenSums:
 # From sums to losses
 
 
-def normalizer(inputs: Inputs, options: LossOptions, given: Tensor | float | None) -> Tensor:
+def normalizer(inputs: Inputs, options: LossOptions, denominator: Tensor | float | None) -> Tensor:
     """What the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 0 where no token counts."""
     one = torch.ones((), dtype=inputs.accumulation_dtype, device=inputs.hidden.device)
     if options.reduction != "mean":
         return one
-    if given is not None:
-        return one / given
+    if denominator is not None:
+        return one / denominator
     counts = numerics.counts(XP, inputs)
     return torch.where((counts != 0).any(), one / counts.sum(), 0.0)
 

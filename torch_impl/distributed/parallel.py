@@ -46,7 +46,7 @@ class Shard:
     sequence_parallel: bool = False
     """Whether hidden comes in, and dX goes out, as this rank's slice of the tokens."""
     largest: int = 0
-    """Entries of the largest slice, which the plan is made for."""
+    """Entries of the largest slice. The plan is for these."""
     quiet: bool = False
     """Whether nothing is sent: in a rehearsal, which makes shapes and no numbers."""
 

@@ -104,7 +104,7 @@ def _begin(captured: CapturedHead, options: dict[str, Any]) -> None:
 
 
 def _publish(captured: CapturedHead, output: Any) -> None:
-    """Check what the model has made of the probes, then let its hidden states be read."""
+    """Check the probes after the model's own operations, then let its hidden states be read."""
     recorded, captured._recorder.hidden = captured._recorder.hidden, None
     if recorded is None:
         raise NotImplementedError("module: its forward did not run the LM head that was found; nothing was captured")

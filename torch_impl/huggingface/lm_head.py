@@ -1,4 +1,4 @@
-"""The LM head of a model made by others: finding it, recording what goes into it, checking what becomes of its result.
+"""The LM head of somebody else's model: found, its input recorded, and what the model does to its result checked.
 
 What comes out of a recorded head in the logits' place is a handful of probes. The model does with them what it does
 with logits, and the result is compared with ``softcap · tanh(logit_scale · probe / softcap)``, so that a model that

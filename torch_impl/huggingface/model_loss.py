@@ -28,7 +28,7 @@ class ModelLoss:
         self.loss_options, self.with_logits = loss_options, with_logits
         self.logit_scale, self.softcap = logit_options(owner)
         self.probes: Tensor | None = None
-        """What the model has made of the probes."""
+        """The probes after what the model does to its logits."""
         self.logits: Tensor | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -61,7 +61,7 @@ class ModelLoss:
         )
 
     def _checked_hidden(self, logits: Tensor, vocab_size: int | None) -> Tensor:
-        """What was recorded, if the logits are all of its, and have been given a scale and a softcap at most."""
+        """What was recorded. Raises if the model did more with its logits than a scale and a softcap, or cut them."""
         hidden, name = self.recorder.hidden, type(self.owner).__name__
         if hidden is None or self.probes is not None:
             raise NotImplementedError(
@@ -82,7 +82,7 @@ class ModelLoss:
         return hidden
 
     def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The output's logits: made, to be made when something reads them, or never."""
+        """The output's logits: computed now, when something reads them, or never."""
         shape = (*hidden.shape[:-1], len(weight))
         if self.with_logits is False or (self.with_logits is None and self.owner.training):
             # float32: what casts a model's 16-bit results has nothing to do with it.
@@ -128,12 +128,12 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _target(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
     """The target of every position: the label after it, and none for the last; or what the caller has shifted."""
-    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
-    if given is None or given.numel() != hidden.shape[:-1].numel():
-        shape = None if given is None else tuple(given.shape)
+    name, ids = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    if ids is None or ids.numel() != hidden.shape[:-1].numel():
+        shape = None if ids is None else tuple(ids.shape)
         raise ValueError(
             f"{name}: got shape {shape}, allowed is one label for each of {tuple(hidden.shape[:-1])} logits"
         )
     if shift_labels is None:
-        given = nn.functional.pad(given, (0, 1), value=ignore_index)[..., 1:]
-    return given.reshape(hidden.shape[:-1]).to(hidden.device)
+        ids = nn.functional.pad(ids, (0, 1), value=ignore_index)[..., 1:]
+    return ids.reshape(hidden.shape[:-1]).to(hidden.device)

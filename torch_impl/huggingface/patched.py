@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-# Where a function that patch made keeps its Patch.
+# The attribute in which a patched forward keeps its Patch.
 MARK = "logitless_patch"
 
 
