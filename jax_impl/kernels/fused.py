@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jax import Array, lax
 from logitless import numerics, spec
 from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
 from logitless.jax_impl.chunk import RunningSums, capped
-from logitless.jax_impl.slices import run_sums
+from logitless.jax_impl.slices import Carry, Index, run_sums
 from logitless.planning import ChunkPlan
 from logitless.scratch import PADDED_HIDDEN, PADDED_VOCAB, round_up
 from logitless.spec import LOWEST_ANCHOR, RESCUE_NATS, LossOptions
@@ -47,7 +47,7 @@ GROUP_BYTES = 8 * 2**20
 LARGEST_STORED = 2.0**60
 
 
-def unavailable(device: Any, dtype: str) -> str | None:
+def unavailable(device: jax.Device | None, dtype: str) -> str | None:
     """Why these kernels cannot run on ``device`` (None: not known while tracing), or None."""
     reason = unusable(device, dtype, DTYPES)
     if reason is not None or device is None or device.platform != "gpu":
@@ -55,13 +55,13 @@ def unavailable(device: Any, dtype: str) -> str | None:
     return unbuilt(device)
 
 
-def unbuilt(device: Any) -> str | None:
+def unbuilt(device: jax.Device) -> str | None:
     """Why no Pallas kernel was built for a GPU, or None."""
     capability = str(getattr(device, "compute_capability", "an unknown one"))
     return None if capability.startswith("9.") else spec.needs_hopper(capability)
 
 
-def unusable(device: Any, dtype: str, dtypes: tuple[str, ...]) -> str | None:
+def unusable(device: jax.Device | None, dtype: str, dtypes: tuple[str, ...]) -> str | None:
     """Why no Pallas kernel for ``dtypes`` can run on ``device``, whatever GPU that is, or None."""
     if kernels is None:
         return "absl-py is not installed, which JAX's Pallas modules for GPUs import"
@@ -76,9 +76,10 @@ def unusable(device: Any, dtype: str, dtypes: tuple[str, ...]) -> str | None:
     return None
 
 
-def _after(done: Any, first: Any) -> Any:
+def _after(done: Carry, first: Index) -> tuple[Carry, Array]:
     """``first``, once ``done`` is there: chunks that need nothing of each other would hold two matrices."""
-    return lax.optimization_barrier((done, jnp.asarray(first, jnp.int32)))
+    both: tuple[Carry, Array] = lax.optimization_barrier((done, jnp.asarray(first, jnp.int32)))
+    return both
 
 
 def one_by_one(function: Callable[..., Any]) -> Any:
@@ -95,7 +96,7 @@ def _refuse_vmap(arrays: Any) -> Any:
 
 
 @_refuse_vmap.def_vmap
-def _say_why_not(*_: Any) -> Any:
+def _say_why_not(*_: object) -> NoReturn:
     raise NotImplementedError(
         f"backend='pallas' under jax.vmap needs jax 0.11 or newer, this is {jax.__version__}; use backend='xla', or "
         f"jax.lax.map"
@@ -152,7 +153,7 @@ class _Call:
         order = jnp.zeros(self.tokens, jnp.int32).at[self.position].set(token, unique_indices=True)
         self.order = jnp.pad(order, (0, (self.chunks + 1) * self.chunk + self.rows - self.tokens))
 
-    def rows_at(self, first: Any) -> _Rows:
+    def rows_at(self, first: Index) -> _Rows:
         """The rows of the chunk from position ``first``."""
         row = jnp.arange(self.rows, dtype=jnp.int32)
         number = jnp.clip(self.count - first, 0, self.chunk).astype(jnp.int32)
@@ -165,19 +166,20 @@ class _Call:
         tiles = tiles.at[0].set(-(-number // kernels.TILE_ROWS))
         return _Rows(jnp.asarray(first, jnp.int32).reshape(1), number.reshape(1), exists, token, target, x, tiles)
 
-    def by_token(self, values: Any) -> Any:
+    def by_token(self, values: Carry) -> Carry:
         """Vectors by position to vectors by token."""
-        return jax.tree.map(lambda vector: vector[self.position], values)
+        vectors: Carry = jax.tree.map(lambda vector: vector[self.position], values)
+        return vectors
 
-    def matrix(self, columns: int) -> Any:
+    def matrix(self, columns: int) -> jax.ShapeDtypeStruct:
         """Shape of e over ``columns`` vocabulary entries."""
         return jax.ShapeDtypeStruct((round_up(self.chunk, 8), round_up(columns, kernels.STEP)), self.dtype)
 
-    def config(self, mode: str, columns: int | None = None, **more: Any) -> Any:
+    def config(self, mode: str, columns: int | None = None, **more: Any) -> kernels.Logits:
         o = self.options
         return kernels.Logits(mode, columns or self.vocab, o.logit_scale, o.softcap, group=self.group, **more)
 
-    def first_product(self, config: kernels.Logits, rows: _Rows, start: Any = 0) -> dict[str, Any]:
+    def first_product(self, config: kernels.Logits, rows: _Rows, start: Index = 0) -> dict[str, Any]:
         """What every first product reads."""
         height, width = config.shape
         tile = (rows.target - start) // width
@@ -246,7 +248,7 @@ def _row_logits(x: Array, weight: Array, bias: Array | None, target: Array, opti
     return capped(z, options)
 
 
-def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, target_logit: Array) -> Any:
+def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, target_logit: Array) -> RunningSums:
     """The column tiles' lines together, in a fixed order; zeros where there is no row."""
 
     def total(name: str) -> Array:
@@ -271,7 +273,7 @@ def _line_sums(c: _Call, rows: _Rows, lines: dict[str, Array], anchor: Array, ta
     )
 
 
-def _sums(c: _Call, rows: _Rows, statistics: Statistics, holds: bool) -> tuple[Any, Array | None, Array | None]:
+def _sums(c: _Call, rows: _Rows, statistics: Statistics, holds: bool) -> tuple[RunningSums, Array | None, Array | None]:
     """The first product of a chunk: its sums, Σ k z where label smoothing asks for it, and the exponentials if
     ``holds``; of sums, those of all devices."""
     shard = c.inputs.shard
@@ -306,7 +308,7 @@ def _sums(c: _Call, rows: _Rows, statistics: Statistics, holds: bool) -> tuple[A
     return sums, weighted, made.get("e")
 
 
-def _rescued(c: _Call, rows: _Rows, sums: Any, extremes: bool) -> tuple[Array, Array]:
+def _rescued(c: _Call, rows: _Rows, sums: RunningSums, extremes: bool) -> tuple[Array, Array]:
     """Row tiles to be done again, and every row's anchor: its maximum where its exponents grew too large; ``extremes``:
     whether that is known."""
     flagged = rows.exists & (sums.s > RESCUE_SUM)
@@ -331,18 +333,19 @@ def _tiles_of(flagged: Array) -> Array:
     return jnp.concatenate([number.reshape(1), jnp.argsort(~tiles, stable=True).astype(jnp.int32)])
 
 
-def _empty(c: _Call, names: Any) -> Any:
-    """Vectors by position for chunks to be put into, shaped as one chunk's."""
+def _empty(c: _Call, parts: Carry) -> Carry:
+    """Vectors by position for chunks to be put into, with the structure of one chunk's."""
     length = c.chunks * c.chunk + c.rows
-    return jax.tree.map(lambda part: jnp.zeros(length, part.dtype), names)
+    vectors: Carry = jax.tree.map(lambda part: jnp.zeros(length, part.dtype), parts)
+    return vectors
 
 
-def _chunks(c: _Call, body: Callable[[Any, Any], Any], begin: Callable[[], Any], last: int) -> Any:
+def _chunks(c: _Call, body: Callable[[Carry, Index], Carry], begin: Callable[[], Carry], last: int) -> Carry:
     """carry = body(carry, first) for the chunks before ``last``; the first one starts it."""
     return _later_blocks(body, begin(), last, c.chunk)
 
 
-def _later_blocks(body: Callable[[Any, Any], Any], state: Any, count: int, size: int) -> Any:
+def _later_blocks(body: Callable[[Carry, Index], Carry], state: Carry, count: int, size: int) -> Carry:
     """state = body(state, first) for ``count`` blocks of ``size`` but the first, which has made ``state``; each after
     the one before, also where XLA unrolls the loop, as it does one of a single turn."""
     return lax.fori_loop(1, count, lambda i, state: body(*_after(state, i * size)), state) if count > 1 else state
@@ -357,12 +360,12 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
 def _token_sums(c: _Call, statistics: Statistics) -> TokenSums:
     smoothing = _Smoothing.prepare(c)
 
-    def chunk(first: Any) -> tuple[Array, TokenSums]:
+    def chunk(first: Index) -> tuple[Array, TokenSums]:
         rows = c.rows_at(first)
         sums, weighted, _ = _sums(c, rows, statistics, holds=False)
         return rows.first, sums.finish(weighted)
 
-    def add(state: TokenSums, first: Any) -> TokenSums:
+    def add(state: TokenSums, first: Index) -> TokenSums:
         at, part = chunk(first)
         return jax.tree.map(lambda vector, values: _put(vector, values, at), state, part)  # type: ignore[no-any-return]
 
@@ -429,7 +432,7 @@ class _Factors(NamedTuple):
         """For upstream gradients that many times as large."""
         return self._replace(factor=self.factor * upstream, value=self.value * upstream)
 
-    def operand(self, rows: _Rows, dtype: Any) -> Array:
+    def operand(self, rows: _Rows, dtype: jnp.dtype) -> Array:
         """u ⊙ x, for dW."""
         return (rows.x.astype(jnp.float32) * self.factor[: rows.x.shape[0], None]).astype(dtype)
 
@@ -463,7 +466,7 @@ class _Products:
         return {"smooth": smooth, "weighted_rows": self.call.along_size(self.smoothing.weighted_rows)}
 
     def hidden(
-        self, state: _State, rows: _Rows, e: Array, start: Any, factors: _Factors | None, scale: Array | None
+        self, state: _State, rows: _Rows, e: Array, start: Index, factors: _Factors | None, scale: Array | None
     ) -> _State:
         """dX from a block e; scale: what the rows still lack when no other block follows."""
         c = self.call
@@ -487,7 +490,7 @@ class _Products:
         return state._replace(hidden=made["out"])
 
     def weight(
-        self, state: _State, rows: _Rows, e: Array, x: Array, start: Any, columns: int, scale: Array | None
+        self, state: _State, rows: _Rows, e: Array, x: Array, start: Index, columns: int, scale: Array | None
     ) -> _State:
         """dW of a block, added to the sum if there is one; scale: what the entries still lack when no other chunk
         follows."""
@@ -510,7 +513,7 @@ class _Products:
         made = _into(lambda a, o: kernels.weight(a, o, columns=columns, adds=adds), arguments, outs, shapes)
         return state._replace(weight=made["out"], low=made.get("low"))
 
-    def bias(self, state: _State, rows: _Rows, e: Array, start: Any, columns: int, factor: Array | None) -> _State:
+    def bias(self, state: _State, rows: _Rows, e: Array, start: Index, columns: int, factor: Array | None) -> _State:
         """db of a block, relative to the unit."""
         if not self.needs.bias:
             return state
@@ -554,7 +557,7 @@ class _Products:
         return None if weight is None else weight[: c.vocab, : c.size]
 
 
-def _index(value: Any) -> Array:
+def _index(value: Index) -> Array:
     return jnp.asarray(value, jnp.int32).reshape(1)
 
 
@@ -589,18 +592,18 @@ class Held(NamedTuple):
     waiting: _Waiting
 
 
-def one_pass(dtype: Any, options: LossOptions) -> bool:
+def one_pass(dtype: jnp.dtype, options: LossOptions) -> bool:
     """Whether exponentials relative to the target can be held in ``dtype``: float16's range ends at 11 nats."""
     del options
     return bool(dtype != jnp.float16)
 
 
-def holds(dtype: Any) -> bool:
+def holds(dtype: jnp.dtype) -> bool:
     """Whether exponentials can wait for an upstream gradient per token."""
     return bool(dtype != jnp.float16)
 
 
-def _factors(c: _Call, rows: _Rows, running: Any, part: TokenSums, g: Array) -> _Factors:
+def _factors(c: _Call, rows: _Rows, running: RunningSums, part: TokenSums, g: Array) -> _Factors:
     """u = g α / (e_y + s), and u T with T = ((α − β) e_y − β s) / α; 0 where there is no row.
 
     T rounded is what e is to have at the target: where gradients cancel, dW must hold the targets before it is rounded.
@@ -636,7 +639,7 @@ class _Made(NamedTuple):
     e: Array
 
 
-def _forward(c: _Call, first: Any, g: Array, statistics: bool) -> _Made:
+def _forward(c: _Call, first: Index, g: Array, statistics: bool) -> _Made:
     rows = c.rows_at(first)
     running, weighted, e = _sums(c, rows, statistics, holds=True)
     assert e is not None
@@ -670,7 +673,7 @@ def loss_gradients(
 def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple[TokenSums, _Waiting]:
     p = _Products(c, needs, g, numerics.largest_factor(XP, g))
 
-    def chunk(carry: Any, first: Any) -> Any:
+    def chunk(carry: Any, first: Index) -> Any:
         vectors, state = carry
         made = _forward(c, first, p.g, statistics)
         x = made.factors.operand(made.rows, c.dtype)
@@ -813,7 +816,7 @@ def _known_gradients(c: _Call, known: KnownRows, g: Array, needs: Needs) -> Grad
     )
 
 
-def _known_matrix(c: _Call, p: _Products, known: KnownRows, rows: _Rows, start: Any, columns: int) -> Array:
+def _known_matrix(c: _Call, p: _Products, known: KnownRows, rows: _Rows, start: Index, columns: int) -> Array:
     """The gradient's matrix of a block, relative to the unit."""
 
     def pick(values: Array, nothing: float = 0.0) -> Array:
@@ -841,7 +844,7 @@ def _known_matrix(c: _Call, p: _Products, known: KnownRows, rows: _Rows, start: 
 def _known_chunks(c: _Call, p: _Products, known: KnownRows) -> _State:
     """The tokens order: dX is finished chunk by chunk, dW with the last chunk."""
 
-    def chunk(state: _State, first: Any, final: bool = False) -> _State:
+    def chunk(state: _State, first: Index, final: bool = False) -> _State:
         rows = c.rows_at(first)
         e = _known_matrix(c, p, known, rows, 0, c.vocab)
         state = p.weight(state, rows, e, rows.x, 0, c.vocab, p.unit if final else None)
@@ -859,7 +862,7 @@ def _known_slices(c: _Call, p: _Products, known: KnownRows) -> tuple[_State, Arr
     """The vocab order: dW is finished slice by slice, dX adds up in float32. Also rows.x, read for the last time."""
     rows = c.rows_at(jnp.int32(0))
 
-    def part(state: _State, start: Any, columns: int) -> _State:
+    def part(state: _State, start: Index, columns: int) -> _State:
         e = _known_matrix(c, p, known, rows, start, columns)
         state = p.weight(state, rows, e, rows.x, start, columns, p.unit)
         state = p.hidden(state, rows, e, start, None, None)
