@@ -26,6 +26,11 @@ IMPLEMENTATIONS = [*ALL, pytest.param(Interpreted(), id="torch_triton", marks=in
 every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
 
+def late(value: Any) -> Any:
+    """A value that is left to the slow tests: another one of the list takes the same path."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def some(dtype: str) -> tuple[Any, ...]:
     """Tokens that have none of the classes 0, 7 and 59; every fifth is ignored."""
     rng = np.random.default_rng(0)
@@ -45,7 +50,7 @@ def assert_right(made: Any, true: Any, dtype: str) -> None:
 @pytest.mark.case(43)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("value", [np.nan, np.inf, late(-np.inf), late(3e38)])
 def test_weights_of_classes_that_no_token_has(impl: Any, value: float, dtype: str) -> None:
     arrays = some(impl.takes(dtype))
     k = np.random.default_rng(1).uniform(0.2, 1.2, V).astype(np.float32)
@@ -57,7 +62,7 @@ def test_weights_of_classes_that_no_token_has(impl: Any, value: float, dtype: st
 @pytest.mark.case(35)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("size", [1e-5, 1.0, 1e5, "sum to 1"])
+@pytest.mark.parametrize("size", [1e-5, late(1.0), 1e5, late("sum to 1")])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 5.0}], ids=["plain", "not_separable"])
 def test_class_weights_of_any_size(impl: Any, size: Any, options: Any, dtype: str) -> None:
     arrays = some(impl.takes(dtype))
@@ -70,7 +75,7 @@ def test_class_weights_of_any_size(impl: Any, size: Any, options: Any, dtype: st
 @pytest.mark.case(36)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, late(-np.inf)])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_one_upstream_gradient_that_is_no_number(impl: Any, value: float, entropy: bool, dtype: str) -> None:
     arrays = some(impl.takes(dtype))
