@@ -1,6 +1,6 @@
 """What a backend of the loss on given logits does, as a type, and the backends by name.
 
-Mirror of torch_impl/given_logits/backend.py. ``inputs.hidden`` is the logits, [N, V].
+``inputs.hidden`` is the logits, [N, V].
 """
 
 from __future__ import annotations

@@ -186,11 +186,16 @@ class _Call:
         part = jnp.arange(self.rows, dtype=jnp.int32) // height
         hits = jnp.zeros((self.rows // height, config.column_tiles), jnp.int32)
         hits = hits.at[part, jnp.where(rows.target >= start, tile, config.column_tiles)].add(1, mode="drop")
-        made = {"tiles": rows.tiles, "start": jnp.asarray(start, jnp.int32).reshape(1), "x": rows.x, "w": self.weight}
-        made |= {"target": rows.target, "hits": hits}
+        operands = {
+            "tiles": rows.tiles,
+            "start": jnp.asarray(start, jnp.int32).reshape(1),
+            "x": rows.x,
+            "w": self.weight,
+        }
+        operands |= {"target": rows.target, "hits": hits}
         if self.limit is not None:
-            made["limit"] = self.limit
-        return made if self.bias is None else made | {"bias": self.bias}
+            operands["limit"] = self.limit
+        return operands if self.bias is None else operands | {"bias": self.bias}
 
 
 class _Rows(NamedTuple):
@@ -294,18 +299,18 @@ def _sums(c: _Call, rows: _Rows, statistics: Statistics, holds: bool) -> tuple[R
     def anchored(at: Array) -> dict[str, Any]:
         return arguments | {"anchor": jnp.where(rows.exists, at, kernels.NO_ROW)}
 
-    made = kernels.logits(config, anchored(anchor), outputs)
-    sums = _line_sums(c, rows, made, anchor, target_logit)
+    lines = kernels.logits(config, anchored(anchor), outputs)
+    sums = _line_sums(c, rows, lines, anchor, target_logit)
     again, moved = _rescued(c, rows, sums, extremes)
-    references = {name: kernels.reference(value) for name, value in made.items()}
+    references = {name: kernels.reference(value) for name, value in lines.items()}
     kernels.logits(config, anchored(moved) | {"tiles": again} | references, {})
-    made = {name: kernels.written(reference) for name, reference in references.items()}
-    sums = _line_sums(c, rows, made, moved, target_logit)
-    weighted = jnp.where(rows.exists, made["logit_sum"].sum(axis=0), 0.0) if sum_logits else None
+    lines = {name: kernels.written(reference) for name, reference in references.items()}
+    sums = _line_sums(c, rows, lines, moved, target_logit)
+    weighted = jnp.where(rows.exists, lines["logit_sum"].sum(axis=0), 0.0) if sum_logits else None
     if extremes:
         sums = sums.extremes(shard)
     sums, weighted = sums.total(shard, weighted)
-    return sums, weighted, made.get("e")
+    return sums, weighted, lines.get("e")
 
 
 def _rescued(c: _Call, rows: _Rows, sums: RunningSums, extremes: bool) -> tuple[Array, Array]:
@@ -317,8 +322,8 @@ def _rescued(c: _Call, rows: _Rows, sums: RunningSums, extremes: bool) -> tuple[
     if not extremes:
         config = c.config(kernels.HIGHEST)
         line = jax.ShapeDtypeStruct((config.column_tiles, c.rows), jnp.float32)
-        made = kernels.logits(config, c.first_product(config, rows) | {"tiles": again}, {"highest": line})
-        highest = made["highest"].max(axis=0)
+        lines = kernels.logits(config, c.first_product(config, rows) | {"tiles": again}, {"highest": line})
+        highest = lines["highest"].max(axis=0)
     moved = jnp.where(flagged, highest, sums.anchor)
     if c.inputs.shard.active:  # a row that one device flags moves on all of them
         moved = c.inputs.shard.largest(moved)
@@ -486,8 +491,8 @@ class _Products:
         length = round_up(c.chunk, 8) if c.chunks == 1 else round_up(c.chunks * c.chunk, 8)
         shape = jax.ShapeDtypeStruct((length, c.padded_size), jnp.float32 if scale is None else c.dtype)
         adds = state.hidden is not None and not whole
-        made = _into(lambda a, o: kernels.hidden(a, o, adds=adds), arguments, {"out": state.hidden}, {"out": shape})
-        return state._replace(hidden=made["out"])
+        results = _into(lambda a, o: kernels.hidden(a, o, adds=adds), arguments, {"out": state.hidden}, {"out": shape})
+        return state._replace(hidden=results["out"])
 
     def weight(
         self, state: _State, rows: _Rows, e: Array, x: Array, start: Index, columns: int, scale: Array | None
@@ -510,8 +515,8 @@ class _Products:
                 arguments["smooth_x"] = c.along_size(self.smooth_x)
                 if c.class_weight is not None:
                     arguments["class_weight"] = c.class_weight
-        made = _into(lambda a, o: kernels.weight(a, o, columns=columns, adds=adds), arguments, outs, shapes)
-        return state._replace(weight=made["out"], low=made.get("low"))
+        results = _into(lambda a, o: kernels.weight(a, o, columns=columns, adds=adds), arguments, outs, shapes)
+        return state._replace(weight=results["out"], low=results.get("low"))
 
     def bias(self, state: _State, rows: _Rows, e: Array, start: Index, columns: int, factor: Array | None) -> _State:
         """db of a block, relative to the unit."""
@@ -549,8 +554,8 @@ class _Products:
                 arguments["weighted_rows"] = c.along_size(self.smoothing.weighted_rows)
         out = jax.ShapeDtypeStruct((c.tokens, c.padded_size), c.hidden_dtype)
         lends = lent is not None and (lent.shape, lent.dtype) == (out.shape, out.dtype)
-        made = _into(kernels.by_token, arguments, {"out": lent if lends else None}, {"out": out})
-        return made["out"][:, : c.size]
+        results = _into(kernels.by_token, arguments, {"out": lent if lends else None}, {"out": out})
+        return results["out"][:, : c.size]
 
     def finished_weight(self, weight: Array | None) -> Array | None:
         c = self.call
@@ -630,8 +635,8 @@ def _class_weights_of(c: _Call, rows: _Rows) -> Array | float:
     return c.inputs.class_weight[jnp.maximum(rows.target, 0)]
 
 
-class _Made(NamedTuple):
-    """What one chunk's forward made."""
+class _Forwarded(NamedTuple):
+    """What the forward of one chunk gives."""
 
     rows: _Rows
     part: TokenSums
@@ -639,7 +644,7 @@ class _Made(NamedTuple):
     e: Array
 
 
-def _forward(c: _Call, first: Index, g: Array, statistics: bool) -> _Made:
+def _forward(c: _Call, first: Index, g: Array, statistics: bool) -> _Forwarded:
     rows = c.rows_at(first)
     running, weighted, e = _sums(c, rows, statistics, holds=True)
     assert e is not None
@@ -648,14 +653,14 @@ def _forward(c: _Call, first: Index, g: Array, statistics: bool) -> _Made:
     column = jnp.where(rows.target >= 0, rows.target, e.shape[1])[: e.shape[0]]
     stored = factors.stored[: e.shape[0]].astype(e.dtype)
     e = e.at[jnp.arange(e.shape[0]), column].set(stored, mode="drop", unique_indices=True)
-    return _Made(rows, part, factors, e)
+    return _Forwarded(rows, part, factors, e)
 
 
-def _vectors(c: _Call, vectors: Any, made: _Made) -> Any:
-    """``vectors`` by position, or new ones, with what a chunk's forward made of its rows."""
-    parts = (made.part, made.factors)
+def _vectors(c: _Call, vectors: Any, forward: _Forwarded) -> Any:
+    """``vectors`` by position, or new ones, with what a chunk's forward gives for its rows."""
+    parts = (forward.part, forward.factors)
     vectors = _empty(c, parts) if vectors is None else vectors
-    return jax.tree.map(lambda vector, part: _put(vector, part, made.rows.first), vectors, parts)
+    return jax.tree.map(lambda vector, part: _put(vector, part, forward.rows.first), vectors, parts)
 
 
 def loss_gradients(
@@ -675,22 +680,22 @@ def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple
 
     def chunk(carry: Any, first: Index) -> Any:
         vectors, state = carry
-        made = _forward(c, first, p.g, statistics)
-        x = made.factors.operand(made.rows, c.dtype)
-        state = p.weight(state, made.rows, made.e, x, 0, c.vocab, None)
-        state = p.hidden(state, made.rows, made.e, 0, made.factors, None)
-        state = p.bias(state, made.rows, made.e, 0, c.vocab, made.factors.factor)
-        return _vectors(c, vectors, made), state
+        forward = _forward(c, first, p.g, statistics)
+        x = forward.factors.operand(forward.rows, c.dtype)
+        state = p.weight(state, forward.rows, forward.e, x, 0, c.vocab, None)
+        state = p.hidden(state, forward.rows, forward.e, 0, forward.factors, None)
+        state = p.bias(state, forward.rows, forward.e, 0, c.vocab, forward.factors.factor)
+        return _vectors(c, vectors, forward), state
 
     vectors, state = None, _State()
     if c.chunks > 1:
         vectors, state = _chunks(c, chunk, lambda: chunk((None, _State()), jnp.int32(0)), c.chunks - 1)
     (vectors, state), last = _after((vectors, state), (c.chunks - 1) * c.chunk)
-    made = _forward(c, last, p.g, statistics)
-    sums, by_token = c.by_token(_vectors(c, vectors, made))
-    state = _last_bias(p, state, made.rows, made.e, made.factors, by_token)
-    x = made.factors.operand(made.rows, c.dtype)
-    return _with_weighted(c, sums, p.smoothing), _Waiting(x, made.e, made.factors, by_token, state)
+    forward = _forward(c, last, p.g, statistics)
+    sums, by_token = c.by_token(_vectors(c, vectors, forward))
+    state = _last_bias(p, state, forward.rows, forward.e, forward.factors, by_token)
+    x = forward.factors.operand(forward.rows, c.dtype)
+    return _with_weighted(c, sums, p.smoothing), _Waiting(x, forward.e, forward.factors, by_token, state)
 
 
 def _last_bias(p: _Products, state: _State, rows: _Rows, e: Array, factors: _Factors, by_token: _Factors) -> _State:
@@ -706,9 +711,11 @@ def token_gradients(
 
     def run(inputs: Inputs, g: Array) -> Any:
         c = _Call(inputs, options, plan)
-        made = _forward(c, jnp.int32(0), g / numerics.largest_factor(XP, g), statistics)
-        sums, by_token = c.by_token(_vectors(c, None, made))
-        return _with_weighted(c, sums, _Smoothing.prepare(c)), _Waiting(None, made.e, made.factors, by_token, _State())
+        forward = _forward(c, jnp.int32(0), g / numerics.largest_factor(XP, g), statistics)
+        sums, by_token = c.by_token(_vectors(c, None, forward))
+        return _with_weighted(c, sums, _Smoothing.prepare(c)), _Waiting(
+            None, forward.e, forward.factors, by_token, _State()
+        )
 
     sums, waiting = one_by_one(run)(inputs, g)
     return sums, Held(inputs, g, waiting)
@@ -837,8 +844,8 @@ def _known_matrix(c: _Call, p: _Products, known: KnownRows, rows: _Rows, start: 
         vectors["class_weight"] = c.class_weight
     config = c.config(kernels.KNOWN, columns)
     arguments = c.first_product(config, rows, start) | vectors
-    made: Array = kernels.logits(config, arguments, {"e": c.matrix(columns)})["e"]
-    return made
+    e: Array = kernels.logits(config, arguments, {"e": c.matrix(columns)})["e"]
+    return e
 
 
 def _known_chunks(c: _Call, p: _Products, known: KnownRows) -> _State:
