@@ -131,8 +131,8 @@ def test_lazy_logits_are_the_models() -> None:
     lazy = patch(model)(ids, labels=labels).logits
     assert isinstance(lazy, LazyLogits)
     assert (lazy.shape, lazy.dtype, len(lazy)) == (expected.shape, expected.dtype, 2)
-    assert "made" in lazy.__dict__
-    assert lazy.__dict__["made"] is None  # a look at its shape makes nothing
+    assert "logits" in lazy.__dict__
+    assert lazy.__dict__["logits"] is None  # a look at its shape makes nothing
     torch.testing.assert_close(lazy.float() + 0, expected)
     (gradient,) = torch.autograd.grad(lazy.sum(), model.lm_head.weight)
     assert gradient.abs().max() > 0
