@@ -26,14 +26,13 @@ def ideal_gradients(case: Case, product: Callable[[Any, Any], Any] = np.matmul) 
     o, target = case.problem.options, case.target.reshape(-1)
     x = case.hidden.reshape(-1, case.problem.hidden).astype(real)
     w = case.weight.astype(real)
-    vocab, tokens = w.shape[0], target.size
+    vocab, index = w.shape[0], np.arange(target.size)
     valid = target != o.ignore_index
     y = np.where(valid, target, 0)
     b = np.zeros(vocab, real) if case.bias is None else case.bias.astype(real)
     k = np.ones(vocab, real) if case.class_weight is None else case.class_weight.astype(real)
-    t: Any = np.ones(tokens, real) if case.token_weight is None else case.token_weight.reshape(-1).astype(real)
+    t: Any = np.ones(target.size, real) if case.token_weight is None else case.token_weight.reshape(-1).astype(real)
     t = np.where(valid, t, 0)
-    index = np.arange(tokens)
 
     z = (product(x, w.T) + b) * real(o.logit_scale)
     slope: Any = real(1)

@@ -24,7 +24,6 @@ Recipe = Literal[
     "confident_wrong",
     "tied",
     "minus_inf",
-    "low_runs",
     "trained",
     "banned",
 ]
