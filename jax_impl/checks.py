@@ -114,10 +114,6 @@ def info(array: Any) -> ArrayInfo:
     return ArrayInfo(tuple(array.shape), str(array.dtype))
 
 
-def _info_or_none(array: Any) -> ArrayInfo | None:
-    return None if array is None else info(array)
-
-
 def check_types(arrays: dict[str, Any], optional: tuple[str, ...] = ()) -> None:
     """Every array is one of JAX's or NumPy's, and none would be rounded on its way in; None only where it may be."""
     for name, array in arrays.items():

@@ -48,11 +48,6 @@ def tracked() -> bool:
     return bool(axes) and bool(varying(lax.axis_index(axes[0])))
 
 
-def manual() -> bool:
-    """Whether this is traced inside of jax.shard_map."""
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def vary_over(array: Any, axes: frozenset[str]) -> Any:
     """``array``, with a type that also varies over ``axes``."""
     missing = tuple(sorted(axes - varying(array)))
