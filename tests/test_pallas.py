@@ -21,6 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 from implementations import (  # noqa: E402
     JaxPallas,
     JaxPallasCuda,
+    assert_rounded_once,
     assert_within,
     plan_for,
     problem_named,
@@ -200,16 +201,15 @@ def test_a_row_is_stored_no_further_than_its_matrix(
     shape = jax.ShapeDtypeStruct
     places = jnp.zeros(2 * kernels.RUN, jnp.int32)
 
-    def targets(x: Any, out: Any) -> Any:
-        reference = jax.new_ref(out)
-        lists = {"key": places, "token": places}
+    def targets(x: Any) -> Any:
+        lists = {"key": places, "token": places, "x": x}
         lists |= {name: jnp.ones(places.shape) for name in kernels.TARGET_VECTORS}
-        arguments = {"x": x, "out": reference, "scale": jnp.ones(1)}
-        part = kernels.add_targets(lists | arguments)["part"]
-        kernels.add_long_runs({"key": places, "scale": arguments["scale"], "part": part, "out": reference})
+        made = kernels.add_targets(lists, {"out": shape((100, width), jnp.bfloat16)})
+        reference = jax.new_ref(made["out"])
+        kernels.add_long_runs({"key": places, "part": made["part"], "out": reference})
         return reference[...]
 
-    assert "mosaic_gpu" in lowered(targets, shape((20, width), jnp.bfloat16), shape((100, width), jnp.bfloat16))
+    assert "mosaic_gpu" in lowered(targets, shape((20, width), jnp.bfloat16))
     wanted = [(1, 64)] if width == 64 else [(1, 256), (1, 64)]
     assert stored == 2 * [(one, one) for one in wanted]
 
@@ -292,6 +292,13 @@ def test_within_the_rule(name: str, dtype: str, order: str, interpreter: None) -
     for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
         assert error(getattr(made, field), getattr(true, field)) <= TINY[dtype], field
     assert (made.argmax == true.argmax).all()
+
+
+@needs_interpreter
+@pytest.mark.case(34)
+@pytest.mark.parametrize("chunk", [1024, 640])
+def test_dweight_is_rounded_once(chunk: int, interpreter: None) -> None:
+    assert_rounded_once(PALLAS, chunk)
 
 
 @needs_interpreter

@@ -8,7 +8,7 @@ the epilogue of its last product. A plan with a single chunk needs no accumulato
 
 Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
 into the products, which accumulate in float32; what that rounding left out of the target's element, and of its share of
-dW, is added in float32.
+dW, is added in float32, before dW is rounded.
 
 Sizes: a matrix moves in blocks of 8 rows and 64 columns, so a weight with V % 8 or D % 64 is copied, padded, and its
 gradient is cut; a plan made with ``padded`` counts both. Next to the products the copies take under 2 % of the time.
@@ -495,14 +495,15 @@ class _Products:
         return state._replace(hidden=results["out"])
 
     def weight(
-        self, state: _State, rows: _Rows, e: Array, x: Array, start: Index, columns: int, scale: Array | None
-    ) -> _State:
+        self, state: _State, rows: _Rows, e: Array, x: Array, start: Index, columns: int, scale: Array | None,
+        targets: dict[str, Array] | None = None,
+    ) -> _State:  # fmt: skip
         """dW of a block, added to the sum if there is one; scale: what the entries still lack when no other chunk
-        follows."""
+        follows; targets: which rows of dW hold what their elements lack (:func:`_rows_of_targets`)."""
         c = self.call
         if not self.needs.weight:
             return state
-        arguments = {"rows": rows.number, "start": _index(start), "e": e, "x": x}
+        arguments = {"rows": rows.number, "start": _index(start), "e": e, "x": x} | (targets or {})
         outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(c.weight.shape, c.dtype)}
         adds = state.low is not None
         if scale is None:
@@ -694,6 +695,8 @@ def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple
     forward = _forward(c, last, p.g, statistics)
     sums, by_token = c.by_token(_vectors(c, vectors, forward))
     state = _last_bias(p, state, forward.rows, forward.e, forward.factors, by_token)
+    if state.low is not None:
+        state = _add_targets(c, state, by_token)
     x = forward.factors.operand(forward.rows, c.dtype)
     return _with_weighted(c, sums, p.smoothing), _Waiting(x, forward.e, forward.factors, by_token, state)
 
@@ -740,11 +743,13 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
     assert held.x is not None
     scale = (p.unit * upstream).astype(jnp.float32)
     single = c.chunks == 1
-    state = p.weight(held.state, rows, held.e, held.x, 0, c.vocab, scale)
+    state, targets = held.state, None
+    if single and needs.weight:  # of several chunks the sum has them
+        state, targets = _add_targets(c, state, held.by_token), _rows_of_targets(c)
+    state = p.weight(state, rows, held.e, held.x, 0, c.vocab, scale, targets)
     if state.weight is not None:
         # dX's operand is gathered when dW's is not needed any more.
         weight, target = lax.optimization_barrier((state.weight, rows.target))
-        weight = _add_targets(c, weight, held.by_token, scale.reshape(1))
         state, rows = state._replace(weight=weight), rows._replace(target=target)
     state = p.hidden(state, rows, held.e, 0, held.factors, scale if single else None)
     return Gradients(
@@ -776,18 +781,36 @@ def _sorted_targets(c: _Call, values: Any) -> tuple[Array, Array, Any]:
     return key, token, jax.tree.map(lambda vector: vector[token], values)
 
 
-def _add_targets(c: _Call, weight: Array, by_token: _Factors, scale: Array) -> Array:
-    """What the product lacks of the targets' elements, in float32, each row rounded once more: weight[y_i] += scale ·
-    (value_i x_i − stored_i · rounded(factor_i x_i))."""
+def _add_targets(c: _Call, state: _State, by_token: _Factors) -> _State:
+    """What the products lack of the targets' elements of dW: added to the sum of several chunks, or the first that is
+    in dW's rows."""
     key, token, vectors = _sorted_targets(c, by_token)
     more = round_up(c.tokens, kernels.RUN) + kernels.RUN - c.tokens
-    shared = {"key": jnp.pad(key, (0, more), constant_values=c.padded_vocab), "scale": scale}
+    keys = {"key": jnp.pad(key, (0, more), constant_values=c.padded_vocab)}
     lists = {"token": token} | vectors._asdict()
-    lists = {name: jnp.pad(vector, (0, more)) for name, vector in lists.items()}
-    out = kernels.reference(weight)
-    part = kernels.add_targets(shared | lists | {"x": c.hidden, "out": out})["part"]
-    kernels.add_long_runs(shared | {"part": part, "out": out})
-    return kernels.written(out)
+    lists = {name: jnp.pad(vector, (0, more)) for name, vector in lists.items()} | {"x": c.hidden}
+    outs, shapes = {"out": state.weight, "low": state.low}, {}
+    outs = {name: kernels.reference(out) for name, out in outs.items() if out is not None}
+    if not outs:
+        shapes = {"out": jax.ShapeDtypeStruct(c.weight.shape, c.dtype)}
+    made = kernels.add_targets(keys | lists | outs, shapes)
+    outs = outs or {"out": kernels.reference(made["out"])}
+    kernels.add_long_runs(keys | {"part": made["part"]} | outs)
+    written = {name: kernels.written(out) for name, out in outs.items()}
+    return state._replace(weight=written["out"], low=written.get("low"))
+
+
+def _rows_of_targets(c: _Call) -> dict[str, Array]:
+    """The entries that are a token's target, in order, and where among them those of each warpgroup's rows begin."""
+    key, _, _ = _sorted_targets(c, ())
+    none = 2**31 - 1  # behind every entry
+    first = (key != jnp.roll(key, 1).at[0].set(-1)) & (key < c.padded_vocab)
+    place = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, c.tokens)
+    entries = jnp.full(c.tokens, none, jnp.int32).at[place].set(key, mode="drop")
+    rows = kernels.WARPGROUP_ROWS
+    begins = jnp.arange(0, round_up(c.vocab, kernels.TILE_ROWS) + rows, rows, dtype=jnp.int32)
+    bounds = jnp.searchsorted(entries, begins, method="scan_unrolled").astype(jnp.int32)
+    return {"entries": entries, "bounds": bounds}
 
 
 def _add_target_sums(c: _Call, bias: Array, values: Array) -> Array:

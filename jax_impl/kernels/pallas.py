@@ -811,6 +811,28 @@ def _load_matrix(part: Any) -> Any:
     return _PLGPU.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
 
 
+def _with_rows(r: dict[str, Any], tile: _Tile, start: Array, pieces: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The pieces of a tile, and of ``entries`` the rows that out holds. Two at a time: their loads wait together."""
+    out, shape = r["out"], (WARPGROUP_ROWS, pieces[0].shape[1])
+    first, last = r["bounds"][tile.number], r["bounds"][tile.number + 1]
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+
+    def add(number: Array, pieces: tuple[Array, ...]) -> tuple[Array, ...]:
+        loaded = []
+        for place in (first + 2 * number, first + 2 * number + 1):
+            entry = r["entries"][jnp.minimum(place, last - 1)]
+            here = row == lax.broadcast_in_dim(jnp.where(place < last, entry - start - tile.row, -1), shape, [])
+            # Columns behind the matrix are not stored: any others will do.
+            columns = (jnp.minimum(tile.column + i * shape[1], out.shape[1] - shape[1]) for i in range(len(pieces)))
+            loaded.append((here, [load(out.at[entry], column, shape[1], COLUMN_LAYOUT) for column in columns]))
+        for here, rows in loaded:
+            more = (jnp.where(here, _along_columns(values.astype(jnp.float32), shape), 0.0) for values in rows)
+            pieces = tuple(piece + part for piece, part in zip(pieces, more, strict=True))
+        return pieces
+
+    return lax.fori_loop(0, lax.div(last - first + 1, 2), add, pieces)  # type: ignore[no-any-return]
+
+
 def weight(
     arguments: dict[str, Any], outputs: dict[str, Any], *, columns: int, adds: bool, group: int = 8
 ) -> dict[str, Any]:
@@ -818,6 +840,7 @@ def weight(
 
         without scale:  sum = eᵀ x (+ sum with ``adds``)
         with it:        out = scale · (eᵀ x + sum with ``adds`` − k_j smooth_x)
+        with entries:   the same, and of these entries the rows of out are such a sum
 
     The sum has 24 bits of float32, in two matrices: the upper 16 in ``out`` and the next 8 in ``low``.
 
@@ -825,8 +848,10 @@ def weight(
         rows, start: [1] int32: how many rows of e and x there are; the first vocabulary entry.
         e [C, S], x [C, D]; low [V, D] int8 where ``adds``; scale [1] float32; smooth_x [tiles of D] and class_weight
         [tiles of V] float32 with label smoothing.
-    ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Without rows, sums stay as they
-    are.
+        entries, bounds int32, or neither (:func:`add_targets`): the entries whose rows of out hold something, in order;
+        where among them those of each 64 entries begin, and the number of all.
+    ``outputs`` (or references, as with ``adds`` or entries): out [V, D], and low without scale. Without rows, sums stay
+    as they are.
     """
     final = "scale" in arguments
     parts = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int8}
@@ -848,9 +873,12 @@ def weight(
 
         def epilogue(tile: _Tile, _: None, value: Any) -> None:
             shape = (WARPGROUP_ROWS, staged_columns)
+            pieces = tuple(value[:, column : column + shape[1]] for column in range(0, tile.width, shape[1]))
+            if "entries" in r:
+                pieces = _with_rows(r, tile, start, pieces)
 
             def piece(column: int, width: int) -> Any:
-                part = add(tile, column // width, value[:, column : column + width])
+                part = add(tile, column // width, pieces[column // width])
                 if "smooth_x" in r:
                     share = _along_columns(load(r["smooth_x"], tile.column + column, width, COLUMN_LAYOUT), shape)
                     if "class_weight" in r:
@@ -1019,24 +1047,27 @@ def column_sums(arguments: dict[str, Any]) -> Array:
 TARGET_VECTORS = ("factor", "value", "stored")
 
 
-def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the product lacks of the targets' elements, in float32, rounded to dW's dtype:
+def add_targets(arguments: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+    """What the products lack of the targets' elements of dW, relative to the unit:
 
-        dW_y += (scale ·) Σ_{i: y_i = y} value_i x_i − stored_i · rounded(factor_i x_i)
+        with low:     sum_y += Σ_{i: y_i = y} value_i x_i − stored_i · rounded(factor_i x_i)
+        without it:   out_y = that, for :func:`weight` to add; rows of other entries are not written
 
-    The product has stored_i from e. Both terms are as large as the others' sum, which cancels them where a head
-    predicts its targets well; the difference is as small as one rounding, so it may follow dW's own.
+    The products have stored_i from e. Both terms are as large as the others' sum, which cancels them where a head
+    predicts its targets well; the difference is as small as one rounding, so dW must have it before it is rounded.
 
     Arguments:
         key: [blocks of RUN + RUN] int32: the tokens' targets, sorted; V where there is none.
         token: int32: the tokens in that order, so that every sum has the order of the tokens; factor, value, stored:
             theirs in that order, float32. All as long as key.
-        x [N, D] hidden states by token; out, a reference [V, D]; scale [1] float32.
+        x [N, D] hidden states by token; references out and low [V, D]: a sum of several chunks (:func:`weight`).
+    ``outputs``: out [V, D] where there is no sum.
     One program: RUN places of the list and RUN_COLUMNS columns. A run of one target that begins and ends here is added
     at once; of another the sum over these places is left in ``part``, row 2 b for a run that came from the block
     before, row 2 b + 1 for one that begins in block b, and :func:`add_long_runs` adds them.
     """
-    x, out = arguments["x"], arguments["out"]
+    x, out = arguments["x"], (outputs | arguments)["out"]
+    summed = _summed(arguments)
     blocks = arguments["key"].shape[0] // RUN - 1
     column_tiles = -(-x.shape[1] // RUN_COLUMNS)
     vocab = out.shape[0]
@@ -1050,18 +1081,20 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
         plgpu.barrier_wait(r["listed"])
 
         @pl.loop(0, RUN)
-        def fetch(place: Any) -> None:
+        def fetch(place: Array) -> None:
             row = pl.ds(r["token_here"][place], 1)
             plgpu.copy_gmem_to_smem(r["x"].at[row, columns], r["rows"].at[pl.ds(place, 1), :], r["arrived"])
             row = pl.ds(jnp.minimum(r["key_here"][place], vocab - 1), 1)
-            plgpu.copy_gmem_to_smem(r["out"].at[row, columns], r["sums"].at[pl.ds(place, 1), :], r["arrived"])
+            for name in summed:
+                plgpu.copy_gmem_to_smem(
+                    r[name].at[row, columns], r[f"{name}_rows"].at[pl.ds(place, 1), :], r["arrived"]
+                )
 
         plgpu.barrier_wait(r["arrived"])
         before = jnp.where(block > 0, r["key"][jnp.maximum(block * RUN - 1, 0)], -1)
         after = r["key"][(block + 1) * RUN]
-        scale = r["scale"][0]
 
-        def step(place: Any, carry: Any) -> Any:
+        def step(place: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             total, previous, came = carry
             target = r["key_here"][place]
             same = target == previous
@@ -1077,10 +1110,7 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
 
             @pl.when(real & ends & jnp.logical_not(came))
             def _() -> None:
-                added = r["sums"][place, :].astype(jnp.float32) + scale * total
-                r["sums"][place, :] = added.astype(r["sums"].dtype)
-                plgpu.commit_smem()
-                _store_row(r["sums"].at[pl.ds(place, 1), :], r["out"], target, column_tile)
+                _put_target(r, place, total, target, column_tile)
 
             @pl.when(real & came & (ends | last))
             def _() -> None:
@@ -1102,18 +1132,41 @@ def add_targets(arguments: dict[str, Any]) -> dict[str, Any]:
         "token_here": plgpu.SMEM((RUN,), jnp.int32),
         **{f"{name}_here": plgpu.SMEM((RUN,), jnp.float32) for name in TARGET_VECTORS},
         "rows": plgpu.SMEM((RUN, RUN_COLUMNS), x.dtype),
-        "sums": plgpu.SMEM((RUN, RUN_COLUMNS), out.dtype),
+        "out_rows": plgpu.SMEM((RUN, RUN_COLUMNS), out.dtype),
+        **{f"{name}_rows": plgpu.SMEM((RUN, RUN_COLUMNS), arguments[name].dtype) for name in summed},
         "listed": plgpu.Barrier(num_arrivals=2 + len(TARGET_VECTORS)),
-        "arrived": plgpu.Barrier(num_arrivals=2 * RUN),
+        "arrived": plgpu.Barrier(num_arrivals=RUN * (1 + len(summed))),
     }
+    outputs = outputs | {"part": part}
     return launch(
-        body, arguments, {"part": part}, name="add_targets", grid=blocks * column_tiles, threads=None, scratch=scratch
+        body, arguments, outputs, name="add_targets", grid=blocks * column_tiles, threads=None, scratch=scratch
     )
+
+
+def _summed(arguments: dict[str, Any]) -> tuple[str, ...]:
+    """The two matrices of a sum that the targets' elements are added to, or none."""
+    return ("out", "low") if "low" in arguments else ()
+
+
+def _put_target(r: dict[str, Any], place: Array | int, total: Array, target: Array, column_tile: Array) -> None:
+    """A target's row, to memory by way of a row of shared memory, which holds the sum's where there is one."""
+    dtype, summed = r["out"].dtype, _summed(r)
+    if summed:
+        sums = (r[f"{name}_rows"][place, :] for name in summed)
+        parts = dict(zip(summed, _parted(total + _joined(*sums), dtype), strict=True))
+    else:
+        parts = {"out": total.astype(dtype)}
+    for name, part in parts.items():
+        r[f"{name}_rows"][place, :] = part
+    plgpu.commit_smem()
+    for name in parts:
+        _store_row(r[f"{name}_rows"].at[pl.ds(place, 1), :], r[name], target, column_tile)
 
 
 def add_long_runs(arguments: dict[str, Any]) -> None:
     """One program, one block of RUN places and RUN_COLUMNS columns: a run that begins in it and leaves it, from the
-    pieces that :func:`add_targets` left. Arguments: key, out and scale as there, and part."""
+    pieces that :func:`add_targets` left. Arguments: key as there, part, and the references out and, of a sum, low."""
+    summed = _summed(arguments)
     out, column_tiles = arguments["out"], arguments["part"].shape[1] // RUN_COLUMNS
     blocks, vocab = arguments["part"].shape[0] // 2, out.shape[0]
 
@@ -1128,23 +1181,27 @@ def add_long_runs(arguments: dict[str, Any]) -> None:
 
         @pl.when(begins & leaves & (target < vocab))
         def _() -> None:
-            row = pl.ds(target, 1)
-            plgpu.copy_gmem_to_smem(r["out"].at[row, columns], r["sums"], r["arrived"])
-            plgpu.barrier_wait(r["arrived"])
+            for name in summed:
+                row = r[name].at[pl.ds(target, 1), columns]
+                plgpu.copy_gmem_to_smem(row, r[f"{name}_rows"], r["arrived"])
+            if summed:
+                plgpu.barrier_wait(r["arrived"])
 
-            def more(carry: Any) -> Any:
-                return r["key"][carry[0] * RUN] == target
+            def more(carry: tuple[Array, Array]) -> Array:
+                same: Array = r["key"][carry[0] * RUN] == target
+                return same
 
-            def add(carry: Any) -> Any:
+            def add(carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 following, total = carry
                 return following + 1, total + r["part"][2 * following, columns]
 
             _, total = lax.while_loop(more, add, (block + 1, r["part"][2 * block + 1, columns]))
-            added = r["sums"][0, :].astype(jnp.float32) + r["scale"][0] * total
-            r["sums"][0, :] = added.astype(r["sums"].dtype)
-            plgpu.commit_smem()
-            _store_row(r["sums"], r["out"], target, column_tile)
+            _put_target(r, 0, total, target, column_tile)
             plgpu.wait_smem_to_gmem(0)
 
-    scratch = {"sums": plgpu.SMEM((1, RUN_COLUMNS), out.dtype), "arrived": plgpu.Barrier()}
+    scratch: dict[str, Any] = {
+        f"{name}_rows": plgpu.SMEM((1, RUN_COLUMNS), arguments[name].dtype) for name in ("out", *summed)
+    }
+    if summed:
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=len(summed))
     launch(body, arguments, {}, name="add_long_runs", grid=blocks * column_tiles, threads=None, scratch=scratch)
