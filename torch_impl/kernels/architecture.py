@@ -59,7 +59,7 @@ def _hopper() -> Products:
     return hopper.PRODUCTS
 
 
-# The first that takes a call's operands has its products.
+# A call takes the first record that fits its operands and its GPU.
 ARCHITECTURES = [
     Architecture(
         "hopper",
@@ -131,7 +131,10 @@ def has_products(architecture_products: Callable[[], Products]) -> bool:
 
 
 def architecture_of(dtype: torch.dtype, index: int | None, descriptors: bool) -> Architecture:
-    """The first that takes operands of this dtype on the device; descriptors: whether all rows start on 16 bytes."""
+    """The first record that takes operands of this dtype on the device.
+
+    descriptors: whether every operand's rows start on 16 bytes.
+    """
     arithmetic, major = arithmetic_of(dtype), major_of(index)
     return next(
         found for found in ARCHITECTURES if found.takes(arithmetic, major, descriptors) and has_products(found.products)

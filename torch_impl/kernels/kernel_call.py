@@ -22,7 +22,7 @@ with contextlib.suppress(ImportError):  # without triton, fused.unavailable() sa
     from logitless.torch_impl.kernels import portable as kernels
 
 
-# Pointers of the first product that it does not have: lines of partial sums, and vectors where lse is not known.
+# The first product's optional pointers, all absent: lines of partial sums, and the vectors of a call that knows lse.
 NO_LINES: Mapping[str, Tensor | None] = dict.fromkeys(
     ("sum_ptr", "gap_ptr", "highest_ptr", "argmax_ptr", "lowest_ptr", "logit_sum_ptr")
 )
@@ -115,7 +115,7 @@ class KernelCall:
 
     def launch(self, kernel: Any, grid: int, **own: Any) -> None:
         """Launch a kernel; ``own``: its parameters by name, but for what is in :attr:`shared`."""
-        launch_named(kernel, (grid,), self.shared | own)
+        self.launch_on(kernel, (grid,), **own)
 
     def launch_on(self, kernel: Any, grid: tuple[int, ...], **own: Any) -> None:
         """:meth:`launch` on a grid of several axes."""

@@ -761,7 +761,7 @@ def finish_hidden_kernel(
 
 @triton.jit
 def low_stride(size):
-    """Of the matrix of a sum's lower bits (products.low_layout)."""
+    """How far apart the rows are in the matrix of a sum's lower bits (products.low_layout)."""
     return (size + LOW_ROW_ALIGNMENT - 1) // LOW_ROW_ALIGNMENT * LOW_ROW_ALIGNMENT
 
 

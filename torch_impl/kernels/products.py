@@ -29,17 +29,19 @@ MOST_RANKED = 8192
 
 
 def is_parted(needs: Needs, several: bool) -> bool:
-    """Of a dW in 16 bits, several chunks' sum has 24 bits: the upper 16 where dW will be, the next 8 in a matrix."""
+    """Whether the sum over chunks has 24 bits: the upper 16 lie where dW will be, the next 8 in a matrix of their own.
+
+    It has where dW has 16 bits and there are several chunks."""
     return several and needs.weight is not None and needs.into is None and needs.weight.itemsize == 2
 
 
 def low_layout(vocab: int, size: int) -> tuple[tuple[int, int], torch.dtype]:
-    """Of that matrix of 8 bits; its rows are kernels.low_stride apart."""
+    """Shape and dtype of the matrix of the sum's lower 8 bits. A row is padded, so that it starts on a boundary."""
     return (vocab, round_up(size, LOW_ROW_ALIGNMENT)), torch.int8
 
 
 def sorted_targets(c: KernelCall) -> tuple[Tensor, Tensor]:
-    """The tokens' keys in order, and the tokens in that order, those of one key in their own."""
+    """The targets in ascending order, and their tokens. Tokens of one target keep their own order."""
     if c.tokens > MOST_RANKED:
         return torch.sort(c.inputs.key, stable=True)
     key, token = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int32)
@@ -80,7 +82,7 @@ class GradientProducts:
 
     @property
     def lent(self) -> Tensor | None:
-        """dW, where until its rows are written they may hold something else."""
+        """dW, if its rows may hold something else until they are written."""
         wide = self.weight is not None and self.weight.itemsize >= self.call.dtype.itemsize
         return self.weight if wide and self.needs.into is None else None
 
