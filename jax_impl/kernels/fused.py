@@ -804,9 +804,10 @@ def _rows_of_targets(c: _Call) -> dict[str, Array]:
     """The entries that are a token's target, in order, and where among them those of each warpgroup's rows begin."""
     key, _, _ = _sorted_targets(c, ())
     none = 2**31 - 1  # behind every entry
+    size = c.tokens + kernels.ENTRIES_BEHIND
     first = (key != jnp.roll(key, 1).at[0].set(-1)) & (key < c.padded_vocab)
-    place = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, c.tokens)
-    entries = jnp.full(c.tokens, none, jnp.int32).at[place].set(key, mode="drop")
+    place = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, size)
+    entries = jnp.full(size, none, jnp.int32).at[place].set(key, mode="drop")
     rows = kernels.WARPGROUP_ROWS
     begins = jnp.arange(0, round_up(c.vocab, kernels.TILE_ROWS) + rows, rows, dtype=jnp.int32)
     bounds = jnp.searchsorted(entries, begins, method="scan_unrolled").astype(jnp.int32)

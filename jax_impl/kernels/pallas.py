@@ -811,26 +811,43 @@ def _load_matrix(part: Any) -> Any:
     return _PLGPU.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
 
 
-def _with_rows(r: dict[str, Any], tile: _Tile, start: Array, pieces: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The pieces of a tile, and of ``entries`` the rows that out holds. Two at a time: their loads wait together."""
+# How many more places than tokens the list of entries has: it is read ahead.
+ENTRIES_BEHIND = 4
+
+
+def _asked(r: dict[str, Any], place: Array) -> tuple[Array, Array]:
+    """Two of ``entries``: what lies behind the list's end is no entry of any tile."""
+    return r["entries"][place], r["entries"][place + 1]
+
+
+def _with_rows(
+    r: dict[str, Any], tile: _Tile, start: Array, asked: tuple[Array, Array], pieces: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """The pieces of a tile, and of ``entries`` the rows that out holds; ``asked``: the tile's first two entries.
+
+    Two at a time, so that their loads wait together, and for the next two entries too.
+    """
     out, shape = r["out"], (WARPGROUP_ROWS, pieces[0].shape[1])
     first, last = r["bounds"][tile.number], r["bounds"][tile.number + 1]
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
 
-    def add(number: Array, pieces: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(number: Array, carry: tuple[tuple[Array, Array], tuple[Array, ...]]) -> tuple[Any, Any]:
+        asked, pieces = carry
         loaded = []
-        for place in (first + 2 * number, first + 2 * number + 1):
-            entry = r["entries"][jnp.minimum(place, last - 1)]
-            here = row == lax.broadcast_in_dim(jnp.where(place < last, entry - start - tile.row, -1), shape, [])
+        for entry in asked:
+            matrix_row = out.at[jnp.minimum(entry, out.shape[0] - 1)]
             # Columns behind the matrix are not stored: any others will do.
             columns = (jnp.minimum(tile.column + i * shape[1], out.shape[1] - shape[1]) for i in range(len(pieces)))
-            loaded.append((here, [load(out.at[entry], column, shape[1], COLUMN_LAYOUT) for column in columns]))
-        for here, rows in loaded:
+            loaded.append([load(matrix_row, column, shape[1], COLUMN_LAYOUT) for column in columns])
+        following = _asked(r, first + 2 * number + 2)
+        for entry, rows in zip(asked, loaded, strict=True):
+            # An entry of another tile is none of these rows.
+            here = row == lax.broadcast_in_dim(entry - start - tile.row, shape, [])
             more = (jnp.where(here, _along_columns(values.astype(jnp.float32), shape), 0.0) for values in rows)
             pieces = tuple(piece + part for piece, part in zip(pieces, more, strict=True))
-        return pieces
+        return following, pieces
 
-    return lax.fori_loop(0, lax.div(last - first + 1, 2), add, pieces)  # type: ignore[no-any-return]
+    return lax.fori_loop(0, lax.div(last - first + 1, 2), add, (asked, pieces))[1]  # type: ignore[no-any-return]
 
 
 def weight(
@@ -848,8 +865,9 @@ def weight(
         rows, start: [1] int32: how many rows of e and x there are; the first vocabulary entry.
         e [C, S], x [C, D]; low [V, D] int8 where ``adds``; scale [1] float32; smooth_x [tiles of D] and class_weight
         [tiles of V] float32 with label smoothing.
-        entries, bounds int32, or neither (:func:`add_targets`): the entries whose rows of out hold something, in order;
-        where among them those of each 64 entries begin, and the number of all.
+        entries, bounds int32, or neither (:func:`add_targets`): the entries whose rows of out hold something, in order,
+        and behind them ENTRIES_BEHIND that are none; where among them those of each 64 entries begin, and the number of
+        all.
     ``outputs`` (or references, as with ``adds`` or entries): out [V, D], and low without scale. Without rows, sums stay
     as they are.
     """
@@ -869,13 +887,18 @@ def weight(
         def part_of(matrix: Any, tile: _Tile) -> Any:
             return matrix.at[pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
 
-        begin, add = _with_sums(r, part_of, ("out", "low"))
+        begin_sums, add = _with_sums(r, part_of, ("out", "low"))
 
-        def epilogue(tile: _Tile, _: None, value: Any) -> None:
+        def begin(tile: _Tile) -> tuple[Array, Array] | None:
+            """Asked for here, waited for after the products."""
+            begin_sums(tile)
+            return _asked(r, r["bounds"][tile.number]) if "entries" in r else None
+
+        def epilogue(tile: _Tile, asked: tuple[Array, Array] | None, value: Any) -> None:
             shape = (WARPGROUP_ROWS, staged_columns)
             pieces = tuple(value[:, column : column + shape[1]] for column in range(0, tile.width, shape[1]))
-            if "entries" in r:
-                pieces = _with_rows(r, tile, start, pieces)
+            if asked is not None:
+                pieces = _with_rows(r, tile, start, asked, pieces)
 
             def piece(column: int, width: int) -> Any:
                 part = add(tile, column // width, pieces[column // width])
