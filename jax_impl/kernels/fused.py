@@ -496,14 +496,14 @@ class _Products:
 
     def weight(
         self, state: _State, rows: _Rows, e: Array, x: Array, start: Index, columns: int, scale: Array | None,
-        targets: dict[str, Array] | None = None,
+        listed: dict[str, Array] | None = None,
     ) -> _State:  # fmt: skip
         """dW of a block, added to the sum if there is one; scale: what the entries still lack when no other chunk
-        follows; targets: which rows of dW hold what their elements lack (:func:`_rows_of_targets`)."""
+        follows; listed: rows that are added (:func:`_listed_targets`)."""
         c = self.call
         if not self.needs.weight:
             return state
-        arguments = {"rows": rows.number, "start": _index(start), "e": e, "x": x} | (targets or {})
+        arguments = {"rows": rows.number, "start": _index(start), "e": e, "x": x} | (listed or {})
         outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(c.weight.shape, c.dtype)}
         adds = state.low is not None
         if scale is None:
@@ -696,7 +696,7 @@ def _loss_gradients(c: _Call, g: Array, needs: Needs, statistics: bool) -> tuple
     sums, by_token = c.by_token(_vectors(c, vectors, forward))
     state = _last_bias(p, state, forward.rows, forward.e, forward.factors, by_token)
     if state.low is not None:
-        state = _add_targets(c, state, by_token)
+        state = _add_to_sum(c, state, by_token)
     x = forward.factors.operand(forward.rows, c.dtype)
     return _with_weighted(c, sums, p.smoothing), _Waiting(x, forward.e, forward.factors, by_token, state)
 
@@ -743,10 +743,9 @@ def _finish(c: _Call, g: Array, held: _Waiting, needs: Needs, upstream: Array) -
     assert held.x is not None
     scale = (p.unit * upstream).astype(jnp.float32)
     single = c.chunks == 1
-    state, targets = held.state, None
-    if single and needs.weight:  # of several chunks the sum has them
-        state, targets = _add_targets(c, state, held.by_token), _rows_of_targets(c)
-    state = p.weight(state, rows, held.e, held.x, 0, c.vocab, scale, targets)
+    # Of several chunks the sum has them.
+    listed = _listed_targets(c, held.by_token) if single and needs.weight else {}
+    state = p.weight(held.state, rows, held.e, held.x, 0, c.vocab, scale, listed)
     if state.weight is not None:
         # dX's operand is gathered when dW's is not needed any more.
         weight, target = lax.optimization_barrier((state.weight, rows.target))
@@ -781,37 +780,49 @@ def _sorted_targets(c: _Call, values: Any) -> tuple[Array, Array, Any]:
     return key, token, jax.tree.map(lambda vector: vector[token], values)
 
 
-def _add_targets(c: _Call, state: _State, by_token: _Factors) -> _State:
-    """What the products lack of the targets' elements of dW: added to the sum of several chunks, or the first that is
-    in dW's rows."""
-    key, token, vectors = _sorted_targets(c, by_token)
-    more = round_up(c.tokens, kernels.RUN) + kernels.RUN - c.tokens
-    keys = {"key": jnp.pad(key, (0, more), constant_values=c.padded_vocab)}
+def _add_targets(c: _Call, key: Array, token: Array, vectors: _Factors, outs: dict[str, Array]) -> dict[str, Array]:
+    """``outs`` with what the products lack of the targets' elements of dW: a sum of several chunks, or rows alone.
+
+    ``key``: which of the rows each token of the sorted ones has; their number where there is none.
+    """
+    rows, more = outs["out"].shape[0], round_up(c.tokens, kernels.RUN) + kernels.RUN - c.tokens
+    keys = {"key": jnp.pad(key, (0, more), constant_values=rows)}
     lists = {"token": token} | vectors._asdict()
     lists = {name: jnp.pad(vector, (0, more)) for name, vector in lists.items()} | {"x": c.hidden}
-    outs, shapes = {"out": state.weight, "low": state.low}, {}
-    outs = {name: kernels.reference(out) for name, out in outs.items() if out is not None}
-    if not outs:
-        shapes = {"out": jax.ShapeDtypeStruct(c.weight.shape, c.dtype)}
-    made = kernels.add_targets(keys | lists | outs, shapes)
-    outs = outs or {"out": kernels.reference(made["out"])}
-    kernels.add_long_runs(keys | {"part": made["part"]} | outs)
-    written = {name: kernels.written(out) for name, out in outs.items()}
-    return state._replace(weight=written["out"], low=written.get("low"))
+    references = {name: kernels.reference(out) for name, out in outs.items()}
+    part = kernels.add_targets(keys | lists | references)
+    kernels.add_long_runs(keys | {"part": part} | references)
+    return {name: kernels.written(out) for name, out in references.items()}
 
 
-def _rows_of_targets(c: _Call) -> dict[str, Array]:
-    """The entries that are a token's target, in order, and where among them those of each warpgroup's rows begin."""
-    key, _, _ = _sorted_targets(c, ())
-    none = 2**31 - 1  # behind every entry
-    size = c.tokens + kernels.ENTRIES_BEHIND
-    first = (key != jnp.roll(key, 1).at[0].set(-1)) & (key < c.padded_vocab)
-    place = jnp.where(first, jnp.cumsum(first, dtype=jnp.int32) - 1, size)
-    entries = jnp.full(size, none, jnp.int32).at[place].set(key, mode="drop")
-    rows = kernels.WARPGROUP_ROWS
-    begins = jnp.arange(0, round_up(c.vocab, kernels.TILE_ROWS) + rows, rows, dtype=jnp.int32)
-    bounds = jnp.searchsorted(entries, begins, method="scan_unrolled").astype(jnp.int32)
-    return {"entries": entries, "bounds": bounds}
+def _add_to_sum(c: _Call, state: _State, by_token: _Factors) -> _State:
+    """The sum of several chunks, with what it lacks of the targets' elements."""
+    assert state.weight is not None
+    assert state.low is not None
+    key, token, vectors = _sorted_targets(c, by_token)
+    summed = _add_targets(c, key, token, vectors, {"out": state.weight, "low": state.low})
+    return state._replace(weight=summed["out"], low=summed["low"])
+
+
+def _listed_targets(c: _Call, by_token: _Factors) -> dict[str, Array]:
+    """The rows of dW that hold what one chunk's product lacks of the targets' elements: arguments of kernels.weight."""
+    key, token, vectors = _sorted_targets(c, by_token)
+    real, first = key < c.padded_vocab, key != jnp.roll(key, 1).at[0].set(-1)
+    seen = jnp.cumsum(first & real, dtype=jnp.int32)
+    place, places = seen - 1, round_up(c.tokens, kernels.STEP)
+    listed = jnp.zeros((places, c.padded_size), c.dtype)
+    listed = _add_targets(c, jnp.where(real, place, places), token, vectors, {"out": listed})["out"]
+
+    rows = kernels.pair_rows()
+    pairs = round_up(c.vocab, rows) // rows
+    behind = jnp.searchsorted(key, jnp.arange(pairs + 1, dtype=jnp.int32) * rows, method="scan_unrolled")
+    bounds = jnp.where(behind > 0, seen[behind - 1], 0)
+    pair, listed_rows = jnp.minimum(key // rows, pairs), kernels.listed_rows()
+    size = pairs * listed_rows + kernels.STEP  # they are asked for a step ahead
+    number = pair * listed_rows + place - bounds[pair] // kernels.TILING * kernels.TILING
+    number = jnp.where(first & real, number, size)
+    numbers = jnp.full(size, -1, jnp.int32).at[number].set(key - pair * rows, mode="drop")
+    return {"listed": listed, "bounds": bounds, "numbers": numbers}
 
 
 def _add_target_sums(c: _Call, bias: Array, values: Array) -> Array:

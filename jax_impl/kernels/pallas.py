@@ -157,12 +157,12 @@ def written(reference: Any) -> Array:
     return value
 
 
-def load(reference: Any, start: Any, size: int, layout: Any) -> Any:
+def load(reference: Any, start: Array | int, size: int, layout: Any) -> Array:
     """``size`` elements of a vector from ``start``, laid out along a product's rows or columns."""
     part = reference.at[pl.ds(start, size)]
-    if jax.__version_info__ < (0, 11):
-        return _PLGPU.load(part, (), layout=layout, optimized=False)
-    return _PLGPU.load(part, layout=layout, optimized=False)
+    before = ((),) if jax.__version_info__ < (0, 11) else ()
+    values: Array = _PLGPU.load(part, *before, layout=layout, optimized=False)
+    return values
 
 
 def _scalar(r: dict[str, Any], name: str) -> Any:
@@ -220,25 +220,25 @@ class _Tile:
     """Where a warpgroup's part of a tile lies, half of it or all: its first row and column; the tile's number along
     both."""
 
-    m: Any
-    n: Any
-    warpgroup: Any
+    m: Array
+    n: Array
+    warpgroup: Array
     width: int
-    exists: Any
+    exists: Array
     """Not where a pair's second row tile would be behind the last."""
     height: int = WARPGROUP_ROWS
 
     @property
-    def number(self) -> Any:
+    def number(self) -> Array:
         """Which ``height`` rows these are."""
         return self.m if self.height == TILE_ROWS else self.m * MULTIPLYING + self.warpgroup
 
     @property
-    def row(self) -> Any:
+    def row(self) -> Array:
         return self.number * self.height
 
     @property
-    def column(self) -> Any:
+    def column(self) -> Array:
         return self.n * self.width
 
     @property
@@ -246,7 +246,58 @@ class _Tile:
         return self.height, self.width
 
 
-def _of_rows(r: dict[str, Any], name: str, tile: _Tile) -> Any:
+def pair_rows() -> int:
+    """Rows of the row tiles that a pair of programs works on."""
+    return TILE_ROWS * pair()
+
+
+def listed_rows() -> int:
+    """As many rows as a pair's blocks of listed rows may begin with."""
+    return pair_rows() + TILING
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listed:
+    """Rows that are added to some of a product's rows: more steps of the tiles that have such rows.
+
+    Their left operand is the 0s and 1s that say which row of the tile each listed one belongs to.
+    """
+
+    rows: Any
+    """[places, columns of the product], in the order of the product's rows."""
+    bounds: Array
+    """Where the rows of each pair of row tiles begin, and where the last end. A pair's first block begins at the
+    multiple of TILING before."""
+    numbers: Array
+    """[pairs · listed_rows() + STEP] int32: which of its pair's rows each row of its blocks is; −1 where it is none."""
+
+    def pair(self, tile: _Tile) -> Array:
+        return lax.div(tile.m, pair())
+
+    def first(self, tile: _Tile) -> Array:
+        return lax.div(self.bounds[self.pair(tile)], TILING) * TILING
+
+    def steps(self, tile: _Tile) -> Array:
+        begin, end = (self.bounds[self.pair(tile) + side] for side in (0, 1))
+        return jnp.where(begin < end, lax.div(end - self.first(tile) + (STEP - 1), STEP), 0)
+
+    def block(self, tile: _Tile, k: Array | int) -> Any:
+        first = pl.multiple_of(self.first(tile) + k * STEP, TILING)
+        return self.rows.at[pl.ds(first, STEP), pl.ds(tile.column, tile.width)]
+
+    def ask(self, tile: _Tile, k: Array | int) -> Array:
+        """Which rows of the pair step k has: [STEP]."""
+        return load(self.numbers, self.pair(tile) * listed_rows() + k * STEP, STEP, ROW_LAYOUT)
+
+    def chosen(self, tile: _Tile, asked: Array, dtype: jnp.dtype) -> Array:
+        """[STEP, rows of the warpgroup's part]: 1 where a listed row is the tile's."""
+        shape = (STEP, tile.height)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        here = row == _along_rows(asked - (tile.row - self.pair(tile) * pair_rows()), shape)
+        return jnp.where(here, 1.0, 0.0).astype(dtype)
+
+
+def _of_rows(r: dict[str, Any], name: str, tile: _Tile) -> Array:
     """The tile's part of a vector along the rows."""
     return load(r[name], tile.row, tile.height, ROW_LAYOUT)
 
@@ -254,7 +305,7 @@ def _of_rows(r: dict[str, Any], name: str, tile: _Tile) -> Any:
 def _product(
     a: _Operand, b: _Operand, tiles: tuple[Any, Any], steps: Any, *, group: int, row_tile: Callable[[Any], Any],
     begin: Callable[[_Tile], Any], epilogue: Callable[[_Tile, Any, Any], None], stages: int = STAGES,
-    width: int = TILE_COLUMNS, in_turn: bool = False,
+    width: int = TILE_COLUMNS, in_turn: bool = False, listed: _Listed | None = None,
 ) -> None:  # fmt: skip
     """Σ_k a_ik b_kj over ``steps`` blocks of depth, for tiles[0] × tiles[1] tiles, ``width`` columns wide, that the
     programs share.
@@ -272,6 +323,9 @@ def _product(
     epilogue runs beside the other's products. Each waits for its own steps only, by a ``ready`` of its own for
     every slot (a barrier must be waited for in every phase); ``turn[w]``: warpgroup w may begin a tile, as the other
     has asked for the last product of its own.
+
+    ``listed``: rows that are added to the sum, in steps behind the tile's own; a is depth first then, and every row
+    tile in its place.
     """
     shapes = a.shape(TILE_ROWS), b.shape(width)
     dtype = a.reference.dtype
@@ -297,8 +351,8 @@ def _product(
         def each_tile(work: Callable[[_Tile, Any], None]) -> None:
             """work(tile, its first step's number) for the program's tiles."""
 
-            @plgpu.nd_loop((pairs[0] * pairs[1],), collective_axes="program")
-            def _(info: Any) -> None:
+            @plgpu.nd_loop((pairs[0] * pairs[1],), collective_axes="program", init_carry=jnp.int32(0))
+            def _(info: Any, carry: Array) -> Array:
                 i, n = plgpu.planar_snake(info.index[0], pairs, 0, group // pair())
                 i = i * PAIR + lax.axis_index("pair") if paired else i
                 exists = i < tiles[0]  # or the pair's other program has the last row tile
@@ -306,46 +360,71 @@ def _product(
                 owner = lax.rem(info.local_index, MULTIPLYING) if in_turn else warpgroup
                 tile = _Tile(m, n, owner, width, exists, height)
                 own = (warpgroup == MULTIPLYING) | (warpgroup == owner) if in_turn else True
-                pl.when(own)(lambda: work(tile, info.local_index * steps))
+                pl.when(own)(lambda: work(tile, carry))
+                return carry + all_steps(tile)
+
+        def all_steps(tile: _Tile) -> Array:
+            return jnp.asarray(steps if listed is None else steps + listed.steps(tile))
 
         def loaded(tile: _Tile, slot: Any) -> Any:
             return ready.at[tile.warpgroup * stages + slot if in_turn else slot]
 
         def load(tile: _Tile, number: Any) -> None:
-            def step(k: Any, _: None) -> None:
+            def step(k: Array, own: Any, shared: Any) -> None:
                 slot = lax.rem(number + k, stages)
                 plgpu.barrier_wait(free.at[slot])
-                own, shared = a.block(TILE_ROWS, tile.m, k), b.block(width, tile.n, k)
                 plgpu.copy_gmem_to_smem(own, a_slots.at[slot], loaded(tile, slot))
                 receivers = "pair" if paired else None
                 plgpu.copy_gmem_to_smem(shared, b_slots.at[slot], loaded(tile, slot), collective_axes=receivers)
 
-            lax.fori_loop(0, steps, step, None)
+            def own_step(k: Array, _: None) -> None:
+                step(k, a.block(TILE_ROWS, tile.m, k), b.block(width, tile.n, k))
+
+            def listed_step(of: _Listed, k: Array, _: None) -> None:
+                # Of a any block will do: ready expects two.
+                step(steps + k, a.block(TILE_ROWS, tile.m, 0), of.block(tile, k))
+
+            lax.fori_loop(0, steps, own_step, None)
+            if listed is not None:
+                lax.fori_loop(0, listed.steps(tile), functools.partial(listed_step, listed), None)
 
         def multiply(tile: _Tile, number: Any) -> None:
             @functools.partial(pl.run_scoped, total=_PLGPU.ACC((height, width), jnp.float32))
             def accumulate(total: Any) -> None:
                 begun = begin(tile)
+                asked = None if listed is None else listed.ask(tile, 0)
                 waits = True if in_turn else paced & (warpgroup == 1)
                 pl.when(waits)(lambda: plgpu.barrier_wait(turn.at[tile.warpgroup]))
 
-                def step(k: Any, _: None) -> None:
+                def step(k: Array, left: Array | None = None) -> None:
                     slot = lax.rem(number + k, stages)
                     plgpu.barrier_wait(loaded(tile, slot))
+                    if left is not None:
+                        a_slots[slot, :, rows] = left
+                        plgpu.commit_smem()
                     mine = _transposed(a_slots.at[slot, :, rows]) if a.depth_first else a_slots.at[slot, rows]
                     plgpu.wgmma(total, mine, b_slots.at[slot] if b.depth_first else _transposed(b_slots.at[slot]))
                     plgpu.wgmma_wait(1)
                     before = lax.rem(number + k + stages - 1, stages)
                     pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
+
+                def own_step(k: Array, _: None) -> None:
+                    step(k)
                     if not in_turn:
                         pl.when(paced & (warpgroup == 0) & (k == SKEW))(lambda: plgpu.barrier_arrive(turn.at[1]))
 
-                lax.fori_loop(0, steps, step, None)
+                def listed_step(of: _Listed, k: Array, asked: Array) -> Array:
+                    step(steps + k, of.chosen(tile, asked, dtype))
+                    return of.ask(tile, k + 1)
+
+                lax.fori_loop(0, steps, own_step, None)
+                if listed is not None:
+                    lax.fori_loop(0, listed.steps(tile), functools.partial(listed_step, listed), asked)
                 if in_turn:
                     plgpu.barrier_arrive(turn.at[1 - tile.warpgroup])
                 value = total[...]
-                last = lax.rem(number + steps + stages - 1, stages)
-                pl.when(steps > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
+                last = lax.rem(number + all_steps(tile) + stages - 1, stages)
+                pl.when(all_steps(tile) > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
                 pl.when(tile.exists)(lambda: epilogue(tile, begun, value))
 
         @pl.when(warpgroup == MULTIPLYING)
@@ -811,45 +890,6 @@ def _load_matrix(part: Any) -> Any:
     return _PLGPU.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
 
 
-# How many more places than tokens the list of entries has: it is read ahead.
-ENTRIES_BEHIND = 4
-
-
-def _asked(r: dict[str, Any], place: Array) -> tuple[Array, Array]:
-    """Two of ``entries``: what lies behind the list's end is no entry of any tile."""
-    return r["entries"][place], r["entries"][place + 1]
-
-
-def _with_rows(
-    r: dict[str, Any], tile: _Tile, start: Array, asked: tuple[Array, Array], pieces: tuple[Array, ...]
-) -> tuple[Array, ...]:
-    """The pieces of a tile, and of ``entries`` the rows that out holds; ``asked``: the tile's first two entries.
-
-    Two at a time, so that their loads wait together, and for the next two entries too.
-    """
-    out, shape = r["out"], (WARPGROUP_ROWS, pieces[0].shape[1])
-    first, last = r["bounds"][tile.number], r["bounds"][tile.number + 1]
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-
-    def add(number: Array, carry: tuple[tuple[Array, Array], tuple[Array, ...]]) -> tuple[Any, Any]:
-        asked, pieces = carry
-        loaded = []
-        for entry in asked:
-            matrix_row = out.at[jnp.minimum(entry, out.shape[0] - 1)]
-            # Columns behind the matrix are not stored: any others will do.
-            columns = (jnp.minimum(tile.column + i * shape[1], out.shape[1] - shape[1]) for i in range(len(pieces)))
-            loaded.append([load(matrix_row, column, shape[1], COLUMN_LAYOUT) for column in columns])
-        following = _asked(r, first + 2 * number + 2)
-        for entry, rows in zip(asked, loaded, strict=True):
-            # An entry of another tile is none of these rows.
-            here = row == lax.broadcast_in_dim(entry - start - tile.row, shape, [])
-            more = (jnp.where(here, _along_columns(values.astype(jnp.float32), shape), 0.0) for values in rows)
-            pieces = tuple(piece + part for piece, part in zip(pieces, more, strict=True))
-        return following, pieces
-
-    return lax.fori_loop(0, lax.div(last - first + 1, 2), add, (asked, pieces))[1]  # type: ignore[no-any-return]
-
-
 def weight(
     arguments: dict[str, Any], outputs: dict[str, Any], *, columns: int, adds: bool, group: int = 8
 ) -> dict[str, Any]:
@@ -857,7 +897,7 @@ def weight(
 
         without scale:  sum = eᵀ x (+ sum with ``adds``)
         with it:        out = scale · (eᵀ x + sum with ``adds`` − k_j smooth_x)
-        with entries:   the same, and of these entries the rows of out are such a sum
+        with listed:    the same, and to some entries' sums a row of ``listed`` is added
 
     The sum has 24 bits of float32, in two matrices: the upper 16 in ``out`` and the next 8 in ``low``.
 
@@ -865,11 +905,9 @@ def weight(
         rows, start: [1] int32: how many rows of e and x there are; the first vocabulary entry.
         e [C, S], x [C, D]; low [V, D] int8 where ``adds``; scale [1] float32; smooth_x [tiles of D] and class_weight
         [tiles of V] float32 with label smoothing.
-        entries, bounds int32, or neither (:func:`add_targets`): the entries whose rows of out hold something, in order,
-        and behind them ENTRIES_BEHIND that are none; where among them those of each 64 entries begin, and the number of
-        all.
-    ``outputs`` (or references, as with ``adds`` or entries): out [V, D], and low without scale. Without rows, sums stay
-    as they are.
+        listed [places, D], bounds, numbers, or none of them (:func:`add_targets`): see :class:`_Listed`.
+    ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Without rows, sums stay as they
+    are.
     """
     final = "scale" in arguments
     parts = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int8}
@@ -887,21 +925,13 @@ def weight(
         def part_of(matrix: Any, tile: _Tile) -> Any:
             return matrix.at[pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
 
-        begin_sums, add = _with_sums(r, part_of, ("out", "low"))
+        begin, add = _with_sums(r, part_of, ("out", "low"))
 
-        def begin(tile: _Tile) -> tuple[Array, Array] | None:
-            """Asked for here, waited for after the products."""
-            begin_sums(tile)
-            return _asked(r, r["bounds"][tile.number]) if "entries" in r else None
-
-        def epilogue(tile: _Tile, asked: tuple[Array, Array] | None, value: Any) -> None:
+        def epilogue(tile: _Tile, _: None, value: Any) -> None:
             shape = (WARPGROUP_ROWS, staged_columns)
-            pieces = tuple(value[:, column : column + shape[1]] for column in range(0, tile.width, shape[1]))
-            if asked is not None:
-                pieces = _with_rows(r, tile, start, asked, pieces)
 
             def piece(column: int, width: int) -> Any:
-                part = add(tile, column // width, pieces[column // width])
+                part = add(tile, column // width, value[:, column : column + width])
                 if "smooth_x" in r:
                     share = _along_columns(load(r["smooth_x"], tile.column + column, width, COLUMN_LAYOUT), shape)
                     if "class_weight" in r:
@@ -924,6 +954,7 @@ def weight(
             epilogue=epilogue,
             stages=3 if adds else STAGES,
             width=tile_width,
+            listed=_Listed(r["listed"], r["bounds"], r["numbers"]) if "listed" in r else None,
         )
 
     return launch(
@@ -1070,26 +1101,27 @@ def column_sums(arguments: dict[str, Any]) -> Array:
 TARGET_VECTORS = ("factor", "value", "stored")
 
 
-def add_targets(arguments: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+def add_targets(arguments: dict[str, Any]) -> Array:
     """What the products lack of the targets' elements of dW, relative to the unit:
 
-        with low:     sum_y += Σ_{i: y_i = y} value_i x_i − stored_i · rounded(factor_i x_i)
-        without it:   out_y = that, for :func:`weight` to add; rows of other entries are not written
+        with low:     sum_k += Σ_{i: key_i = k} value_i x_i − stored_i · rounded(factor_i x_i)
+        without it:   out_k = that, for :func:`weight` to add; other rows stay as they are
 
     The products have stored_i from e. Both terms are as large as the others' sum, which cancels them where a head
     predicts its targets well; the difference is as small as one rounding, so dW must have it before it is rounded.
 
     Arguments:
-        key: [blocks of RUN + RUN] int32: the tokens' targets, sorted; V where there is none.
+        key: [blocks of RUN + RUN] int32: which row of out a token's target has, sorted; the number of rows where there
+        is none.
         token: int32: the tokens in that order, so that every sum has the order of the tokens; factor, value, stored:
             theirs in that order, float32. All as long as key.
-        x [N, D] hidden states by token; references out and low [V, D]: a sum of several chunks (:func:`weight`).
-    ``outputs``: out [V, D] where there is no sum.
+        x [N, D] hidden states by token; out, a reference [keys, D]; low, one too where out is a sum of several chunks
+        (:func:`weight`).
     One program: RUN places of the list and RUN_COLUMNS columns. A run of one target that begins and ends here is added
     at once; of another the sum over these places is left in ``part``, row 2 b for a run that came from the block
     before, row 2 b + 1 for one that begins in block b, and :func:`add_long_runs` adds them.
     """
-    x, out = arguments["x"], (outputs | arguments)["out"]
+    x, out = arguments["x"], arguments["out"]
     summed = _summed(arguments)
     blocks = arguments["key"].shape[0] // RUN - 1
     column_tiles = -(-x.shape[1] // RUN_COLUMNS)
@@ -1160,10 +1192,9 @@ def add_targets(arguments: dict[str, Any], outputs: dict[str, jax.ShapeDtypeStru
         "listed": plgpu.Barrier(num_arrivals=2 + len(TARGET_VECTORS)),
         "arrived": plgpu.Barrier(num_arrivals=RUN * (1 + len(summed))),
     }
-    outputs = outputs | {"part": part}
-    return launch(
-        body, arguments, outputs, name="add_targets", grid=blocks * column_tiles, threads=None, scratch=scratch
-    )
+    grid = blocks * column_tiles
+    outputs = launch(body, arguments, {"part": part}, name="add_targets", grid=grid, threads=None, scratch=scratch)
+    return outputs["part"]  # type: ignore[no-any-return]
 
 
 def _summed(arguments: dict[str, Any]) -> tuple[str, ...]:
