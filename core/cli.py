@@ -10,7 +10,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ import logitless
 from logitless.planning import ChunkPlan, Request, choose
 from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Order, round_up
 from logitless.spec import FLOAT_DTYPES, REDUCTIONS
+
+if TYPE_CHECKING:
+    from logitless.problems import Case, Problem
 
 UNITS = {"": 1, "b": 1}
 for power, letter in enumerate("kmgt", start=1):
@@ -311,7 +314,7 @@ def parity(
             console.print(table(comparisons[-1]))
         console.print(notes(comparisons), soft_wrap=True)
         if json_path is not None:
-            _write_parity(json_path, comparisons)
+            _write_parity(json_path, [comparison.to_dict() for comparison in comparisons])
     except (ImportError, TypeError, ValueError) as mistake:
         _fail(str(mistake))
     wrong = [f"{c.problem} {c.dtype}" for c in comparisons if not c.agrees]
@@ -322,7 +325,7 @@ def parity(
 
 def _parity_cases(
     names: list[str] | None, arrays: Path | None, dtypes: list[str] | None, ignore_index: int
-) -> list[Any]:
+) -> list[Case | Problem]:
     """What to compare: the named problems in every dtype, and the user's own arrays."""
     from logitless.interop.own_arrays import load_case
     from logitless.problems import BY_NAME
@@ -335,22 +338,21 @@ def _parity_cases(
     for name in names:
         if name not in BY_NAME:
             raise ValueError(f"problems: got {name!r}, allowed are {', '.join(BY_NAME)}")
-    cases: list[Any] = [BY_NAME[name].with_dtype(dtype) for name in names for dtype in dtypes or PARITY_DTYPES]
+    cases: list[Case | Problem] = [BY_NAME[n].with_dtype(dtype) for n in names for dtype in dtypes or PARITY_DTYPES]
     if arrays is not None:
         options = LossOptions(ignore_index=ignore_index)
         cases += [load_case(arrays, dtype=dtype, options=options) for dtype in dtypes or (None,)]
     return cases
 
 
-def _write_parity(path: Path, comparisons: list[Any]) -> None:
+def _write_parity(path: Path, comparisons: list[dict[str, object]]) -> None:
     from logitless.doctor import PACKAGES, installed_versions
 
-    agrees = all(comparison.agrees for comparison in comparisons)
     written = {
         "logitless": logitless.__version__,
         "versions": installed_versions(PACKAGES),
-        "agrees": agrees,
-        "comparisons": [comparison.to_dict() for comparison in comparisons],
+        "agrees": all(comparison["agrees"] for comparison in comparisons),
+        "comparisons": comparisons,
     }
     try:
         path.write_text(json.dumps(written, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -15,9 +15,10 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Literal
 
 from logitless.problems import BY_NAME, Case, Problem
+from logitless.rounding import Floats
 
 Status = Literal["runs", "wrong", "not here", "fails"]
 
@@ -108,7 +109,7 @@ def try_backend(framework: str, backend: str) -> BackendReport:
     return report("runs", f"on {device}; loss and gradients agree with the float64 reference")
 
 
-def _run_torch(case: Case, backend: str) -> tuple[dict[str, Any], str]:
+def _run_torch(case: Case, backend: str) -> tuple[dict[str, Floats], str]:
     import torch
 
     implementation = importlib.import_module("logitless.torch_impl")
@@ -121,7 +122,7 @@ def _run_torch(case: Case, backend: str) -> tuple[dict[str, Any], str]:
     return {name: array.cpu().numpy() for name, array in arrays.items()}, device
 
 
-def _run_jax(case: Case, backend: str) -> tuple[dict[str, Any], str]:
+def _run_jax(case: Case, backend: str) -> tuple[dict[str, Floats], str]:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -140,10 +141,10 @@ def _run_jax(case: Case, backend: str) -> tuple[dict[str, Any], str]:
     return {name: np.asarray(array) for name, array in results.items()}, jax.default_backend()
 
 
-_RUNNERS: dict[str, Callable[[Case, str], tuple[dict[str, Any], str]]] = {"torch": _run_torch, "jax": _run_jax}
+_RUNNERS: dict[str, Callable[[Case, str], tuple[dict[str, Floats], str]]] = {"torch": _run_torch, "jax": _run_jax}
 
 
-def _differences(case: Case, results: dict[str, Any]) -> str:
+def _differences(case: Case, results: dict[str, Floats]) -> str:
     """Which results lie outside the tolerance table, in words; empty when none does."""
     from logitless import reference
     from logitless.ideal import ideal_gradients

@@ -8,21 +8,20 @@ second route to the truth: full logits, a row maximum, explicit dlogits, none of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from logitless.problems import Case
-from logitless.rounding import round_to
+from logitless.rounding import Floats, round_to
 
 
-def ideal_gradients(case: Case, product: Callable[[Any, Any], Any] = np.matmul) -> dict[str, Any]:
+def ideal_gradients(case: Case, product: Callable[[Floats, Floats], Floats] = np.matmul) -> dict[str, Floats]:
     """loss, dhidden, dweight and dbias of ``case`` by full logits in its dtype, as float64 NumPy arrays.
 
     ``product``: what multiplies two matrices, where the order of another BLAS's sums is meant than that of NumPy's.
     """
     dtype = case.problem.dtype
-    real: Any = np.float64 if dtype == "float64" else np.float32
+    real: type[np.floating] = np.float64 if dtype == "float64" else np.float32
     o, target = case.problem.options, case.target.reshape(-1)
     x = case.hidden.reshape(-1, case.problem.hidden).astype(real)
     w = case.weight.astype(real)
@@ -31,11 +30,11 @@ def ideal_gradients(case: Case, product: Callable[[Any, Any], Any] = np.matmul) 
     y = np.where(valid, target, 0)
     b = np.zeros(vocab, real) if case.bias is None else case.bias.astype(real)
     k = np.ones(vocab, real) if case.class_weight is None else case.class_weight.astype(real)
-    t: Any = np.ones(target.size, real) if case.token_weight is None else case.token_weight.reshape(-1).astype(real)
+    t = np.ones(target.size, real) if case.token_weight is None else case.token_weight.reshape(-1).astype(real)
     t = np.where(valid, t, 0)
 
     z = (product(x, w.T) + b) * real(o.logit_scale)
-    slope: Any = real(1)
+    slope: Floats | np.floating = real(1)
     if o.softcap is not None:
         z = real(o.softcap) * np.tanh(z / real(o.softcap))
         slope = 1 - (z / real(o.softcap)) ** 2
@@ -45,15 +44,15 @@ def ideal_gradients(case: Case, product: Callable[[Any, Any], Any] = np.matmul) 
     lse = (highest + np.log(total))[:, 0]
     p = p / total
     smooth = real(o.label_smoothing / vocab)
-    loss: Any = (1 - real(o.label_smoothing)) * k[y] * (lse - z[index, y]) + real(o.z_loss) * lse**2
+    loss = (1 - real(o.label_smoothing)) * k[y] * (lse - z[index, y]) + real(o.z_loss) * lse**2
     if o.label_smoothing:
         loss = loss + smooth * np.sum(k * (lse[:, None] - z), axis=1)
     loss = np.where(valid, t * loss, 0)
 
     beta = (1 - real(o.label_smoothing)) * k[y]
-    dz: Any = p * (beta + smooth * k.sum() + 2 * real(o.z_loss) * lse)[:, None] - smooth * k
+    dz = p * (beta + smooth * k.sum() + 2 * real(o.z_loss) * lse)[:, None] - smooth * k
     dz[index, y] -= beta
-    rows: Any = np.where(valid, case.upstream_rows() * t * o.logit_scale, 0).astype(real)
+    rows = np.where(valid, case.upstream_rows() * t * o.logit_scale, 0).astype(real)
     # A common scale is free (loss scaling): the largest factor stays out of the rounding, in float16's range with
     # the class weights.
     size = np.abs(beta) + abs(smooth * k.sum()) if dtype == "float16" else np.ones_like(beta)

@@ -9,18 +9,19 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Generic, Literal, NamedTuple, get_args
 
 from logitless.scratch import TOKEN_TILE, VOCAB_TILE
 from logitless.spec import (
     FLOAT_DTYPES,
     ITEMSIZE,
     REDUCTIONS,
+    A,
     ArrayInfo,
+    LossOptions,
     Reduction,
     check_factor,
     check_number,
-    tempered,
 )
 
 Aggregation = Literal["token_mean", "sequence_mean"]
@@ -53,15 +54,15 @@ class DPOOptions:
         _check_choice("reduction", self.reduction, REDUCTIONS)
 
 
-class DPOStats(NamedTuple):
+class DPOStats(NamedTuple, Generic[A]):
     """Per pair, [B] each, no gradient."""
 
-    chosen_log_prob: Any
+    chosen_log_prob: A
     """Σ log π(y_w) over the tokens that count [nats]."""
-    rejected_log_prob: Any
-    chosen_reward: Any
+    rejected_log_prob: A
+    chosen_reward: A
     """β (log π(y_w) − log π_ref(y_w)), the implicit reward."""
-    rejected_reward: Any
+    rejected_reward: A
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +92,17 @@ class PolicyOptions:
             raise ValueError("kl_coef: got 0 beside a reference_log_prob, allowed is a number greater than 0")
 
 
-class PolicyStats(NamedTuple):
+class PolicyStats(NamedTuple, Generic[A]):
     """Per token, shaped like ``target``, no gradient; 0 (False) where a token does not count."""
 
-    log_prob: Any
-    ratio: Any
+    log_prob: A
+    ratio: A
     """π / π_old."""
-    clipped: Any
+    clipped: A
     """Whether the clipped side of the minimum was taken, so that the token has no policy gradient; bool."""
-    entropy: Any
+    entropy: A | None
     """None unless entropy_coef is above 0 [nats]."""
-    kl: Any
+    kl: A | None
     """The k3 estimate of KL(π ‖ π_ref); None unless kl_coef is above 0 [nats]."""
 
 
@@ -127,12 +128,11 @@ class DistillationOptions:
             if getattr(self, name) is not None:
                 check_factor(name, getattr(self, name), also="None")
 
-    def logits(self, teacher: bool) -> dict[str, Any]:
-        """logit_scale and softcap of z / τ: τ divides what the softcap gives, as a sampler's temperature does."""
+    def logits(self, teacher: bool) -> LossOptions:
+        """The options of z / τ: τ divides what the softcap gives, as a sampler's temperature does."""
         scale = self.teacher_logit_scale if teacher else self.logit_scale
-        cap = self.teacher_softcap if teacher else self.softcap
-        scale, cap = tempered(scale, cap, self.temperature)
-        return {"logit_scale": scale, "softcap": cap}
+        softcap = self.teacher_softcap if teacher else self.softcap
+        return LossOptions("none", logit_scale=scale, softcap=softcap).tempered(self.temperature)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from logitless.rounding import round_to
+from logitless.rounding import Floats, round_to
 from logitless.spec import LossOptions
 
 Recipe = Literal[
@@ -62,9 +62,10 @@ class Problem:
         """The same problem in another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
-    def with_options(self, **changes: Any) -> Problem:
+    def with_options(self, **changes: object) -> Problem:
         """The same problem with other loss options."""
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, **changes))
+        options = dataclasses.replace(self.options, **changes)  # type: ignore[arg-type]  # the options check themselves
+        return dataclasses.replace(self, options=options)
 
     def case(self) -> Case:
         """Make the arrays; the same ones on every machine."""
@@ -76,13 +77,13 @@ class Case:
     """A problem's arrays in NumPy: floats in float32 or float64 holding values of the problem's dtype, ids in int64."""
 
     problem: Problem
-    hidden: NDArray[Any]
-    weight: NDArray[Any]
+    hidden: Floats
+    weight: Floats
     target: NDArray[np.int64]
-    bias: NDArray[Any] | None
-    token_weight: NDArray[Any] | None
-    class_weight: NDArray[Any] | None
-    upstream: NDArray[Any]
+    bias: Floats | None
+    token_weight: Floats | None
+    class_weight: Floats | None
+    upstream: Floats
     """Gradient of the loss: a scalar, or for reduction="none" one number per token."""
 
     def normalizer(self) -> float:
@@ -119,9 +120,9 @@ class Case:
 def _make_case(problem: Problem) -> Case:
     rng = np.random.default_rng([problem.seed, zlib.crc32(problem.name.encode())])
     tokens, size, vocab = problem.tokens, problem.hidden, problem.vocab
-    x = rng.standard_normal((tokens, size))
-    w = rng.standard_normal((vocab, size)) * size**-0.5
-    b = rng.standard_normal(vocab) if problem.bias else None
+    x: Floats = rng.standard_normal((tokens, size))
+    w: Floats = rng.standard_normal((vocab, size)) * size**-0.5
+    b: Floats | None = rng.standard_normal(vocab) if problem.bias else None
     y = rng.integers(0, vocab, tokens)
     x, w, b = _apply_recipe(problem.recipe, x, w, b, y)
     if problem.recipe == "trained":
@@ -146,7 +147,9 @@ def _make_case(problem: Problem) -> Case:
     )
 
 
-def _drawn_targets(o: LossOptions, x: Any, w: Any, b: Any, rng: np.random.Generator) -> NDArray[np.int64]:
+def _drawn_targets(
+    o: LossOptions, x: Floats, w: Floats, b: Floats | None, rng: np.random.Generator
+) -> NDArray[np.int64]:
     """An id for every token, drawn from the model's own softmax."""
     z = o.logit_scale * (x @ w.T + (0.0 if b is None else b))
     z = z if o.softcap is None else o.softcap * np.tanh(z / o.softcap)
@@ -155,7 +158,9 @@ def _drawn_targets(o: LossOptions, x: Any, w: Any, b: Any, rng: np.random.Genera
     return ids
 
 
-def _apply_recipe(recipe: Recipe, x: Any, w: Any, b: Any, y: Any) -> tuple[Any, Any, Any]:
+def _apply_recipe(
+    recipe: Recipe, x: Floats, w: Floats, b: Floats | None, y: NDArray[np.int64]
+) -> tuple[Floats, Floats, Floats | None]:
     """Bend random data into a hard case; the recipes that steer logits use an extra direction, the last hidden axis."""
     tokens, size = x.shape
     vocab = w.shape[0]

@@ -9,7 +9,6 @@ order changes no value.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from logitless.spec import ALPHA_FLOOR, RESCUE_NATS, STATISTICS, LossOptions, TokenStats
 
 Array = NDArray[np.float64]
+Stats = TokenStats[NDArray[np.generic]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LossResult:
     hidden_grad: Array
     weight_grad: Array
     bias_grad: Array
-    stats: TokenStats
+    stats: Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LogitsResult:
 
     loss: Array
     logits_grad: Array
-    stats: TokenStats
+    stats: Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +119,9 @@ def linear_cross_entropy(
         dx[rows] = dz.dx
         dw += dz.dw
         db += dz.db
-    total_loss: Any = loss if reduction == "none" else np.sum(loss) * norm
     shape = np.shape(target)
     return LossResult(
-        total_loss.reshape(shape) if reduction == "none" else np.asarray(total_loss),
+        loss.reshape(shape) if reduction == "none" else np.asarray(np.sum(loss) * norm),
         dx.reshape(np.shape(hidden)),
         dw,
         db,
@@ -204,7 +203,7 @@ def cross_entropy(
         loss[rows] = _loss_rows(inputs, rows, options, part)
         stats.append(_stats_rows(inputs, rows, part))
         gradient[rows] = _logit_gradient(inputs, rows, options, part, g_rows[rows] * inputs.t[rows])
-    total_loss: Any = loss.reshape(shape) if reduction == "none" else np.asarray(np.sum(loss) * norm)
+    total_loss = loss.reshape(shape) if reduction == "none" else np.asarray(np.sum(loss) * norm)
     return LogitsResult(total_loss, gradient.reshape(np.shape(logits)), _shaped_stats(stats, shape))
 
 
@@ -247,7 +246,7 @@ def _norm(inputs: _Inputs, options: LossOptions, normalizer: ArrayLike | None) -
     return 1.0 / float(counts.sum()) if np.any(counts != 0) else 0.0
 
 
-def _slope(z: Array, options: LossOptions) -> Any:
+def _slope(z: Array, options: LossOptions) -> Array | float:
     """∂z/∂(scale · r): 1, or 1 − (z / cap)² with a softcap."""
     return 1.0 if options.softcap is None else 1.0 - (z / options.softcap) ** 2
 
@@ -286,13 +285,13 @@ def _loss_rows(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk)
     return np.where(inputs.valid[rows], t * loss, 0.0)
 
 
-def _stats_rows(inputs: _Inputs, rows: slice, part: _Chunk) -> TokenStats:
+def _stats_rows(inputs: _Inputs, rows: slice, part: _Chunk) -> Stats:
     valid, z = inputs.valid[rows], part.z
     log_p = z - part.lse[:, None]
     p = np.exp(log_p)
     entropy = -np.sum(p * np.where(p > 0, log_p, 0.0), axis=1)
     best = np.argmax(z, axis=1)
-    stats = TokenStats(
+    stats: Stats = TokenStats(
         nll=part.nll,
         lse=part.lse,
         target_logit=part.target_logit,
@@ -305,7 +304,7 @@ def _stats_rows(inputs: _Inputs, rows: slice, part: _Chunk) -> TokenStats:
     return TokenStats(*(np.where(valid, v, row.ignored) for v, row in zip(stats, STATISTICS.values(), strict=True)))
 
 
-def _shaped_stats(parts: list[TokenStats], shape: tuple[int, ...]) -> TokenStats:
+def _shaped_stats(parts: list[Stats], shape: tuple[int, ...]) -> Stats:
     """The parts joined, in their dtypes; no part where there is no token."""
     columns = zip(*parts, strict=True) if parts else ([np.zeros(0)] for _ in STATISTICS)
     rows = zip(columns, STATISTICS.values(), strict=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+Floats = NDArray[np.floating]
 
-def round_to(values: ArrayLike, dtype: str) -> NDArray[Any]:
+
+def round_to(values: ArrayLike, dtype: str) -> Floats:
     """``values`` rounded to nearest even in ``dtype``, held in float32 (float64 for "float64"): exact to convert."""
     if dtype == "float64":
         return np.asarray(values, np.float64)

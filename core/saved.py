@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +44,11 @@ class SavedTensors:
         for where, size, is_weight in found:
             row = rows.get(where, SavedRow(where, 0, 0, 0))
             activation, weight = (0, size) if is_weight else (size, 0)
-            rows[where] = SavedRow(
-                where, row.arrays + 1, row.activation_bytes + activation, row.weight_bytes + weight
-            )  # fmt: skip
+            rows[where] = SavedRow(where, row.arrays + 1, row.activation_bytes + activation, row.weight_bytes + weight)
         return cls(tuple(rows.values()))
 
-    def table(self, title: str | None = None) -> Any:
-        """A rich.table.Table, MiB; ``rich.print`` of the object itself prints it as well."""
+    def table(self, title: str | None = None) -> Table:
+        """A table in MiB; ``rich.print`` of the object itself prints it as well."""
         from rich.table import Table
 
         table = Table("where", "arrays", "activations [MiB]", "share", "weights [MiB]", title=title)
@@ -64,5 +65,5 @@ class SavedTensors:
             )
         return table
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Table:
         return self.table()

@@ -24,7 +24,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args
+
+A = TypeVar("A")
+"""An array of any framework."""
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
@@ -89,7 +92,16 @@ class LossOptions:
 
         cap · tanh(scale · r / cap) / T = (cap / T) · tanh((scale / T) · r / (cap / T))
         """
-        scale, cap = tempered(self.logit_scale, self.softcap, temperature)
+        check_factor("temperature", temperature)
+        divisor = float(temperature)
+        if divisor == 1.0:
+            return self
+        scale, cap = self.logit_scale / divisor, None if self.softcap is None else self.softcap / divisor
+        if any(not SMALLEST_FACTOR <= value <= LARGEST_FACTOR for value in (scale, cap) if value is not None):
+            raise ValueError(
+                f"temperature: got {temperature!r} beside logit_scale={self.logit_scale!r} and "
+                f"softcap={self.softcap!r}, allowed are quotients in [{SMALLEST_FACTOR:g}, {LARGEST_FACTOR:g}]"
+            )
         return dataclasses.replace(self, logit_scale=scale, softcap=cap)
 
     @property
@@ -101,23 +113,23 @@ class LossOptions:
         return self.softcap is None or self.label_smoothing == 0.0
 
 
-class TokenStats(NamedTuple):
+class TokenStats(NamedTuple, Generic[A]):
     """Token statistics, no gradient, shaped like ``target``; an ignored token has 0, argmax −1, correct False."""
 
-    nll: Any
+    nll: A
     """lse − target_logit: the plain negative log-likelihood, without weights, smoothing or z-loss [nats]."""
-    lse: Any
+    lse: A
     """log Σ_j exp(z_ij) [nats]."""
-    target_logit: Any
+    target_logit: A
     """z_{i,y_i}, after logit_scale, softcap and temperature."""
-    entropy: Any
+    entropy: A
     """−Σ_j p_ij log p_ij [nats]."""
-    argmax: Any
+    argmax: A
     """First index of the largest logit, int32."""
-    correct: Any
+    correct: A
     """argmax == target, bool."""
-    max_logit: Any
-    min_logit: Any
+    max_logit: A
+    min_logit: A
 
 
 class Statistic(NamedTuple):
@@ -136,21 +148,6 @@ STATISTICS |= {"argmax": Statistic("int32", ignored=-1), "correct": Statistic("b
 def check_factor(name: str, value: object, also: str = "") -> None:
     """Check logit_scale, softcap or a temperature: a number that float32 can multiply and divide by."""
     check_number(name, value, low=SMALLEST_FACTOR, high=LARGEST_FACTOR, also=also)
-
-
-def tempered(logit_scale: float, softcap: float | None, temperature: object) -> tuple[float, float | None]:
-    """logit_scale and softcap of z / temperature, where z has these; both checked before. 1 changes nothing."""
-    check_factor("temperature", temperature)
-    divisor = float(temperature)  # type: ignore[arg-type]
-    if divisor == 1.0:
-        return logit_scale, softcap
-    scale, cap = (logit_scale / divisor, None if softcap is None else softcap / divisor)
-    if any(not SMALLEST_FACTOR <= value <= LARGEST_FACTOR for value in (scale, cap) if value is not None):
-        raise ValueError(
-            f"temperature: got {temperature!r} beside logit_scale={logit_scale!r} and softcap={softcap!r}, allowed are "
-            f"quotients in [{SMALLEST_FACTOR:g}, {LARGEST_FACTOR:g}]"
-        )
-    return scale, cap
 
 
 def check_number(

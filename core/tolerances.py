@@ -11,9 +11,8 @@ rows of the commonest targets as well (COMMONEST), where a trained model's gradi
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import ArrayLike
 
 RATIO = 1.35
 
@@ -133,7 +132,7 @@ OUTPUTS = ("loss", "dhidden", "dweight", "dbias")
 COMMONEST = "dweight of the commonest targets"
 
 
-def error(value: Any, truth: Any) -> float:
+def error(value: ArrayLike, truth: ArrayLike) -> float:
     """‖value − truth‖ / ‖truth‖ in float64; places where both are the same infinity count as equal, NaN never does."""
     a, b = np.asarray(value, np.float64), np.asarray(truth, np.float64)
     if a.shape != b.shape:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from logitless.doctor import INSTALL, installed
 from logitless.ideal import ideal_gradients
@@ -74,7 +74,7 @@ class Comparison:
         bad = any(row.status in ("disagrees", "fails") for row in self.rows) or bool(skipped & set(self.required))
         return not bad and any(row.implementation != "reference" for row in ran)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON; what is infinite or not a number becomes None."""
         rows = []
         for row in self.rows:
@@ -88,9 +88,11 @@ class Comparison:
                 }
                 for name, m in row.measures.items()
             }
-            rows.append({"implementation": row.implementation, "status": row.status, "reason": row.reason} | measures)
-        about = {"problem": self.problem, "dtype": self.dtype, "sizes": self.sizes}
-        return about | {"required": list(self.required), "agrees": self.agrees, "rows": rows}
+            rows.append({"implementation": row.implementation, "status": row.status, "reason": row.reason, **measures})
+        return {
+            "problem": self.problem, "dtype": self.dtype, "sizes": self.sizes, "required": list(self.required),
+            "agrees": self.agrees, "rows": rows,
+        }  # fmt: skip
 
 
 def compare(

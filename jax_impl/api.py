@@ -38,7 +38,7 @@ def linear_cross_entropy(
     axis_name: AxisName | None = None,
     vocab: int | None = None,
     sequence_parallel: bool = False,
-) -> Array | tuple[Array, TokenStats]:
+) -> Array | tuple[Array, TokenStats[Array]]:
     """Cross-entropy of ``softmax(f(hidden @ weight.T + bias))`` against ``target``, without holding the logits.
 
     With z = logit_scale · (hidden weightᵀ + bias), then z = softcap · tanh(z / softcap) if a softcap is given, and z
@@ -93,7 +93,8 @@ def linear_cross_entropy(
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run.
     """
-    raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)
+    # A normalizer may be a number.
+    raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)  # type: ignore[arg-type]
     request = Request(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature, plan=plan, memory_budget=memory_budget,
@@ -133,7 +134,7 @@ def linear_log_probs(
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
-    raw: RawArrays = Arrays(hidden, weight, bias, target)
+    raw = Arrays(hidden, weight, bias, target)
     request = Request(
         reduction="none", ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         plan=plan, memory_budget=memory_budget, backend=backend, statistics=with_entropy, log_probs=True,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless import spec
-from logitless.jax_impl.call import Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
+from logitless.jax_impl.call import Gradients, Inputs, KnownRows, Needs, RawArray, Statistics, TokenSums
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions
 
@@ -77,20 +77,20 @@ def backend_named(name: str) -> Backend[Any]:
     return xla
 
 
-def device_of(array: Any) -> jax.Device:
+def device_of(array: object) -> jax.Device:
     """Where the call will most likely run: an array's own device, else JAX's default."""
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         return next(iter(array.devices()))
     return jax.devices()[0]
 
 
-def on_several_devices(array: Any) -> bool:
+def on_several_devices(array: object) -> bool:
     """Whether a concrete array lies on several devices."""
     return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and len(array.devices()) > 1
 
 
 def chosen_backend(
-    name: str | None, array: Any, reason: str | None, unavailable: Callable[[jax.Device | None, str], str | None]
+    name: str | None, array: RawArray, reason: str | None, unavailable: Callable[[jax.Device | None, str], str | None]
 ) -> str:
     """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations.
 

@@ -9,20 +9,22 @@ the backward makes of it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
+from numpy.typing import NDArray
 
 from logitless import numerics
 from logitless.jax_impl.distributed.parallel import WHOLE, Shard
+from logitless.jax_impl.residuals import Pytree
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, Reduction
 
-Leaf = TypeVar("Leaf")
+Leaf = TypeVar("Leaf", covariant=True)
 
 Statistics = bool | Literal["entropy"]
 """Which statistics: none, all of them, or the entropy alone."""
@@ -52,13 +54,13 @@ class Arrays(NamedTuple, Generic[Leaf]):
     normalizer: Leaf | None = None  # []
 
 
-RawArrays = Arrays[Any]
-"""Arrays as they come: JAX's or NumPy's, or a number as the normalizer."""
+RawArray = Array | NDArray[np.generic] | np.generic
+"""An array as it comes: JAX's or NumPy's."""
 
-Tree = TypeVar("Tree")
+RawArrays = Arrays[RawArray]
 
 
-def as_jax(raw: Tree, dtype: DTypeLike) -> Tree:
+def as_jax(raw: Pytree, dtype: DTypeLike) -> Pytree:
     """The same with JAX arrays in place of NumPy's and of numbers; ``dtype``: that of what is differentiated."""
 
     def converted(value: ArrayLike) -> Array:
@@ -68,8 +70,7 @@ def as_jax(raw: Tree, dtype: DTypeLike) -> Tree:
             return jnp.asarray(value)
         return jnp.asarray(value, accumulation_dtype(dtype))
 
-    arrays: Tree = jax.tree.map(converted, raw)
-    return arrays
+    return jax.tree.map(converted, raw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

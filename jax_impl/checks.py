@@ -6,7 +6,7 @@ Mirror of torch_impl/checks.py. An error names the argument, what came and what 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from logitless import spec
 from logitless.jax_impl.backend import BACKENDS, backend_named, chosen_backend, device_of, on_several_devices
-from logitless.jax_impl.call import Arrays, Call, Needs, RawArrays, Request, as_jax
+from logitless.jax_impl.call import Arrays, Call, Needs, RawArray, RawArrays, Request, as_jax
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
@@ -62,7 +62,7 @@ def usable_backend(name: str | None, raw: RawArrays, *, cut: bool = True) -> str
     return chosen_backend(name, raw.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
 
 
-def shard_of(weight: Any, axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool) -> Shard:
+def shard_of(weight: RawArray, axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool) -> Shard:
     """This device's slice of the vocabulary."""
     rows = weight.shape[0] if getattr(weight, "ndim", 0) == 2 else 1  # check_arrays refuses another shape
     return parallel.make_shard(axis_name, vocab, sequence_parallel, rows)
@@ -110,11 +110,11 @@ def _planned(options: LossOptions, plan: ChunkPlan, request: Request, name: str,
 # One argument, or one kind of them
 
 
-def info(array: Any) -> ArrayInfo:
+def info(array: RawArray) -> ArrayInfo:
     return ArrayInfo(tuple(array.shape), str(array.dtype))
 
 
-def check_types(arrays: dict[str, Any], optional: tuple[str, ...] = ()) -> None:
+def check_types(arrays: Mapping[str, object], optional: tuple[str, ...] = ()) -> None:
     """Every array is one of JAX's or NumPy's, and none would be rounded on its way in; None only where it may be."""
     for name, array in arrays.items():
         if array is None and name in optional:
@@ -148,7 +148,7 @@ def check_arrays(raw: RawArrays, shard: Shard) -> None:
     _check_placement(shard, raw)
 
 
-def check_counted(target: Any, token_weight: Any, class_weight: Any) -> None:
+def check_counted(target: RawArray, token_weight: RawArray | None, class_weight: RawArray | None) -> None:
     """Types, sizes and dtypes of what mean's denominator is made of."""
     arrays = {"target": target, "token_weight": token_weight, "class_weight": class_weight}
     check_types(arrays, ("token_weight", "class_weight"))
@@ -157,12 +157,12 @@ def check_counted(target: Any, token_weight: Any, class_weight: Any) -> None:
     )
 
 
-def check_normalizer(normalizer: Any, reduction: str) -> None:
-    is_array = isinstance(normalizer, jax.Array | np.ndarray | np.generic)
-    spec.check_normalizer(normalizer, info(normalizer) if is_array else None, reduction)
+def check_normalizer(normalizer: object, reduction: str) -> None:
+    known = info(normalizer) if isinstance(normalizer, jax.Array | np.ndarray | np.generic) else None
+    spec.check_normalizer(normalizer, known, reduction)
 
 
-def check_ids(target: Any, vocab: int, ignore_index: int) -> None:
+def check_ids(target: RawArray, vocab: int, ignore_index: int) -> None:
     """Look at the ids where looking waits for nothing; elsewhere an id outside makes that token's loss NaN.
 
     A NumPy array is always looked at, before it is converted: int64 would be wrapped to int32.
@@ -176,7 +176,7 @@ def check_ids(target: Any, vocab: int, ignore_index: int) -> None:
         raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index)
 
 
-def readable(array: Any) -> NDArray[Any] | None:
+def readable(array: RawArray) -> NDArray[np.integer] | None:
     """The values where looking waits for nothing, else None."""
     if isinstance(array, jax.core.Tracer):
         return None
@@ -187,7 +187,7 @@ def readable(array: Any) -> NDArray[Any] | None:
     return np.asarray(array)
 
 
-def check_constants(primals: Any) -> None:
+def check_constants(primals: object) -> None:
     """Raise ValueError where a constant is differentiated."""
     for name in ("token_weight", "class_weight", "normalizer"):
         leaf = getattr(primals, name)

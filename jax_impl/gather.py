@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +69,7 @@ def _gather(like: tuple[tuple[int, ...], str], multiple: int, input: Array, inde
     return jnp.pad(picked, padding)
 
 
-def _forward(like: Any, multiple: int, input: Array, index: Array) -> tuple[Array, Array]:
+def _forward(like: tuple[tuple[int, ...], str], multiple: int, input: Array, index: Array) -> tuple[Array, Array]:
     return _gather(like, multiple, input, index), index
 
 

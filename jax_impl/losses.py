@@ -6,8 +6,6 @@ distillation, which looks at whole distributions (jax_impl/distillation.py).
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ from jax import Array, lax
 from logitless import numerics, objectives, spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_log_probs
-from logitless.jax_impl.call import XP, Arrays, RawArrays, Request
+from logitless.jax_impl.call import XP, Arrays, RawArray, RawArrays, Request
 from logitless.jax_impl.distillation import DivergenceArrays, DivergenceCall, divergence
 from logitless.jax_impl.distributed.parallel import WHOLE
 from logitless.objectives import (
@@ -50,7 +48,7 @@ def dpo_loss(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
-) -> Array | tuple[Array, DPOStats]:
+) -> Array | tuple[Array, DPOStats[Array]]:
     """Direct preference optimisation, from hidden states, without logits.
 
         log π(y) = Σ_t log p(y_t) over the tokens that count
@@ -75,7 +73,7 @@ def dpo_loss(
     """
     options = DPOOptions(beta, label_smoothing, reduction)
     spec.check_flags(return_stats=return_stats)
-    _check_head(hidden, weight, target, bias)
+    checks.check_arrays(Arrays(hidden, weight, bias, target), WHOLE)
     target, counted = _counted(target, mask, ignore_index)
     objectives.check_pairs(checks.info(target))
     shapes = {"[2 B, T] =": tuple(target.shape), "[2 B] =": tuple(target.shape[:1])}
@@ -114,7 +112,7 @@ def clipped_policy_loss(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
-) -> Array | tuple[Array, PolicyStats]:
+) -> Array | tuple[Array, PolicyStats[Array]]:
     """The clipped objective of PPO and GRPO with entropy bonus and KL penalty, from hidden states, without logits.
 
         ρ = exp(log p(y) − log p_old(y))              d = log p_ref(y) − log p(y)
@@ -145,7 +143,7 @@ def clipped_policy_loss(
     options = PolicyOptions(clip_low, clip_high, entropy_coef, kl_coef, aggregation)
     options.check_reference(reference_log_prob is not None)
     spec.check_flags(return_stats=return_stats)
-    _check_head(hidden, weight, target, bias)
+    checks.check_arrays(Arrays(hidden, weight, bias, target), WHOLE)
     checks.check_normalizer(normalizer, "mean")
     target, counted = _counted(target, mask, ignore_index)
     per_token = {"target's shape": tuple(target.shape)}
@@ -167,7 +165,7 @@ def clipped_policy_loss(
     old, reference = wide(old_log_prob), wide(reference_log_prob)
     tokens = numerics.PolicyTokens(counted, advantage.astype(log_prob.dtype), old, reference)
     losses, stats = numerics.policy_losses(XP, options, tokens, log_prob, entropy, lax.stop_gradient)
-    loss = numerics.aggregate(XP, losses, jnp.asarray(counted).astype(losses.dtype), aggregation, normalizer)
+    loss = numerics.aggregate(XP, losses, counted.astype(losses.dtype), aggregation, normalizer)
     return (loss, stats) if return_stats else loss
 
 
@@ -228,24 +226,26 @@ def distillation_loss(
     checks.check_normalizer(normalizer, reduction)
     objectives.check_sides(*map(checks.info, (hidden, weight, teacher_hidden, teacher_weight)))
     target, counted = _counted(np.zeros(hidden.shape[:-1], np.int32), mask, -100)
-    passes = {"memory_budget": memory_budget, "backend": backend}
-    lse = _logsumexp(hidden, weight, target, bias, options.logits(False) | passes)
-    teacher = teacher_hidden, teacher_weight, teacher_bias
+    own, other = options.logits(teacher=False), options.logits(teacher=True)
+    lse = _logsumexp(Arrays(hidden, weight, bias, target), own, memory_budget, backend)
     try:
-        teacher_lse = _logsumexp(*teacher[:2], target, teacher_bias, options.logits(True) | passes)
+        teacher = Arrays(teacher_hidden, teacher_weight, teacher_bias, target)
+        teacher_lse = _logsumexp(teacher, other, memory_budget, backend)
     except (TypeError, ValueError) as error:
         raise type(error)(objectives.of_teacher(str(error))) from None
     tile = objectives.distillation_tile(
         tokens=target.size, hidden=hidden.shape[-1], teacher_hidden=teacher_hidden.shape[-1], vocab=weight.shape[0],
         dtype=str(hidden.dtype), memory_budget=memory_budget,
     )  # fmt: skip
-    own, other = (LossOptions("none", **options.logits(side)) for side in (False, True))
     call = DivergenceCall(options.beta, own, other, tile)
-    arrays: Any = (*map(_array, (hidden, weight, bias)), *map(_stopped, teacher))
-    known: Any = (jnp.asarray(target), lse, teacher_lse.astype(lse.dtype))
-    losses: Array = divergence(call, DivergenceArrays(*arrays, *known))
+    arrays = DivergenceArrays(
+        jnp.asarray(hidden), jnp.asarray(weight), None if bias is None else jnp.asarray(bias),
+        _stopped(teacher_hidden), _stopped(teacher_weight), None if teacher_bias is None else _stopped(teacher_bias),
+        jnp.asarray(target), lse, teacher_lse.astype(lse.dtype),
+    )  # fmt: skip
+    losses: Array = divergence(call, arrays)
     if reduction == "mean":
-        counted = jnp.asarray(counted).reshape(-1).astype(losses.dtype)
+        counted = counted.reshape(-1).astype(losses.dtype)
         return numerics.aggregate(XP, losses, counted, "token_mean", normalizer)
     return losses.reshape(target.shape) if reduction == "none" else losses.sum()
 
@@ -254,29 +254,33 @@ def distillation_loss(
 # Shared
 
 
-def _array(values: Any) -> Any:
-    return None if values is None else jnp.asarray(values)
+def _stopped(values: RawArray) -> Array:
+    return lax.stop_gradient(jnp.asarray(values))
 
 
-def _stopped(values: Any) -> Any:
-    return None if values is None else lax.stop_gradient(jnp.asarray(values))
-
-
-def _logsumexp(hidden: Any, weight: Any, target: Any, bias: Any, options: dict[str, Any]) -> Array:
+def _logsumexp(raw: RawArrays, options: LossOptions, memory_budget: int | None, backend: str | None) -> Array:
     """log Σ_j exp(z_j) of every token in two parts, [2, N], without gradient; 0 where it does not count.
 
     The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
     divergences need, and so would parts from a logit far below the largest.
     """
-    checks.check_arrays(Arrays(hidden, weight, bias, target), WHOLE)
-    stopped: RawArrays = Arrays(_stopped(hidden), _stopped(weight), _stopped(bias), target)
-    arrays, call = checks.ready(stopped, Request(reduction="none", **options), WHOLE)
+    checks.check_arrays(raw, WHOLE)
+    bias = None if raw.bias is None else _stopped(raw.bias)
+    raw = raw._replace(hidden=_stopped(raw.hidden), weight=_stopped(raw.weight), bias=bias)
+    request = Request(
+        reduction="none", logit_scale=options.logit_scale, softcap=options.softcap, memory_budget=memory_budget,
+        backend=backend,
+    )  # fmt: skip
+    arrays, call = checks.ready(raw, request, WHOLE)
     parts: Array = vjp.logsumexp(call, arrays)
     return parts
 
 
-def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:
-    """The targets with ignore_index where the mask is 0, so that no work is done there; and which tokens count."""
+def _counted(target: RawArray, mask: RawArray | None, ignore_index: int) -> tuple[Array, Array]:
+    """The targets with ignore_index where the mask is 0, so that no work is done there; and which tokens count.
+
+    Targets of NumPy stay so while the mask is NumPy's too: then their ids can be looked at.
+    """
     spec.check_ignore_index(ignore_index)
     counted = target != ignore_index
     if mask is not None:
@@ -285,19 +289,15 @@ def _counted(target: Any, mask: Any, ignore_index: int) -> tuple[Any, Any]:
         counted = counted & (mask != 0)
     if isinstance(target, np.ndarray):
         if isinstance(counted, np.ndarray | np.generic):
-            return np.where(counted, target, ignore_index).astype(target.dtype), counted
+            masked = np.where(counted, target, ignore_index).astype(target.dtype)
+            return masked, jnp.asarray(counted)  # type: ignore[return-value]  # what takes an Array takes NumPy's too
         # An id that int32 cannot hold stays outside the vocabulary, instead of wrapping into it.
         target = np.where(target == target.astype(np.int32), target, np.iinfo(np.int32).max).astype(np.int32)
-    return jnp.where(counted, target, jnp.asarray(ignore_index, target.dtype)), counted
+    return jnp.where(counted, jnp.asarray(target), jnp.asarray(ignore_index, target.dtype)), jnp.asarray(counted)
 
 
-def _check_head(hidden: Any, weight: Any, target: Any, bias: Any) -> None:
-    """Check what :func:`linear_log_probs` checks, before anything is made of the target."""
-    checks.check_arrays(Arrays(hidden, weight, bias, target), WHOLE)
-
-
-def _constant(name: str, values: Any, shapes: dict[str, tuple[int, ...]]) -> Array:
+def _constant(name: str, values: RawArray, shapes: dict[str, tuple[int, ...]]) -> Array:
     """An array of known numbers, checked; without gradient."""
     checks.check_type(name, values)
     objectives.check_constant(name, checks.info(values), shapes)
-    return lax.stop_gradient(jnp.asarray(values))
+    return _stopped(values)

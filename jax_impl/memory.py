@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
+from jax.stages import Compiled, Lowered
 
 # On the CPU, XLA gives groups of operations to the YNN library as one fusion. No analysis counts the library's buffers.
 # With this option the library gets single matrix products only, so that every buffer between them is XLA's.
 _YNN_FUSION = "__ynn_fusion"
-_SINGLE_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+_SINGLE_PRODUCTS: dict[str, str | bool] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
-def temp_bytes(function: Callable[..., object], *arguments: Any) -> int:
+def temp_bytes(function: Callable[..., object], *arguments: object) -> int:
     """Bytes of temporary memory of `function`, compiled by jax.jit for these arguments.
 
     XLA assigns every buffer of a program at compile time; this is the size of the memory it sets aside for values that
@@ -39,16 +39,15 @@ def temp_bytes(function: Callable[..., object], *arguments: Any) -> int:
     Raises:
         NotImplementedError: this backend of JAX gives no memory analysis.
     """
-    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
-    lowered = jitted.lower(*arguments)
+    lowered: Lowered = (function if hasattr(function, "lower") else jax.jit(function)).lower(*arguments)
     compiled = lowered.compile()
     temp = _analysed_temp_bytes(compiled)
-    if _hides_a_product(compiled.as_text()):
+    if _hides_a_product(compiled.as_text() or ""):
         temp = max(temp, _analysed_temp_bytes(lowered.compile(_SINGLE_PRODUCTS)))
     return temp
 
 
-def _analysed_temp_bytes(compiled: Any) -> int:
+def _analysed_temp_bytes(compiled: Compiled) -> int:
     analysis = compiled.memory_analysis()
     if analysis is None:
         raise NotImplementedError(

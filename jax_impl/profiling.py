@@ -19,7 +19,7 @@ from logitless.jax_impl.api import linear_cross_entropy
 from logitless.saved import SavedTensors
 
 
-def profile_saved_residuals(function: Callable[..., Any], *arguments: Any, **options: Any) -> SavedTensors:
+def profile_saved_residuals(function: Callable[..., object], *arguments: object, **options: object) -> SavedTensors:
     """List what ``jax.vjp(function, *arguments)`` keeps for the backward, from jax.ad_checkpoint.print_saved_residuals.
 
     A row is an argument, a line of source that made something, or a name of jax.ad_checkpoint.checkpoint_name.
@@ -39,7 +39,11 @@ def profile_saved_residuals(function: Callable[..., Any], *arguments: Any, **opt
 
 
 def profile_losses(
-    hidden: Array, weight: Array, target: Array, bias: Array | None = None, **options: Any
+    hidden: Array,
+    weight: Array,
+    target: Array,
+    bias: Array | None = None,
+    **options: Any,  # the loss checks them
 ) -> dict[str, SavedTensors]:
     """What the loss keeps for its backward, with full logits and without: {"full logits": ..., "logitless": ...}.
 
@@ -53,7 +57,7 @@ def profile_losses(
         z = z if b is None else z + b.astype(z.dtype)
         return jnp.mean(jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, target[..., None], -1)[..., 0])
 
-    def ours(x: Array, w: Array, b: Array | None) -> Any:
+    def ours(x: Array, w: Array, b: Array | None) -> object:
         return linear_cross_entropy(x, w, target, b, **options)
 
     losses = {"full logits": full, "logitless": ours}

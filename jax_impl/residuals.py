@@ -17,11 +17,14 @@ from jax import Array
 # The shape that stands for None. No array of ours has as many axes.
 _NONE = (0,) * 9
 
-Packed = tuple[Any, tuple[Array, ...]]
-"""A pytree of arrays of any structure, and a flag for each argument."""
+Pytree = Any
+"""A pytree whose structure no type describes, as jax.tree's functions take and return it."""
+
+Packed = tuple[Pytree, tuple[Array, ...]]
+"""The arrays, and a flag for each argument."""
 
 
-def packed(kept: object, needs: Sequence[bool]) -> Packed:
+def packed(kept: Pytree, needs: Sequence[bool]) -> Packed:
     """``kept``, a pytree of arrays and None, and ``needs``, which arguments are differentiated, as arrays only."""
 
     def array(leaf: Array | None) -> Array:
@@ -31,7 +34,7 @@ def packed(kept: object, needs: Sequence[bool]) -> Packed:
     return jax.tree.map(array, kept, is_leaf=lambda leaf: leaf is None), flags
 
 
-def unpacked(residuals: Packed) -> tuple[Any, tuple[bool, ...]]:
+def unpacked(residuals: Packed) -> tuple[Pytree, tuple[bool, ...]]:
     """What was packed."""
     arrays, flags = residuals
     kept = jax.tree.map(lambda leaf: None if leaf.shape == _NONE else leaf, arrays)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,13 @@ from logitless.jax_impl.call import NOTHING, XP, Arrays, Call, Gradients, Inputs
 from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import Shard
-from logitless.jax_impl.residuals import Packed, packed, unpacked
+from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
 from logitless.spec import TokenStats
 
+Tree = TypeVar("Tree")
+
 Cotangent = Array | SymbolicZero | None
-Loss = tuple[Array, TokenStats | None]
+Loss = tuple[Array, TokenStats[Array] | None]
 LogProbs = tuple[Array, Array | None]
 
 # Nothing arrived, so no gradient is made.
@@ -99,7 +101,7 @@ def values_and_needs(primals: Arrays[CustomVJPPrimal]) -> tuple[Arrays[Array], N
     return values_of(primals), Needs(hidden, weight, bias)
 
 
-def values_of(primals: Any) -> Any:
+def values_of(primals: Pytree) -> Pytree:
     """The arrays without JAX's marks. They cannot be differentiated again."""
     values = jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=lambda leaf: isinstance(leaf, CustomVJPPrimal))
     return differentiable_once(values)
@@ -123,7 +125,7 @@ def arrived(cotangent: Cotangent) -> Array | None:
 
 
 @jax.custom_jvp
-def differentiable_once(arrays: Any) -> Any:
+def differentiable_once(arrays: Tree) -> Tree:
     """The arrays themselves; a second derivative is refused. Slices of them move as bits, which have no derivative."""
     return arrays
 

@@ -49,7 +49,7 @@ def dpo_loss(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, DPOStats]:
+) -> Tensor | tuple[Tensor, DPOStats[Tensor]]:
     """Direct preference optimisation, from hidden states, without logits.
 
         log π(y) = Σ_t log p(y_t) over the tokens that count
@@ -113,7 +113,7 @@ def clipped_policy_loss(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, PolicyStats]:
+) -> Tensor | tuple[Tensor, PolicyStats[Tensor]]:
     """The clipped objective of PPO and GRPO with entropy bonus and KL penalty, from hidden states, without logits.
 
         ρ = exp(log p(y) − log p_old(y))              d = log p_ref(y) − log p(y)
@@ -228,17 +228,17 @@ def distillation_loss(
     objectives.check_sides(*map(checks.info, (hidden, weight, *teacher)))
     target = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
     target, counted = _counted(target, mask, -100, hidden)
-    passes = {"memory_budget": memory_budget, "backend": backend}
-    lse, dtype = _logsumexp(hidden, weight, target, bias, options.logits(False) | passes)
+    own, other = options.logits(teacher=False), options.logits(teacher=True)
+    lse, dtype = _logsumexp(Arrays(hidden, weight, bias, target), own, memory_budget, backend)
     try:
-        teacher_lse, teacher_dtype = _logsumexp(*teacher, target, teacher_bias, options.logits(True) | passes)
+        arrays = Arrays(*teacher, teacher_bias, target)
+        teacher_lse, teacher_dtype = _logsumexp(arrays, other, memory_budget, backend)
     except (TypeError, ValueError) as error:
         raise type(error)(objectives.of_teacher(str(error))) from None
     tile = objectives.distillation_tile(
         tokens=target.numel(), hidden=hidden.shape[-1], teacher_hidden=teacher_hidden.shape[-1],
         vocab=weight.shape[0], dtype=checks.dtype_name(dtype), memory_budget=memory_budget,
     )  # fmt: skip
-    own, other = (LossOptions("none", **options.logits(side)) for side in (False, True))
     call = Distillation(options.beta, own, other, dtype, teacher_dtype, tile)
     constants = (
         teacher_hidden.detach(),
@@ -267,28 +267,26 @@ def _divergence(call: Distillation, heads: Heads) -> Tensor:
 @tracing.outside_graphs
 @torch.no_grad()
 def _logsumexp(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: dict[str, Any]
+    arrays: Arrays, options: LossOptions, memory_budget: int | None, backend: str | None
 ) -> tuple[Tensor, torch.dtype]:
     """log Σ_j exp(z_j) of every token in two parts, [2, N], 0 where it does not count; and the dtype of the products.
 
     The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
     divergences need, and so would parts from a logit far below the largest.
     """
-    memory_budget, backend = options.pop("memory_budget"), options.pop("backend")
-    if checks.is_placed(hidden) or checks.is_placed(weight):
+    if checks.is_placed(arrays.hidden) or checks.is_placed(arrays.weight):
         raise NotImplementedError(
             "hidden, weight: got a DTensor, allowed are one device's tensors: to_local() gives them"
         )
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(None, memory_budget)
     request = Request(
-        "none", -100, 0.0, 0.0, temperature=1.0, plan=None, memory_budget=memory_budget, backend=backend,
-        statistics=False, **options,
+        "none", -100, 0.0, 0.0, options.logit_scale, options.softcap, temperature=1.0, plan=None,
+        memory_budget=memory_budget, backend=backend, statistics=False,
     )  # fmt: skip
-    plain, call = checks.ready(Arrays(hidden, weight, bias, target), None, request)
+    plain, call = checks.ready(arrays, None, request)
     detached: Any = [None if array is None else array.detach() for array in plain]  # from forward mode, too
-    arrays = Arrays(*detached)
-    return steps.logsumexp(arrays, call), call.compute_dtype
+    return steps.logsumexp(Arrays(*detached), call), call.compute_dtype
 
 
 def _counted(target: Tensor, mask: Tensor | None, ignore_index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

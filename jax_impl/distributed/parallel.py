@@ -17,16 +17,19 @@ JAX knows it; a gradient is summed over exactly those axes over which it varies 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless import spec
 from logitless.spec import ArrayInfo
 
 AxisName = str | tuple[str, ...]
+
+Tree = TypeVar("Tree")
 
 _LAST = 2**31 - 1
 
@@ -36,7 +39,7 @@ def names_of(axis: AxisName | None) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def varying(array: Any) -> frozenset[str]:
+def varying(array: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Names of the manual axes over which ``array`` differs from device to device, as far as JAX tracks it."""
     found = getattr(jax.typeof(array), "manual_axis_type", None)
     return frozenset() if found is None else frozenset(found.varying)
@@ -48,7 +51,7 @@ def tracked() -> bool:
     return bool(axes) and bool(varying(lax.axis_index(axes[0])))
 
 
-def vary_over(array: Any, axes: frozenset[str]) -> Any:
+def vary_over(array: Array, axes: frozenset[str]) -> Array:
     """``array``, with a type that also varies over ``axes``."""
     missing = tuple(sorted(axes - varying(array)))
     return lax.pcast(array, missing, to="varying") if missing else array
@@ -57,8 +60,7 @@ def vary_over(array: Any, axes: frozenset[str]) -> Any:
 def matched(gradient: Array, axes: frozenset[str]) -> Array:
     """``gradient`` summed over the axes over which it varies and its argument does not; that varies over ``axes``."""
     over = tuple(sorted(varying(gradient) - axes))
-    matching: Array = vary_over(lax.psum(gradient, over) if over else gradient, axes)
-    return matching
+    return vary_over(lax.psum(gradient, over) if over else gradient, axes)
 
 
 @jax.tree_util.register_static
@@ -101,7 +103,7 @@ class Shard:
         """How many of this device's rows are ids; None where all are."""
         return jnp.clip(self.vocab - self.first(), 0, self.columns) if self.padded else None
 
-    def weights(self, class_weight: Array | None, dtype: Any) -> Array | None:
+    def weights(self, class_weight: Array | None, dtype: DTypeLike) -> Array | None:
         """Class weights, 0 for padding, which so takes no part in label smoothing."""
         limit = self.limit()
         if limit is None:
@@ -121,11 +123,11 @@ class Shard:
         wide = max(4, itemsize)
         return tokens * (hidden * (wide + itemsize * self.sequence_parallel) + 8 * wide)
 
-    def total(self, tree: Any) -> Any:
+    def total(self, tree: Tree) -> Tree:
         """Σ over the devices."""
         return lax.psum(tree, self.axis_name) if self.active else tree
 
-    def largest(self, tree: Any) -> Any:
+    def largest(self, tree: Tree) -> Tree:
         """The largest one of the devices, element by element."""
         return lax.pmax(tree, self.axis_name) if self.active else tree
 
@@ -136,11 +138,11 @@ class Shard:
         lowest = lax.pmin(jnp.where(here, argmax + self.first(), _LAST), self.axis_name)
         return jnp.where(lowest == _LAST, 0, lowest)  # none where a logit is NaN
 
-    def batch_total(self, tree: Any) -> Any:
+    def batch_total(self, tree: Tree) -> Tree:
         """Σ over the devices of the batch."""
         return lax.psum(tree, self.batch_axes) if self.batch_axes else tree
 
-    def reduce_hidden(self, gradient: Any, axes: frozenset[str]) -> Any:
+    def reduce_hidden(self, gradient: Array, axes: frozenset[str]) -> Array:
         """dX from the devices' shares of it; ``axes``: over which hidden varies.
 
         Where JAX knows of hidden as varying over the axis, every device has its own, and so its own gradient.

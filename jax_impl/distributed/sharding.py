@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from inspect import signature
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax import Array, lax
@@ -24,12 +24,16 @@ from logitless import spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.backend import BACKENDS
-from logitless.jax_impl.call import NOTHING, Arrays, Gradients, Needs, RawArrays, Request, as_jax
+from logitless.jax_impl.call import NOTHING, Arrays, Call, Gradients, Needs, RawArrays, Request, as_jax
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
-from logitless.jax_impl.residuals import Packed, packed, unpacked
+from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
+from logitless.spec import TokenStats
 
-Results = tuple[Array, Any]
+Results = tuple[Array, TokenStats[Array] | Array | None]
 """The loss and its statistics or None, or log-probabilities and entropies or None."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 # Arguments of the functions inside jax.shard_map that the mesh says here.
 _OF_SHARD = ("axis_name", "vocab", "sequence_parallel")
@@ -140,24 +144,26 @@ class _Setup:
         tokens = self.layout.specs().target
         return P() if self.scalar else tokens, tokens
 
-    def map(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    def map(
+        self, body: Callable[Arguments, Result], in_specs: Pytree, out_specs: Pytree
+    ) -> Callable[Arguments, Result]:
         return jax.shard_map(body, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _forward(setup: _Setup, arrays: Arrays[Array], needs: Needs) -> tuple[Results, Any]:
-    """The results, and what every device keeps for the backward, a pytree of any structure."""
-    forward: Callable[..., Any] = vjp.log_probs_forward if setup.request.log_probs else vjp.loss_forward
+def _forward(setup: _Setup, arrays: Arrays[Array], needs: Needs) -> tuple[Results, Pytree]:
+    """The results, and what every device keeps for the backward."""
+    forward: Callable[[Call, Arrays[Array], Needs], tuple[Results, Pytree]]
+    forward = vjp.log_probs_forward if setup.request.log_probs else vjp.loss_forward
     layout = setup.layout
 
-    def body(arrays: Arrays[Array]) -> tuple[Results, Any]:
-        arrays, call = checks.ready(arrays, setup.request, layout.shard(setup.rows))
+    def body(raw: RawArrays) -> tuple[Results, Pytree]:
+        arrays, call = checks.ready(raw, setup.request, layout.shard(setup.rows))
         (value, more), kept = forward(call, arrays, needs)
         if setup.scalar and layout.data_axes:
             value = lax.psum(value, layout.data_axes)
         return (value, more), (call, vjp.likes_of(arrays), jax.tree.map(lambda part: part[None], kept))
 
-    run: Callable[..., tuple[Results, Any]] = setup.map(body, (layout.specs(),), (setup.output_specs, P(layout.axes)))
-    return run(arrays)
+    return setup.map(body, (layout.specs(),), (setup.output_specs, P(layout.axes)))(arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -181,7 +187,7 @@ def _sharded_backward(
         return (vjp.NO_COTANGENTS,)
     gradients: Callable[..., Gradients] = vjp.log_probs_gradients if setup.request.log_probs else vjp.loss_gradients
 
-    def body(kept: Any, upstream: tuple[Array | None, ...]) -> Arrays[Array | None]:
+    def body(kept: Pytree, upstream: tuple[Array | None, ...]) -> Arrays[Array | None]:
         own = gradients(call, jax.tree.map(lambda part: part[0], kept), needs, *upstream)
         (cotangents,) = vjp.cotangents_of(own, likes, call.shard)
         if not layout.data_axes:
@@ -198,7 +204,7 @@ _sharded.defvjp(_sharded_forward, _sharded_backward, symbolic_zeros=True)
 _compiled = jax.jit(_sharded, static_argnums=0)
 
 
-def _request(function: Callable[..., Any], options: dict[str, Any], **fixed: Any) -> Request:
+def _request(function: Callable[..., object], options: dict[str, Any], **fixed: Any) -> Request:
     """The request of a call of ``function`` with these keyword arguments."""
     for name in options:
         if name in _OF_SHARD or name not in signature(function).parameters:
@@ -223,7 +229,7 @@ def sharded_linear_cross_entropy(
     data_axis: AxisName | None = None,
     vocab: int | None = None,
     sequence_parallel: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., Array | tuple[Array, TokenStats[Array]]]:
     """:func:`linear_cross_entropy` of arrays that lie on ``mesh``, each device working on its part of them.
 
     Returns a function with that function's arguments (without axis_name, vocab and sequence_parallel), results and
@@ -250,11 +256,23 @@ def sharded_linear_cross_entropy(
     """
     layout = Layout(mesh, vocab_axis, data_axis, vocab, sequence_parallel)
 
-    def loss(hidden: Array, weight: Array, target: Array, bias: Array | None = None, **options: Any) -> Any:
-        extra = [options.pop(name, None) for name in ("token_weight", "class_weight", "normalizer")]
-        request = _request(linear_cross_entropy, options, statistics=options.pop("return_stats", False))
-        loss, stats = _run(layout, Arrays(hidden, weight, bias, target, *extra), request)
-        return (loss, stats) if request.statistics else loss
+    def loss(
+        hidden: Array,
+        weight: Array,
+        target: Array,
+        bias: Array | None = None,
+        *,
+        token_weight: Array | None = None,
+        class_weight: Array | None = None,
+        normalizer: Array | float | None = None,
+        return_stats: bool = False,
+        **options: Any,
+    ) -> Array | tuple[Array, TokenStats[Array]]:
+        request = _request(linear_cross_entropy, options, statistics=return_stats)
+        # A normalizer may be a number.
+        raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)  # type: ignore[arg-type]
+        loss, stats = _run(layout, raw, request)
+        return (loss, stats) if isinstance(stats, TokenStats) else loss
 
     return loss
 
@@ -276,6 +294,7 @@ def sharded_linear_log_probs(
         fixed = {"reduction": "none", "statistics": options.pop("with_entropy", False), "log_probs": True}
         request = _request(linear_log_probs, options, **fixed)
         log_prob, entropy = _run(layout, Arrays(hidden, weight, bias, target), request)
+        assert not isinstance(entropy, TokenStats)
         return log_prob, entropy
 
     return log_probs

@@ -69,7 +69,7 @@ def cross_entropy(
     inplace_backward: bool = False,
     backend: str | None = None,
     return_stats: bool = False,
-) -> Array | tuple[Array, TokenStats]:
+) -> Array | tuple[Array, TokenStats[Array]]:
     """Cross-entropy of ``softmax(f(logits))`` against ``target``: :func:`linear_cross_entropy` on given logits.
 
     With z = logit_scale · logits, then z = softcap · tanh(z / softcap) if a softcap is given, and z divided by the

@@ -38,7 +38,7 @@ def cross_entropy(
     inplace_backward: bool = False,
     backend: str | None = None,
     return_stats: bool = False,
-) -> Tensor | tuple[Tensor, TokenStats]:
+) -> Tensor | tuple[Tensor, TokenStats[Tensor]]:
     """Cross-entropy of ``softmax(f(logits))`` against ``target``: :func:`linear_cross_entropy` on given logits.
 
     With z = logit_scale · logits, then z = softcap · tanh(z / softcap) if a softcap is given, and z divided by the
