@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 from jax import Array
@@ -19,7 +19,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from logitless import numerics, spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.backend import BACKENDS, chosen_backend, device_of, on_several_devices
-from logitless.jax_impl.call import XP, Arrays, Inputs, Leaf, TokenSums, as_jax
+from logitless.jax_impl.call import XP, Arrays, Inputs, Leaf, RawArray, TokenSums, as_jax
 from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.given_logits.backend import backend_named
@@ -110,14 +110,15 @@ def cross_entropy(
     spec.check_logits(*(None if array is None else checks.info(array) for array in named.values()))  # type: ignore[arg-type]
     checks.check_normalizer(normalizer, reduction)
     checks.check_ids(target, logits.shape[-1], ignore_index)
-    arrays: LogitArrays[Any] = LogitArrays(logits, target, token_weight, class_weight, normalizer)
+    # A normalizer may be a number.
+    arrays: LogitArrays[RawArray] = LogitArrays(logits, target, token_weight, class_weight, normalizer)  # type: ignore[arg-type]
     block = CPU_BLOCK if device_of(logits).platform == "cpu" else max(1, logits.size)
     call = LogitsCall(options, return_stats, block, _backend(backend, arrays), inplace_backward)
     loss, stats = _jitted(call, as_jax(arrays, logits.dtype))
     return (loss, stats) if return_stats else loss
 
 
-def _backend(name: str | None, arrays: LogitArrays[Array]) -> str:
+def _backend(name: str | None, arrays: LogitArrays[RawArray]) -> str:
     """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
     reason = None
     if parallel.tracked():
@@ -134,10 +135,10 @@ def _backend(name: str | None, arrays: LogitArrays[Array]) -> str:
 def _prepare(arrays: LogitArrays[Array], options: LossOptions) -> Inputs:
     """The logits stand where hidden states do; of a weight only its length V is read."""
     vocab = arrays.logits.shape[-1]
-    weight: Any = jax.ShapeDtypeStruct((vocab, 0), arrays.logits.dtype)
+    weight = jax.ShapeDtypeStruct((vocab, 0), arrays.logits.dtype)
     logits = arrays.logits.reshape(-1, vocab)
     flat = Arrays(logits, weight, None, arrays.target, arrays.token_weight, arrays.class_weight)
-    return Inputs.of(flat, options.ignore_index)
+    return Inputs.of(flat, options.ignore_index)  # type: ignore[arg-type]  # the weight is a shape
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

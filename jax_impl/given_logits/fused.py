@@ -4,8 +4,8 @@ torch_impl/given_logits/fused.py."""
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -22,7 +22,7 @@ with contextlib.suppress(ImportError):  # without absl unavailable() says so bef
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def unavailable(device: Any, dtype: str) -> str | None:
+def unavailable(device: jax.Device | None, dtype: str) -> str | None:
     """Why these kernels cannot run on ``device`` (None: not known while tracing), or None."""
     reason = fused.unusable(device, dtype, DTYPES)
     if reason is not None or device is None or device.platform != "gpu":
@@ -30,12 +30,12 @@ def unavailable(device: Any, dtype: str) -> str | None:
     return fused.unbuilt(device)
 
 
-def _row(inputs: Inputs, options: LossOptions) -> Any:
+def _row(inputs: Inputs, options: LossOptions) -> logits_kernels.Row:
     logits = inputs.hidden
     return logits_kernels.Row(logits.shape[1], logits.dtype, options.logit_scale, options.softcap)
 
 
-def _arguments(row: Any, inputs: Inputs, smoothed: bool) -> dict[str, Any]:
+def _arguments(row: logits_kernels.Row, inputs: Inputs, smoothed: bool) -> dict[str, Array]:
     """What both kernels read; rows shorter than a warpgroup are padded."""
     missing = row.width - row.vocab
     arguments = {

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,6 +26,12 @@ from jax import Array, lax
 
 from logitless import spec
 from logitless.jax_impl.kernels.pallas import LOG2E, launch, load, tanh, written
+from logitless.jax_impl.slices import Index
+
+Carry = TypeVar("Carry")
+
+Refs = dict[str, jax.Ref]
+"""A kernel's arguments and results by name."""
 
 THREADS = 128
 # Bytes that a thread moves at once, at most: every lane's sums take registers, and those take programs' places.
@@ -41,7 +47,7 @@ class Row:
     """What is the same for every row."""
 
     vocab: int
-    dtype: Any
+    dtype: jnp.dtype
     scale: float = 1.0
     cap: float | None = None
 
@@ -63,7 +69,7 @@ class Row:
         return min(THREADS * MOVED // int(self.dtype.itemsize), self.width // least * least)
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Any:  # plgpu has no public name for the type
         """How a piece lies in the threads' registers."""
         return plgpu.Layout.WG_STRIDED((self.lanes,), self.vector)
 
@@ -79,26 +85,27 @@ class Row:
         starts = range(self.blocks(pieces) * pieces * self.lanes, self.width, self.lanes)
         return [_Piece(min(start, last), max(0, start - last)) for start in starts]
 
-    def columns(self) -> Any:
+    def columns(self) -> Array:
         """[lanes]: a piece's columns, from its first."""
         return plgpu.broadcasted_iota(jnp.int32, (self.lanes,), 0, layout=self.layout)
 
-    def filled(self, value: float) -> Any:
+    def filled(self, value: float) -> Array:
         """[lanes] of ``value``, an int32 or a float32."""
         dtype = jnp.int32 if isinstance(value, int) else jnp.float32
-        return plgpu.layout_cast(jnp.full(self.lanes, value, dtype), self.layout)
+        filled: Array = plgpu.layout_cast(jnp.full(self.lanes, value, dtype), self.layout)
+        return filled
 
-    def inside(self, columns: Any, value: Any, otherwise: float) -> Any:
+    def inside(self, columns: Array, value: Array, otherwise: float) -> Array:
         """``value``, and ``otherwise`` past the vocabulary, where rows are padded: then they are one piece."""
         return jnp.where(columns < self.vocab, value, otherwise) if self.width > self.vocab else value
 
-    def capped(self, z: Any) -> Any:
+    def capped(self, z: Array) -> Array:
         """f(r): logit_scale, then softcap."""
         if self.scale != 1.0:
             z = z * self.scale
         return z if self.cap is None else self.cap * tanh(z * (1.0 / self.cap))
 
-    def sloped(self, dz: Any, z: Any) -> Any:
+    def sloped(self, dz: Array, z: Array) -> Array:
         """dz times the softcap's derivative, 1 − (z / cap)²."""
         if self.cap is None:
             return dz
@@ -110,22 +117,22 @@ class Row:
 class _Piece:
     """Columns of a row from ``start``; the first ``shared`` were counted with the piece before."""
 
-    start: Any
+    start: Index
     shared: int = 0
 
-    def of(self, vector: Any, row: Row) -> Any:
+    def of(self, vector: jax.Ref, row: Row) -> Array:
         return load(vector, self.start, row.lanes, row.layout)
 
-    def counted(self, columns: Any, row: Row, value: Any) -> Any:
+    def counted(self, columns: Array, row: Row, value: Array) -> Array:
         """``value`` at the columns that count here, 0 elsewhere."""
         return row.inside(columns, jnp.where(columns >= self.shared, value, 0.0) if self.shared else value, 0.0)
 
 
-def _over(row: Row, work: Callable[[Sequence[_Piece], Any], Any], carry: Any, pieces: int = PIECES) -> Any:
+def _over(row: Row, work: Callable[[Sequence[_Piece], Carry], Carry], carry: Carry, pieces: int = PIECES) -> Carry:
     """carry = work(some pieces, carry) over a row, block by block."""
     starts = range(0, pieces * row.lanes, row.lanes)
 
-    def block(number: Any, carry: Any) -> Any:
+    def block(number: Array, carry: Carry) -> Carry:
         return work([_Piece(number * pieces * row.lanes + start) for start in starts], carry)
 
     blocks, rest = row.blocks(pieces), row.rest(pieces)
@@ -133,7 +140,7 @@ def _over(row: Row, work: Callable[[Sequence[_Piece], Any], Any], carry: Any, pi
     return work(rest, carry) if rest else carry
 
 
-def _logits(r: dict[str, Any], number: Any, pieces: Sequence[_Piece], row: Row) -> list[Any]:
+def _logits(r: Refs, number: Array, pieces: Sequence[_Piece], row: Row) -> list[Array]:
     """The pieces of row ``number``, all asked for before the first is used."""
     return [piece.of(r["logits"].at[number], row) for piece in pieces]
 
@@ -151,13 +158,13 @@ RESCUED = ("sum", "gap")
 
 
 def _row_sums(
-    row: Row, r: dict[str, Any], number: Any, target: Any, anchor: Any, names: Sequence[str], at_once: int
-) -> dict[str, Any]:
+    row: Row, r: Refs, number: Array, target: Array, anchor: Array, names: Sequence[str], at_once: int
+) -> dict[str, Array]:
     """One read of a row, for ``names``: sum Σ e and gap Σ e · gap without the target, for gap = z − anchor and
     e = exp(gap); highest, argmax (the first column that holds it) and lowest; weighted Σ k z."""
     columns = row.columns()
 
-    def add(pieces: Sequence[_Piece], sums: dict[str, Any]) -> dict[str, Any]:
+    def add(pieces: Sequence[_Piece], sums: dict[str, Array]) -> dict[str, Array]:
         for piece, values in zip(pieces, _logits(r, number, pieces, row), strict=True):
             z = row.capped(values.astype(jnp.float32))
             gap = z - anchor
@@ -185,9 +192,9 @@ def _row_sums(
     return _added(_over(row, add, {name: row.filled(BEGIN[name]) for name in names}, at_once))
 
 
-def _added(lanes: dict[str, Any]) -> dict[str, Any]:
+def _added(lanes: dict[str, Array]) -> dict[str, Array]:
     """The sums of a row from those of its lanes."""
-    row_sums: dict[str, Any] = {name: jnp.sum(lanes[name]) for name in ("sum", "gap", "weighted") if name in lanes}
+    row_sums: dict[str, Array] = {name: jnp.sum(lanes[name]) for name in ("sum", "gap", "weighted") if name in lanes}
     if "highest" in lanes:
         row_sums["highest"] = jnp.max(lanes["highest"])
     if "lowest" in lanes:
@@ -198,7 +205,7 @@ def _added(lanes: dict[str, Any]) -> dict[str, Any]:
     return row_sums
 
 
-def sums(row: Row, arguments: dict[str, Any], *, statistics: bool, weighted: bool) -> dict[str, Array]:
+def sums(row: Row, arguments: dict[str, Array], *, statistics: bool, weighted: bool) -> dict[str, Array]:
     """A row's target_logit, its anchor, and :func:`_row_sums` relative to it: [N] each. What stands where a token is
     ignored means nothing; nothing of its row is read.
 
@@ -207,7 +214,7 @@ def sums(row: Row, arguments: dict[str, Any], *, statistics: bool, weighted: boo
     """
     names = ("sum", "highest", *(STATISTICS if statistics else ()), *(("weighted",) if weighted else ()))
 
-    def body(r: dict[str, Any]) -> None:
+    def body(r: Refs) -> None:
         number = lax.axis_index("program")
         target = r["target"][number]
 
@@ -243,7 +250,7 @@ def sums(row: Row, arguments: dict[str, Any], *, statistics: bool, weighted: boo
 KNOWN = ("anchor", "log_total", "factor", "value")
 
 
-def gradient(row: Row, arguments: dict[str, Any]) -> Array:
+def gradient(row: Row, arguments: dict[str, Array | jax.Ref]) -> Array:
     """A row of the gradient, [N, width] in the logits' dtype; exactly 0 for an ignored token, of which nothing is read.
 
         (1 − (z / cap)²) (factor exp(z − anchor − log_total) − smooth k), and ``value`` at the target
@@ -255,11 +262,11 @@ def gradient(row: Row, arguments: dict[str, Any]) -> Array:
     in_place = isinstance(logits, jax.Ref)
     outputs = {} if in_place else {"out": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}
 
-    def body(r: dict[str, Any]) -> None:
+    def body(r: Refs) -> None:
         number, out = lax.axis_index("program"), r.get("out", r["logits"])
         target = r["target"][number]
 
-        def put(piece: _Piece, value: Any) -> None:
+        def put(piece: _Piece, value: Array) -> None:
             out[number, pl.ds(piece.start, row.lanes)] = value.astype(out.dtype)
 
         def zeros(pieces: Sequence[_Piece], _: None) -> None:
@@ -286,7 +293,7 @@ def gradient(row: Row, arguments: dict[str, Any]) -> Array:
     return written(logits) if in_place else results["out"]
 
 
-def _piece_gradient(row: Row, known: dict[str, Any], target: Any, values: Any, k: Any) -> Any:
+def _piece_gradient(row: Row, known: dict[str, Array], target: Array, values: Array, k: Array | float) -> Array:
     """A piece of the gradient from its logits; ``target`` counts from its first column."""
     z = row.capped(values.astype(jnp.float32))
     dz = known["factor"] * jnp.exp2(((z - known["anchor"]) - known["log_total"]) * LOG2E)

@@ -10,8 +10,6 @@ argument that was donated) XLA may write it in their place.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -19,7 +17,7 @@ from jax import Array
 from logitless import numerics
 from logitless.jax_impl.call import Inputs, TokenSums
 from logitless.jax_impl.chunk import RunningSums, capped, empty_sums, is_target, put_sums, slope
-from logitless.jax_impl.slices import bits, floats, for_slices, take
+from logitless.jax_impl.slices import Index, bits, floats, for_slices, take
 from logitless.spec import LossOptions
 
 LogitRows = numerics.LogitRows[Array]
@@ -36,7 +34,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
     (all_tokens, vocab), k = inputs.hidden.shape, inputs.class_weight
     raw_dtype, dtype = inputs.hidden.dtype, inputs.accumulation_dtype
 
-    def chunk(all_sums: TokenSums, first: Any, tokens: int) -> TokenSums:
+    def chunk(all_sums: TokenSums, first: Index, tokens: int) -> TokenSums:
         def rows(array: Array) -> Array:
             return array if tokens == all_tokens else take(array, first, tokens)
 
