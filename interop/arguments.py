@@ -10,9 +10,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import jax
+
+from logitless.interop import dlpack
+
+A = TypeVar("A")
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+
+Pytree = Any
+"""A pytree whose structure no type describes: what a function that is bridged takes and returns."""
 
 
 class _Hole:
@@ -36,7 +46,7 @@ class Layout:
     leaves: tuple[Hashable, ...] = dataclasses.field(compare=False)
     key: tuple[Hashable, ...]
 
-    def join(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(self, arrays: Sequence[object]) -> tuple[Args, Kwargs]:
         """(args, kwargs) with ``arrays`` in the places of the holes, in order."""
         waiting = iter(arrays)
         leaves = [next(waiting) if leaf is HOLE else leaf for leaf in self.leaves]
@@ -45,15 +55,15 @@ class Layout:
 
 
 def split(
-    args: tuple[Any, ...], kwargs: dict[str, Any], is_array: Callable[[object], bool], wanted: str
-) -> tuple[list[Any], Layout]:
+    args: Args, kwargs: Kwargs, is_array: Callable[[object], TypeGuard[A]], wanted: str
+) -> tuple[list[A], Layout]:
     """The arrays of a call in order, and the layout that is left.
 
     Raises TypeError, naming the place, for a leaf that is neither an array (``wanted``: what to call those) nor
     hashable.
     """
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_sparse)
-    arrays: list[Any] = []
+    arrays: list[A] = []
     rest: list[Hashable] = []
     key: list[Hashable] = []
     for index, leaf in enumerate(leaves):
@@ -70,12 +80,12 @@ def split(
             allowed = False
         if not allowed:
             place = leaf_name((args, kwargs), index)
-            raise TypeError(f"{place}: got {type_name(leaf)}, allowed is {wanted}, or a hashable constant")
+            raise TypeError(f"{place}: got {dlpack.type_name(leaf)}, allowed is {wanted}, or a hashable constant")
         rest.append(leaf)
     return arrays, Layout(tree, tuple(rest), tuple(key))
 
 
-def array_name(args: tuple[Any, ...], kwargs: dict[str, Any], is_array: Callable[[object], bool], number: int) -> str:
+def array_name(args: Args, kwargs: Kwargs, is_array: Callable[[object], bool], number: int) -> str:
     """What the caller calls the ``number``-th array of a call: ``argument 0``, ``argument 1['w']``, ``target``."""
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_sparse)
     places = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
@@ -91,17 +101,12 @@ def named(name: Callable[[int], str], number: int) -> Iterator[None]:
         raise type(error)(f"{name(number)}: {error}") from error
 
 
-def leaf_name(call: tuple[tuple[Any, ...], dict[str, Any]], index: int) -> str:
+def leaf_name(call: tuple[Args, Kwargs], index: int) -> str:
     """The same for the ``index``-th leaf of (args, kwargs)."""
     path = jax.tree_util.tree_flatten_with_path(call, is_leaf=is_sparse)[0][index][0]
     side, place, rest = path[0], path[1], path[2:]
     first = f"argument {place.idx}" if side.idx == 0 else str(place.key)
     return first + jax.tree_util.keystr(rest)
-
-
-def type_name(value: object) -> str:
-    """``torch.Tensor``, ``builtins.list``."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def is_sparse(value: object) -> bool:

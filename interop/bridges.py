@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from logitless.interop.dlpack import require_both
+from logitless.interop.dlpack import require_both, type_name
+
+if TYPE_CHECKING:
+    from logitless.interop.arguments import Pytree
 
 
-def jax_in_torch(fn: Callable[..., Any], *, autocast: Sequence[str] = ()) -> Callable[..., Any]:
+def jax_in_torch(fn: Callable[..., object], *, autocast: Sequence[str] = ()) -> Callable[..., Pytree]:
     """``fn``, a JAX function, as a differentiable function of torch tensors. Wrap once, call often.
 
     ``fn`` is compiled by jax.jit once for every combination of shapes, dtypes, constants and arguments that require a
@@ -39,15 +42,21 @@ def jax_in_torch(fn: Callable[..., Any], *, autocast: Sequence[str] = ()) -> Cal
 
     from logitless.interop.into_torch import JaxInTorch
 
-    bridge = JaxInTorch(_callable(fn), autocast)
+    _check_callable(fn)
+    bridge = JaxInTorch(fn, autocast)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def bridged(*args: object, **kwargs: object) -> Pytree:
         return bridge(*args, **kwargs)
 
-    return _named_after(fn, torch.compiler.disable(call))
+    @functools.wraps(fn)
+    def call(*args: object, **kwargs: object) -> Pytree:
+        return bridged(*args, **kwargs)
+
+    return call
 
 
-def torch_in_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
+def torch_in_jax(fn: Callable[..., object]) -> Callable[..., Pytree]:
     """``fn``, a torch function, as a JAX function with a custom VJP.
 
     Eagerly, also under jax.grad and jax.vjp outside jit, ``fn`` runs at once on tensors that share JAX's memory, and
@@ -75,22 +84,17 @@ def torch_in_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
         NotImplementedError: a second derivative.
     """
     require_both("torch_in_jax")
-    from logitless.interop.into_jax import TorchInJax
+    from logitless.interop.into_jax import call_torch
 
-    return _named_after(fn, TorchInJax(_callable(fn)))
-
-
-def _callable(fn: Any) -> Callable[..., Any]:
-    if not callable(fn):
-        raise TypeError(f"fn: got {type(fn).__module__}.{type(fn).__qualname__}, allowed is a function")
-    return fn  # type: ignore[no-any-return]
-
-
-def _named_after(fn: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` with the name, signature and docstring of ``fn``."""
+    _check_callable(fn)
 
     @functools.wraps(fn)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+    def call(*args: object, **kwargs: object) -> Pytree:
+        return call_torch(fn, args, kwargs)
 
-    return named
+    return call
+
+
+def _check_callable(fn: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"fn: got {type_name(fn)}, allowed is a function")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from logitless.interop import dlpack
+from logitless.interop.arguments import Pytree
 from logitless.interop.torch_call import Call, Tape
 
 # All are shapes and dtypes, by name so that they are hashable.
@@ -33,7 +33,7 @@ class _Value:
     device: str
     shapes: Shapes
 
-    def __call__(self, *arrays: Array) -> list[NDArray[Any]]:
+    def __call__(self, *arrays: Array) -> list[NDArray[np.generic]]:
         with torch.no_grad():
             results, _ = self.call.run([_tensor(array, self.device) for array in arrays])
         return [_numpy(result, *shape) for result, shape in zip(results, self.shapes, strict=True)]
@@ -53,7 +53,7 @@ class _Gradients:
     device: str
     shapes: Shapes
 
-    def __call__(self, *arrays: Array) -> list[NDArray[Any]]:
+    def __call__(self, *arrays: Array) -> list[NDArray[np.generic]]:
         tensors = [_tensor(array, self.device) for array in arrays]
         if isinstance(self.source, Tape):
             tape = self.source
@@ -65,7 +65,7 @@ class _Gradients:
         return [_numpy(gradient, *shape) for gradient, shape in zip(gradients, self.shapes, strict=True)]
 
 
-def value_by_callback(call: Call, arrays: Sequence[Array]) -> Any:
+def value_by_callback(call: Call, arrays: Sequence[Array]) -> Pytree:
     """The call's results as a callback of the compiled program."""
     device = _device()
     shapes, tree = _result_shapes(call, arrays, device)
@@ -127,7 +127,7 @@ def _tensor(array: Array, device: str) -> Tensor:
     return dlpack.to_torch(array).to(device)
 
 
-def _numpy(tensor: Tensor, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+def _numpy(tensor: Tensor, shape: tuple[int, ...], dtype: str) -> NDArray[np.generic]:
     """A result for the callback to return, of the shape and dtype that were promised; ValueError if it is another."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"the function returned shape {tuple(tensor.shape)}, on fake tensors it was {shape}")

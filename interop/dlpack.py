@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from logitless.interop.lifetime import leased_to_jax, leased_to_torch
 
@@ -73,11 +73,11 @@ def keeps_current_device(function: Callable[_Arguments, _Result]) -> Callable[_A
     return keeping
 
 
-def _current_device() -> AbstractContextManager[Any]:
+def _current_device() -> AbstractContextManager[None]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return nullcontext()  # torch has chosen none yet
-    kept: AbstractContextManager[Any] = torch.cuda.device(torch.cuda.current_device())
+    kept: AbstractContextManager[None] = torch.cuda.device(torch.cuda.current_device())
     return kept
 
 
@@ -164,7 +164,8 @@ def _check_copy(copy: object) -> None:
         raise TypeError(f"copy must be None, False or True, got {copy!r}")
 
 
-def _type_name(value: object) -> str:
+def type_name(value: object) -> str:
+    """``torch.Tensor``, ``builtins.list``."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -181,12 +182,12 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _check_tensor_kind(tensor: Any) -> None:
+def _check_tensor_kind(tensor: object) -> None:
     """Refuse everything but a dense, plain torch tensor of an exchanged dtype."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor must be a torch.Tensor, got {_type_name(tensor)}")
+        raise TypeError(f"tensor must be a torch.Tensor, got {type_name(tensor)}")
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
         remedy = "torch.nested.to_padded_tensor" if tensor.is_nested else ".to_dense()"
@@ -194,7 +195,7 @@ def _check_tensor_kind(tensor: Any) -> None:
     # DLPack would export the storage behind a subclass, whatever the subclass makes of it.
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(
-            f"tensor must be a plain torch.Tensor or torch.nn.Parameter, got the subclass {_type_name(tensor)}: take "
+            f"tensor must be a plain torch.Tensor or torch.nn.Parameter, got the subclass {type_name(tensor)}: take "
             "the plain tensor out of it first (.full_tensor() of a DTensor, .as_subclass(torch.Tensor) of one that "
             "only adds names)"
         )
@@ -394,13 +395,13 @@ def _narrowed(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor | None:
 # --- JAX to torch ---------------------------------------------------------------------------------------------------
 
 
-def check_array(array: Any) -> None:
+def check_array(array: jax.Array) -> None:
     """Raise what to_torch raises for ``array``."""
     _check_array_kind(array)
     _check_array_state(array)
 
 
-def _check_array_kind(array: Any) -> None:
+def _check_array_kind(array: object) -> None:
     """Refuse everything but a concrete JAX array of an exchanged dtype."""
     import jax
     import jax.numpy as jnp
@@ -411,7 +412,7 @@ def _check_array_kind(array: Any) -> None:
             "vmap and the other transformations"
         )
     if not isinstance(array, jax.Array):
-        raise TypeError(f"array must be a jax.Array, got {_type_name(array)}")
+        raise TypeError(f"array must be a jax.Array, got {type_name(array)}")
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise TypeError(f"array holds PRNG keys ({array.dtype}): exchange jax.random.key_data(array)")
     if array.dtype.name not in EXCHANGED_DTYPES:
@@ -423,7 +424,7 @@ def _check_array_state(array: jax.Array) -> None:
 
     if array.is_deleted():
         raise ValueError(f"array of shape {array.shape} has been deleted, for example donated to a jitted function")
-    devices: list[Any] = sorted(array.sharding.device_set, key=lambda device: device.id)
+    devices: list[jax.Device] = sorted(array.sharding.device_set, key=lambda device: device.id)
     if len(devices) > 1:
         raise ValueError(
             f"array is spread over {len(devices)} devices ({array.sharding}); to_torch takes an array on one device: "

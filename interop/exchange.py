@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from logitless.interop import dlpack
 
+if TYPE_CHECKING:
+    from logitless.interop.arguments import Pytree
 
-def to_jax(tensor: Any, *, copy: bool | None = None) -> Any:
+
+def to_jax(tensor: Pytree, *, copy: bool | None = None) -> Pytree:
     """The same values as JAX arrays on the same device, bit for bit: of a tensor, or of every tensor of a pytree.
 
     The memory is shared where possible: a write to a tensor is then seen by the JAX array (which JAX takes to be
@@ -39,7 +42,7 @@ def to_jax(tensor: Any, *, copy: bool | None = None) -> Any:
     return _map(dlpack.to_jax, tensor, copy)
 
 
-def to_torch(array: Any, *, copy: bool | None = None) -> Any:
+def to_torch(array: Pytree, *, copy: bool | None = None) -> Pytree:
     """The same values as torch tensors on the same device, bit for bit: of an array, or of every array of a pytree.
 
     Waits until the array is computed (on a GPU: makes torch's current stream wait). The memory is shared unless
@@ -66,7 +69,7 @@ def to_torch(array: Any, *, copy: bool | None = None) -> Any:
     return _map(dlpack.to_torch, array, copy)
 
 
-def _map(convert: Callable[..., Any], tree: Any, copy: bool | None) -> Any:
+def _map(convert: Callable[..., object], tree: Pytree, copy: bool | None) -> Pytree:
     """``convert`` on every leaf; an error in a container says at which place."""
     dlpack.require_both(convert.__name__)
     import jax
@@ -76,7 +79,7 @@ def _map(convert: Callable[..., Any], tree: Any, copy: bool | None) -> Any:
     if tree is None or is_sparse(tree) or jax.tree_util.all_leaves([tree]):
         return convert(tree, copy=copy)
 
-    def at_place(path: Any, leaf: Any) -> Any:
+    def at_place(path: tuple[object, ...], leaf: object) -> object:
         try:
             return convert(leaf, copy=copy)
         except (TypeError, ValueError, NotImplementedError) as error:

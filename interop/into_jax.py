@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +19,27 @@ from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from logitless.interop import arguments, dlpack
+from logitless.interop.arguments import Args, Kwargs, Pytree
 from logitless.interop.callback import gradients_by_callback, value_by_callback
 from logitless.interop.torch_call import Call, Tape
-from logitless.jax_impl.residuals import packed, unpacked
+from logitless.jax_impl.residuals import Packed, packed, unpacked
 
 WANTED = "a jax.Array"
 
 
-class TorchInJax:
-    """The bridge of one function."""
+Tree = TypeVar("Tree")
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``fn`` of the arrays; see interop.torch_in_jax."""
-        arrays, layout = arguments.split(args, kwargs, _is_array, WANTED)
-        for number, array in enumerate(arrays):
-            _check(array, arrays[0], lambda number: arguments.array_name(args, kwargs, _is_array, number), number)
-        return _value(Call(self.fn, layout), arrays)
+def call_torch(fn: Callable[..., object], args: Args, kwargs: Kwargs) -> Pytree:
+    """``fn`` of JAX's arrays; see interop.torch_in_jax."""
+    arrays, layout = arguments.split(args, kwargs, _is_array, WANTED)
+    for number, array in enumerate(arrays):
+        _check(array, arrays[0], lambda number: arguments.array_name(args, kwargs, _is_array, number), number)
+    return _value(Call(fn, layout), arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _value(call: Call, arrays: list[Array]) -> Any:
+def _value(call: Call, arrays: list[Array]) -> Pytree:
     if _traced(arrays):
         return value_by_callback(call, _once(arrays))
     with torch.no_grad():
@@ -49,7 +47,7 @@ def _value(call: Call, arrays: list[Array]) -> Any:
     return jax.tree.unflatten(tree, [dlpack.share(result) for result in results])
 
 
-def _forward(call: Call, primals: list[CustomVJPPrimal]) -> tuple[Any, Any]:
+def _forward(call: Call, primals: list[CustomVJPPrimal]) -> tuple[Pytree, Packed | Tape]:
     arrays = [primal.value for primal in primals]
     wanted = tuple(
         number
@@ -63,14 +61,14 @@ def _forward(call: Call, primals: list[CustomVJPPrimal]) -> tuple[Any, Any]:
     return jax.tree.unflatten(tree, [dlpack.share(result) for result in tape.results]), tape
 
 
-def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[list[Array | None]]:
+def _backward(call: Call, residuals: Packed | Tape, cotangents: Pytree) -> tuple[list[Array | None]]:
     flat = jax.tree.leaves(cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
     present = tuple(not isinstance(leaf, SymbolicZero) and leaf.dtype != jax.dtypes.float0 for leaf in flat)
     upstream = _once([leaf for leaf, here in zip(flat, present, strict=True) if here])
     tape = residuals if isinstance(residuals, Tape) else None
     arrays: list[Array] = []
-    if tape:
-        wanted, count = tuple(tape.inputs), tape.count
+    if isinstance(residuals, Tape):
+        wanted, count = tuple(residuals.inputs), residuals.count
     else:
         arrays, flags = unpacked(residuals)
         wanted, count = tuple(number for number, flag in enumerate(flags) if flag), len(arrays)
@@ -89,7 +87,7 @@ _value.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @jax.custom_jvp
-def _once(arrays: Any) -> Any:
+def _once(arrays: Tree) -> Tree:
     """The arrays themselves, refusing a second derivative: torch's graph is not JAX's to differentiate."""
     return arrays
 
@@ -103,14 +101,14 @@ def _refuse_twice(_: object, __: object) -> NoReturn:
 
 
 def _placed(numbers: Iterable[int], gradients: Sequence[Array], count: int) -> list[Array | None]:
-    """``made`` at the places ``numbers`` of a list, None elsewhere."""
+    """The gradients at the places ``numbers`` of a list, None elsewhere."""
     places: list[Array | None] = [None] * count
     for number, array in zip(numbers, gradients, strict=True):
         places[number] = array
     return places
 
 
-def _is_array(value: object) -> bool:
+def _is_array(value: object) -> TypeGuard[Array]:
     return isinstance(value, jax.Array)
 
 

@@ -19,7 +19,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,11 @@ import numpy as np
 import torch
 from jax import Array
 from jax.extend.core import jaxpr_as_fun
+from numpy.typing import NDArray
 from torch import Tensor
 
 from logitless.interop import arguments, dlpack, exchange
-from logitless.interop.arguments import Layout
+from logitless.interop.arguments import Args, Kwargs, Layout, Pytree
 from logitless.interop.residuals import Source, sources
 
 WANTED = "a torch.Tensor or a jax.Array"
@@ -72,7 +73,7 @@ class JaxInTorch:
         autocast: names of parameters of ``fn`` that torch.autocast casts.
     """
 
-    def __init__(self, fn: Callable[..., Any], autocast: Sequence[str]) -> None:
+    def __init__(self, fn: Callable[..., object], autocast: Sequence[str]) -> None:
         self.fn = fn
         if isinstance(autocast, str) or not isinstance(autocast, Sequence):
             raise TypeError(f"autocast: got {autocast!r}, allowed is a tuple of names of parameters")
@@ -83,7 +84,7 @@ class JaxInTorch:
         self.backward = jax.jit(_pull_back, static_argnums=(0, 1))
 
     @dlpack.keeps_current_device
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Pytree:
         """``fn`` of the tensors; see interop.jax_in_torch."""
         if self.signature is not None:
             args, kwargs = self._cast(self.signature, args, kwargs)
@@ -97,22 +98,21 @@ class JaxInTorch:
             result = exchange.to_torch(self.value(layout, tuple(arrays)))
         else:
             traced: list[Traced] = []
-            apply: Any = _Call.apply
-            flat = apply(self, layout, wanted, arrays, traced, *tensors)
+            flat = _Call.apply(self, layout, wanted, arrays, traced, *tensors)  # type: ignore[no-untyped-call]
             result = jax.tree.unflatten(traced[0].output_tree, flat)
         for check in checks:
             check()
         return result
 
-    def _apply(self, layout: Layout, arrays: Sequence[Array]) -> Any:
+    def _apply(self, layout: Layout, arrays: Sequence[Array]) -> Pytree:
         args, kwargs = layout.join(arrays)
         return jax.tree.map(jnp.asarray, self.fn(*args, **kwargs))
 
     def _forward(self, layout: Layout, wanted: tuple[int, ...], arrays: tuple[Array, ...]) -> Forward:
         """Outputs and the pullback in parts. Traced by hand first, to see which residuals need not be returned."""
 
-        def with_pullback(arrays: Sequence[Array]) -> Any:
-            def of_wanted(chosen: Sequence[Array]) -> Any:
+        def with_pullback(arrays: Sequence[Array]) -> Pytree:
+            def of_wanted(chosen: Sequence[Array]) -> Pytree:
                 every = list(arrays)
                 for number, value in zip(wanted, chosen, strict=True):
                     every[number] = value
@@ -130,17 +130,19 @@ class JaxInTorch:
         return Forward(tuple(values[: len(outputs)]), tuple(extra), traced)
 
     def _arrays(
-        self, leaves: list[Tensor | Array], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, leaves: list[Tensor | Array], args: Args, kwargs: Kwargs
     ) -> tuple[list[Array], list[Callable[[], None]]]:
-        """Every argument as a JAX array, and checks for when they are in use; ValueError for tensors on several
-        devices."""
+        """Every argument as a JAX array, and the checks to run once they are in use.
+
+        Raises ValueError for tensors on several devices.
+        """
 
         def name(number: int) -> str:
             return arguments.array_name(args, kwargs, _is_array, number)
 
         devices: dict[torch.device | jax.Device, int] = {}
         for number, value in enumerate(leaves):
-            if _is_tensor(value):
+            if isinstance(value, Tensor):
                 devices.setdefault(value.device, number)
         if len(devices) > 1:
             places = ", ".join(f"{name(number)} on {device}" for device, number in devices.items())
@@ -157,7 +159,7 @@ class JaxInTorch:
                 arrays.append(value)
         return arrays, checks
 
-    def _cast(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _cast(self, signature: inspect.Signature, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """What torch.autocast does to the arguments of a matrix product, for the named parameters."""
         bound = signature.bind(*args, **kwargs)
         for name in self.autocast:
@@ -171,12 +173,25 @@ def _checked(name: Callable[[int], str], number: int, check: Callable[[], None])
         check()
 
 
+class _Context(torch.autograd.function.FunctionCtx):
+    """What a backward finds of its forward."""
+
+    saved_tensors: tuple[Tensor, ...]
+    bridge: JaxInTorch
+    traced: Traced
+    wanted: tuple[int, ...]
+    count: int
+    """Of the arguments."""
+    config: list[Callable[[], AbstractContextManager[object]]]
+    kept: list[int | tuple[Array]]
+
+
 class _Call(torch.autograd.Function):
     """One call of the bridge that is differentiated; outputs and gradients flat."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         bridge: JaxInTorch,
         layout: Layout,
         wanted: tuple[int, ...],
@@ -197,7 +212,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     @dlpack.keeps_current_device
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: _Context, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True; without a graph a second derivative would be 0, silently
             raise NotImplementedError(
                 "a function of jax_in_torch can be differentiated once: got create_graph=True; differentiate twice in "
@@ -226,7 +241,7 @@ def _pull_back(
     """Gradients of the wanted arguments. torch's gradient of a complex number is the conjugate of JAX's."""
     waiting = iter(cotangents)
     pullback = jax.tree.unflatten(traced.pullback_tree, residuals)
-    flat: list[Any] = []
+    flat: list[Array | NDArray[np.void]] = []
     for output, arrived in zip(traced.outputs, present, strict=True):
         if arrived:
             flat.append(jnp.conj(next(waiting)))
@@ -278,11 +293,7 @@ def _config() -> list[Callable[[], AbstractContextManager[object]]]:
     ]
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _is_array(value: object) -> bool:
+def _is_array(value: object) -> TypeGuard[Tensor | Array]:
     return isinstance(value, Tensor | jax.Array)
 
 
@@ -290,7 +301,7 @@ def _has_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _autocast(value: Any) -> Any:
+def _autocast(value: object) -> object:
     """A floating tensor in autocast's dtype where autocast is on for its device; float64 stays, as in torch."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
         return value
@@ -298,7 +309,7 @@ def _autocast(value: Any) -> Any:
     return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
 
 
-def _signature_with(fn: Callable[..., Any], names: tuple[str, ...]) -> inspect.Signature:
+def _signature_with(fn: Callable[..., object], names: tuple[str, ...]) -> inspect.Signature:
     """The signature of ``fn``; ValueError unless it has these parameters."""
     signature = inspect.signature(fn)
     for name in names:

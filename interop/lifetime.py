@@ -18,9 +18,10 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import jax
     import torch
 
 # Exported as plain integers of the same size, viewed as the real dtype afterwards: the interface knows no bfloat16.
@@ -91,7 +92,7 @@ def _wait_for_jax(device_index: int) -> None:
 
 
 @functools.cache
-def _tick() -> Callable[[Any], Any]:
+def _tick() -> Callable[[jax.Array], jax.Array]:
     import jax
 
     return jax.jit(lambda count: count + 1)
@@ -100,7 +101,7 @@ def _tick() -> Callable[[Any], Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The waiting thread
 
-_waiting: queue.SimpleQueue[tuple[Callable[[], object], Any] | None] = queue.SimpleQueue()
+_waiting: queue.SimpleQueue[tuple[Callable[[], object], object] | None] = queue.SimpleQueue()
 _log = logging.getLogger(__name__)
 _start = threading.Lock()
 _thread: threading.Thread | None = None
@@ -109,7 +110,7 @@ _closed = False
 EXIT_SECONDS = 10.0
 
 
-def release_after(wait: Callable[[], object], memory: Any) -> None:
+def release_after(wait: Callable[[], object], memory: object) -> None:
     """Hold ``memory`` until ``wait`` has returned, in a thread of its own; may be called from a finalizer."""
     _waiting.put((wait, memory))
     _ensure_thread()

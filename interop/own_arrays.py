@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from logitless.problems import Case, Problem
 from logitless.rounding import round_to
@@ -49,8 +50,11 @@ def load_case(path: str | Path, *, dtype: str | None = None, options: LossOption
         raise type(mistake)(f"arrays: {path.name}: {mistake}") from mistake
 
 
-def _read_npz(path: Path) -> dict[str, tuple[Any, str]]:
-    """Name → (array, dtype)."""
+Named = dict[str, tuple[NDArray[np.number], str]]
+"""Name → (array, dtype)."""
+
+
+def _read_npz(path: Path) -> Named:
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: np.asarray(file[name]) for name in ARRAYS if name in file}
@@ -65,8 +69,8 @@ def _read_npz(path: Path) -> dict[str, tuple[Any, str]]:
     return {name: (array, array.dtype.name) for name, array in found.items()}
 
 
-def _read_safetensors(path: Path) -> dict[str, tuple[Any, str]]:
-    """Name → (array, dtype); bfloat16 comes as float32."""
+def _read_safetensors(path: Path) -> Named:
+    """bfloat16 comes as float32."""
     try:
         from safetensors import SafetensorError, deserialize
     except ImportError as error:
@@ -78,22 +82,23 @@ def _read_safetensors(path: Path) -> dict[str, tuple[Any, str]]:
         parts = deserialize(path.read_bytes())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot be read: {error}") from error
-    return {name: _decoded(name, part) for name, part in parts if name in ARRAYS}
+    return {
+        name: _decoded(name, str(part["dtype"]), part["shape"], part["data"]) for name, part in parts if name in ARRAYS
+    }
 
 
-def _decoded(name: str, part: dict[str, Any]) -> tuple[Any, str]:
+def _decoded(name: str, kind: str, shape: Sequence[int], data: bytes) -> tuple[NDArray[np.number], str]:
     """A tensor of a safetensors file: its bytes as NumPy takes them."""
-    kind = str(part["dtype"])
     if kind == "BF16":  # the upper half of a float32
-        bits = np.frombuffer(part["data"], "<u2").astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(part["shape"]), "bfloat16"
+        bits = np.frombuffer(data, "<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(shape), "bfloat16"
     if kind not in SAFETENSORS_DTYPES:
         raise TypeError(f"{name}: got dtype {kind}, allowed are BF16, {', '.join(SAFETENSORS_DTYPES)}")
-    array = np.frombuffer(part["data"], SAFETENSORS_DTYPES[kind]).reshape(part["shape"])
+    array = np.frombuffer(data, SAFETENSORS_DTYPES[kind]).reshape(shape)
     return array, array.dtype.name
 
 
-def _case(name: str, found: dict[str, tuple[Any, str]], dtype: str | None, options: LossOptions) -> Case:
+def _case(name: str, found: Named, dtype: str | None, options: LossOptions) -> Case:
     missing = [array for array in REQUIRED if array not in found]
     if missing:
         raise ValueError(f"got no {', '.join(missing)}, allowed are arrays named {', '.join(ARRAYS)}")

@@ -7,7 +7,11 @@ linear layer) would be copied. Looked up in the traced program instead, it need 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, Var
+    from jax.extend.core import Literal as Constant
 
 # Calls whose inner program has the call's own arguments and results, one to one.
 _CALLS = ("pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
@@ -21,7 +25,7 @@ class Source:
     index: int
 
 
-def sources(program: Any, outputs: int) -> tuple[Source, ...]:
+def sources(program: Jaxpr, outputs: int) -> tuple[Source, ...]:
     """Of each result of a jaxpr after its first ``outputs``: where to find it."""
     results = [_origin(program, variable) for variable in program.outvars]
     arguments = {id(variable): index for index, variable in enumerate(program.invars)}
@@ -39,7 +43,7 @@ def sources(program: Any, outputs: int) -> tuple[Source, ...]:
     return tuple(found)
 
 
-def _origin(program: Any, variable: Any) -> Any:
+def _origin(program: Jaxpr, variable: Var | Constant) -> Var | Constant:
     """The variable of ``program`` that ``variable`` is only another name of, followed through calls."""
     producers = {id(result): (step, place) for step in program.eqns for place, result in enumerate(step.outvars)}
     while id(variable) in producers:

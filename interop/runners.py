@@ -8,36 +8,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from logitless.problems import Case
+from logitless.rounding import Floats
 from logitless.spec import unavailable_error
 
-Outputs = dict[str, Any]
+A = TypeVar("A")
+
+Outputs = dict[str, Floats]
 """loss, dhidden, dweight and, with a bias, dbias."""
 Runner = Callable[[Case], Outputs]
 
+Loss = Callable[..., Any]
+"""A linear_cross_entropy. Without statistics it returns one array, but its type says that it may return more."""
 
-def options_of(case: Case) -> dict[str, Any]:
+
+def _options(case: Case) -> dict[str, Any]:  # keyword arguments of several types
     """The keyword arguments of the case, arrays left out."""
     return dataclasses.asdict(case.problem.options) | {"normalizer": case.problem.normalizer}
 
 
-def _arrays(case: Case) -> dict[str, NDArray[Any]]:
+def _arrays(case: Case) -> dict[str, Floats]:
     """The arguments that gradients are made of, by name."""
     arrays = {"hidden": case.hidden, "weight": case.weight}
     return arrays if case.bias is None else arrays | {"bias": case.bias}
 
 
-def _constants(case: Case) -> dict[str, NDArray[Any]]:
+def _constants(case: Case) -> dict[str, Floats]:
     constants = {"token_weight": case.token_weight, "class_weight": case.class_weight}
     return {name: array for name, array in constants.items() if array is not None}
 
 
-def _named(loss: Any, gradients: dict[str, Any]) -> Outputs:
+def _named(loss: A, gradients: dict[str, A]) -> dict[str, A]:
     return {"loss": loss} | {f"d{name}": gradient for name, gradient in gradients.items()}
 
 
@@ -47,13 +53,13 @@ def reference(case: Case) -> Outputs:
 
     results = module.linear_cross_entropy(
         case.hidden, case.weight, case.target, case.bias, upstream=case.upstream, token_weight=case.token_weight,
-        class_weight=case.class_weight, **options_of(case),
+        class_weight=case.class_weight, **_options(case),
     )  # fmt: skip
     gradients = {"hidden": results.hidden_grad, "weight": results.weight_grad, "bias": results.bias_grad}
     return _named(results.loss, {name: gradients[name] for name in _arrays(case)})
 
 
-def torch_with(loss: Callable[..., Any]) -> Runner:
+def torch_with(loss: Loss) -> Runner:
     """Autograd through ``loss``, which has the arguments of torch_impl.linear_cross_entropy, on the best device."""
 
     def run(case: Case) -> Outputs:
@@ -69,15 +75,16 @@ def torch_with(loss: Callable[..., Any]) -> Runner:
         constants = {name: tensor(array) for name, array in _constants(case).items()}
         # Every id fits int32, which both frameworks take as it is.
         target = tensor(case.target).to(torch.int32)
-        value = loss(target=target, **inputs, **constants, **options_of(case))
-        value.backward(tensor(case.upstream).to(value.dtype).expand_as(value))
-        outputs = _named(value.detach(), {name: array.grad for name, array in inputs.items()})
+        value = loss(target=target, **inputs, **constants, **_options(case))
+        upstream = tensor(case.upstream).to(value.dtype).expand_as(value)
+        gradients = torch.autograd.grad(value, tuple(inputs.values()), upstream)
+        outputs = _named(value.detach(), dict(zip(inputs, gradients, strict=True)))
         return {name: array.double().cpu().numpy() for name, array in outputs.items()}
 
     return run
 
 
-def jax_with(loss: Callable[..., Any], *, jit: bool) -> Runner:
+def jax_with(loss: Loss, *, jit: bool) -> Runner:
     """jax.vjp of ``loss``, which has the arguments of jax_impl.linear_cross_entropy, on JAX's default device."""
 
     def run(case: Case) -> Outputs:
@@ -90,8 +97,10 @@ def jax_with(loss: Callable[..., Any], *, jit: bool) -> Runner:
             constants = {name: jnp.asarray(array) for name, array in _constants(case).items()}
             target = jnp.asarray(case.target.astype(np.int32))
 
-            def value_and_gradients(inputs: dict[str, jax.Array], upstream: jax.Array) -> Any:
-                value, pull_back = jax.vjp(lambda g: loss(target=target, **g, **constants, **options_of(case)), inputs)
+            def value_and_gradients(
+                inputs: dict[str, jax.Array], upstream: jax.Array
+            ) -> tuple[jax.Array, dict[str, jax.Array]]:
+                value, pull_back = jax.vjp(lambda g: loss(target=target, **g, **constants, **_options(case)), inputs)
                 (gradients,) = pull_back(jnp.broadcast_to(upstream, value.shape).astype(value.dtype))
                 return value, gradients
 

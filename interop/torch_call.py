@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import torch
+from jax.tree_util import PyTreeDef
 from torch import Tensor
 
-from logitless.interop import arguments
+from logitless.interop import arguments, dlpack
 from logitless.interop.arguments import Layout
 
 
@@ -18,10 +18,10 @@ from logitless.interop.arguments import Layout
 class Call:
     """Everything about a call that is not an array; hashable."""
 
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     layout: Layout
 
-    def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], PyTreeDef]:
         """The results of the function, flat, and their structure.
 
         Raises ValueError when an argument was written to, TypeError when a result is no tensor.
@@ -37,10 +37,10 @@ class Call:
                 )
         for result in results:
             if not isinstance(result, Tensor):
-                raise TypeError(f"the function returned {arguments.type_name(result)}, allowed is a pytree of tensors")
+                raise TypeError(f"the function returned {dlpack.type_name(result)}, allowed is a pytree of tensors")
         return results, tree
 
-    def run_with_graph(self, tensors: Sequence[Tensor], wanted: Sequence[int]) -> tuple[Tape, Any]:
+    def run_with_graph(self, tensors: Sequence[Tensor], wanted: Sequence[int]) -> tuple[Tape, PyTreeDef]:
         """The same, recording autograd's graph from the ``wanted`` arguments on."""
         inputs = {number: tensors[number].requires_grad_() for number in wanted}
         with torch.enable_grad():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +87,9 @@ def train(
         return loss_function(hidden, parameters["head"], tokens[:, 1:])
 
     @jax.jit
-    def update(parameters: Parameters, state: Any, tokens: Array) -> tuple[Parameters, Any, Array]:
+    def update(
+        parameters: Parameters, state: optax.OptState, tokens: Array
+    ) -> tuple[Parameters, optax.OptState, Array]:
         loss, gradients = jax.value_and_grad(loss_of)(parameters, tokens)
         updates, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, loss

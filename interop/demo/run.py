@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import Any
 
 import jax
 import numpy as np
@@ -391,13 +390,9 @@ def _numbers(result: DemoResult) -> dict[str, object]:
 # ---------------------------------------------------------------------------------------------------------------------
 # The picture
 
-# Blue, orange, grey: told apart with any kind of colour vision. The curves lie on top of one another, so the widest are
-# drawn first.
-_CURVES: dict[str, dict[str, Any]] = {
-    TORCH_FULL: {"color": "#b8b8b8", "linewidth": 6.0, "linestyle": "-"},
-    TORCH_LOGITLESS: {"color": "#e69f00", "linewidth": 3.0, "linestyle": "-"},
-    JAX_LOGITLESS: {"color": "#0072b2", "linewidth": 1.2, "linestyle": "-"},
-}
+# Colour and width. Blue, orange and grey are told apart with any kind of colour vision. The curves lie on top of one
+# another, so the widest are drawn first.
+_CURVES = {TORCH_FULL: ("#b8b8b8", 6.0), TORCH_LOGITLESS: ("#e69f00", 3.0), JAX_LOGITLESS: ("#0072b2", 1.2)}
 _FLOAT32_SPACING = 2.0**-23
 
 
@@ -424,8 +419,11 @@ def _draw(result: DemoResult) -> Figure:
 def _draw_curves(axes: Axes, result: DemoResult) -> None:
     by_name = dict(_by_name(result))
     steps = np.arange(1, result.settings.steps + 1)
-    for name, style in _CURVES.items():
-        axes.plot(steps, by_name[name], label=name, solid_capstyle="round", marker=_marker(result), **style)
+    for name, (color, width) in _CURVES.items():
+        axes.plot(
+            steps, by_name[name], color=color, linewidth=width, linestyle="-", solid_capstyle="round",
+            marker=_marker(result), label=name,
+        )  # fmt: skip
     uniform = float(np.log(result.vocabulary))
     _draw_level(axes, uniform, f"log V\n{uniform:.2f}")
     axes.set_ylabel("loss (nats per token)")
@@ -464,7 +462,7 @@ def _draw_scratch(axes: Axes, result: DemoResult) -> None:
         run = runs[name]
         labels += [f"{framework},\nfull logits", f"{framework},\nlogitless"]
         sizes += [run.full_logits_scratch_bytes / _MIB, run.scratch_bytes / _MIB]
-        colors += [_CURVES[TORCH_FULL]["color"], _CURVES[name]["color"]]
+        colors += [_CURVES[TORCH_FULL][0], _CURVES[name][0]]
         notes += [_mib(run.full_logits_scratch_bytes), f"{_mib(run.scratch_bytes)}\n{_ratio(run)} less"]
     drawn = axes.bar(labels, sizes, color=colors)
     axes.bar_label(drawn, labels=notes, padding=2, fontsize="small")

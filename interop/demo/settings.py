@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +57,7 @@ class TrainingRun:
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
-    parameters: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    parameters: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
     """The trained parameters, in the framework's own arrays."""
 
     @property
