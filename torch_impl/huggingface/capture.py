@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor, nn
 
 from logitless.torch_impl.huggingface.lm_head import (
+    LogitOptions,
     Recorder,
     check_probes,
     find_head,
@@ -21,12 +21,13 @@ from logitless.torch_impl.huggingface.lm_head import (
 class CapturedHead:
     """What :func:`capture_lm_head` found: the arguments of a linear cross-entropy but for the target."""
 
-    def __init__(self, head: nn.Linear, logit_scale: float, softcap: float | None) -> None:
+    def __init__(self, head: nn.Linear, options: LogitOptions) -> None:
         self.weight: Tensor = head.weight
         """[V, D]: the head's own parameter, which may be the embedding's too; gradients go there."""
         self.bias: Tensor | None = head.bias
-        self.logit_scale = logit_scale
-        self.softcap = softcap
+        self.options = options
+        """logit_scale and softcap, as keyword arguments of the losses."""
+        self.logit_scale, self.softcap = options["logit_scale"], options["softcap"]
         self._recorder = Recorder()
         self._hidden: Tensor | None = None
 
@@ -42,11 +43,6 @@ class CapturedHead:
                 "module itself, inside the with block"
             )
         return self._hidden
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """logit_scale and softcap, as keyword arguments of the losses."""
-        return {"logit_scale": self.logit_scale, "softcap": self.softcap}
 
 
 @contextlib.contextmanager
@@ -78,7 +74,7 @@ def capture_lm_head(module: nn.Module) -> Iterator[CapturedHead]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: got {type(module).__name__}, allowed is a torch.nn.Module")
     owner, head = find_head(module)
-    captured = CapturedHead(head, *logit_options(owner))
+    captured = CapturedHead(head, logit_options(owner))
     if isinstance(head.__dict__.get("forward"), Recorder):
         raise RuntimeError("module: got one whose LM head is captured already, allowed is one capture at a time")
     handles = [
@@ -93,7 +89,7 @@ def capture_lm_head(module: nn.Module) -> Iterator[CapturedHead]:
             handle.remove()
 
 
-def _begin(captured: CapturedHead, options: dict[str, Any]) -> None:
+def _begin(captured: CapturedHead, options: dict[str, object]) -> None:
     """A forward begins: nothing is recorded, and labels are refused."""
     captured._recorder.hidden = captured._hidden = None
     if options.get("labels") is not None:
@@ -103,7 +99,7 @@ def _begin(captured: CapturedHead, options: dict[str, Any]) -> None:
         )
 
 
-def _publish(captured: CapturedHead, output: Any) -> None:
+def _publish(captured: CapturedHead, output: object) -> None:
     """Check the probes after the model's own operations, then let its hidden states be read."""
     recorded, captured._recorder.hidden = captured._recorder.hidden, None
     if recorded is None:
@@ -114,11 +110,11 @@ def _publish(captured: CapturedHead, output: Any) -> None:
             f"module: its forward gave {type(output).__name__} without logits that could be checked, allowed are "
             f"logits, an output with .logits or 'logits', or a tuple that begins with them"
         )
-    check_probes(captured.logit_scale, captured.softcap, logits)
+    check_probes(captured.options, logits)
     captured._hidden = recorded
 
 
-def _logits_of(output: Any) -> Tensor | None:
+def _logits_of(output: object) -> Tensor | None:
     found = getattr(output, "logits", None)
     if found is None and isinstance(output, dict):
         found = output.get("logits")

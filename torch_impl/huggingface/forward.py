@@ -7,20 +7,23 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from logitless.torch_impl.huggingface.lm_head import Recorder, check_head, is_probes, replaced
+from logitless.torch_impl.huggingface.lm_head import Recorder, checked_head, is_probes, replaced
 from logitless.torch_impl.huggingface.model_loss import ModelLoss
 from logitless.torch_impl.huggingface.patched import MARK, WATCHED, Patch, module_of
 
 # What transformers computes where a causal language model is given labels: the one loss that is replaced.
 CAUSAL_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 
+# What a model's forward is called with.
+Arguments = tuple[object, ...]
+Named = dict[str, object]
 
-def make_forward(chosen: Patch) -> Callable[..., Any]:
+
+def make_forward(chosen: Patch) -> Callable[..., object]:
     """The method that stands for the owner's forward.
 
     A function, bound as any method is: it is copied with the model, accelerate can wrap it, and it is pickled by its
@@ -32,7 +35,7 @@ def make_forward(chosen: Patch) -> Callable[..., Any]:
 
     # Outside of torch.compile's graphs itself, unlike the model's forward that it calls.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-    def run(owner: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def run(owner: nn.Module, arguments: Arguments, named: Named) -> object:
         before = chosen.before
         original = types.MethodType(type(owner).forward, owner) if before is None else before
         if owner in WATCHED:
@@ -46,7 +49,7 @@ def make_forward(chosen: Patch) -> Callable[..., Any]:
         finally:
             recorder.hidden = None
 
-    def forward(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+    def forward(self: nn.Module, *arguments: object, **named: object) -> object:
         return run(self, arguments, named)
 
     # Trainer reads which arguments a model takes. No __wrapped__: who unwraps all layers would take this one off too.
@@ -57,7 +60,7 @@ def make_forward(chosen: Patch) -> Callable[..., Any]:
     return forward
 
 
-def _labels(signature: inspect.Signature, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _labels(signature: inspect.Signature, arguments: Arguments, named: Named) -> object:
     if "labels" in named or not arguments:
         return named.get("labels")
     try:
@@ -68,21 +71,21 @@ def _labels(signature: inspect.Signature, arguments: tuple[Any, ...], named: dic
 
 def _forward_with_loss(
     owner: nn.Module,
-    original: Callable[..., Any],
+    original: Callable[..., object],
     chosen: Patch,
     recorder: Recorder,
-    arguments: tuple[Any, ...],
-    named: dict[str, Any],
-) -> Any:
+    arguments: Arguments,
+    named: Named,
+) -> object:
     """The model's own forward with head and loss function replaced, and then its output with logits or without."""
-    head = owner.get_submodule(chosen.head_name)
+    head = checked_head(owner.get_submodule(chosen.head_name))
     check_model(owner, head)
     if isinstance(head.__dict__.get("forward"), Recorder):
         raise RuntimeError(
             "model: its LM head is recorded already, by capture_lm_head or another thread (torch.nn.DataParallel), "
             "allowed is one forward at a time"
         )
-    loss = ModelLoss(owner, head, recorder, chosen.loss_options, chosen.return_logits)
+    loss = ModelLoss(owner, head, recorder, chosen.loss_arguments, chosen.return_logits)
     try:
         with replaced(head, "forward", recorder), replaced(owner, "_loss_function", loss):
             output = original(*arguments, **named)
@@ -105,7 +108,7 @@ def _forward_with_loss(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _with_logits(output: Any, probes: Tensor, logits: Tensor | None) -> Any:
+def _with_logits(output: object, probes: Tensor, logits: Tensor | None) -> object:
     """A model's output with logits in the probes' place, or without them, as transformers leaves out what is None."""
     if isinstance(output, dict):
         entries = {key: logits if value is probes or key == "logits" else value for key, value in output.items()}
@@ -116,9 +119,8 @@ def _with_logits(output: Any, probes: Tensor, logits: Tensor | None) -> Any:
     raise NotImplementedError(f"model: its forward gave {type(output).__name__}, allowed are a dict and a tuple")
 
 
-def check_model(owner: nn.Module, head: nn.Module) -> None:
+def check_model(owner: nn.Module, head: nn.Linear) -> None:
     """Raise NotImplementedError unless head and loss are those that are replaced."""
-    check_head(head)
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         raise NotImplementedError(
             "model: its LM head has forward or backward hooks, which would see no logits, allowed is a head without: "
@@ -128,7 +130,7 @@ def check_model(owner: nn.Module, head: nn.Module) -> None:
         raise NotImplementedError(
             f"model: {type(owner).__name__} has no loss_function, allowed is a causal language model of transformers"
         )
-    own: Any = owner.loss_function
+    own = owner.loss_function
     if (getattr(own, "__module__", None), getattr(own, "__name__", None)) != CAUSAL_LOSS:
         raise NotImplementedError(
             f"model: its loss_function is {getattr(own, '__qualname__', own)!r}, allowed is transformers' "
@@ -137,7 +139,7 @@ def check_model(owner: nn.Module, head: nn.Module) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def watch_forward(owner: nn.Module, _: Any, named: dict[str, Any], __: Any) -> None:
+def watch_forward(owner: nn.Module, _: object, named: Named, __: object) -> None:
     """After every forward of the owner: whether one with labels was the patched one. A copy of the model has none."""
     watch = WATCHED.get(owner)
     if watch is None:

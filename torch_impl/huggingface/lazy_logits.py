@@ -8,21 +8,20 @@ the logits, which the first one computes. Where they shall not be computed, it i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 # What is answered without the logits.
-_ATTRIBUTES: Any = (
-    Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.layout, Tensor.is_cuda, Tensor.requires_grad,
-    Tensor.is_leaf, Tensor.grad_fn, Tensor.is_sparse, Tensor.is_quantized, Tensor.is_meta, Tensor.is_mkldnn,
+_ATTRIBUTES = (
+    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "is_leaf", "grad_fn", "is_sparse",
+    "is_quantized", "is_meta", "is_mkldnn",
 )  # fmt: skip
 _METADATA = frozenset(
     {
-        *(attribute.__get__ for attribute in _ATTRIBUTES), Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement,
-        Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device, Tensor.__len__,
-        Tensor.__hash__,
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES), Tensor.size, Tensor.dim, Tensor.numel,
+        Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device,
+        Tensor.__len__, Tensor.__hash__,
     }
 )  # fmt: skip
 
@@ -47,22 +46,26 @@ class LazyLogits(Tensor):
         return logits
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Callable[..., object], types: object, arguments: Sequence[object] = (),
+        named: dict[str, object] | None = None,
+    ) -> object:  # fmt: skip
+        named = named or {}
         if function in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return function(*arguments, **(named or {}))
-        arguments, named = _whole(arguments), _whole(named or {})
-        return function(*arguments, **named)
+                return function(*arguments, **named)
+        return function(*map(_whole, arguments), **{name: _whole(value) for name, value in named.items()})
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     if isinstance(value, LazyLogits):
         return value.whole()
     if isinstance(value, tuple | list):
-        return type(value)(map(_whole, value)) if not hasattr(value, "_fields") else type(value)(*map(_whole, value))
+        kind: Callable[..., object] = type(value)
+        return kind(*map(_whole, value)) if hasattr(value, "_fields") else kind(map(_whole, value))
     return {key: _whole(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 

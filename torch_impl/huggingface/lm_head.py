@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
     """Within the block, ``value`` is an attribute of the instance; afterwards it is as before, whatever happened.
 
     An instance's own forward, as others patch it (accelerate does), not another module: parameters, their names and
@@ -69,10 +69,11 @@ def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
             module.__dict__[name] = before
 
 
-def check_probes(logit_scale: float, softcap: float | None, results: Tensor) -> None:
+def check_probes(options: LogitOptions, results: Tensor) -> None:
     """Raise NotImplementedError unless ``results`` [..., len(PROBES)] are the probes after scale and softcap."""
     if not results.numel():
         return
+    logit_scale, softcap = options["logit_scale"], options["softcap"]
     expected = [
         logit_scale * probe if softcap is None else softcap * math.tanh(logit_scale * probe / softcap)
         for probe in PROBES
@@ -100,7 +101,7 @@ def is_probes(value: object) -> TypeGuard[Tensor]:
 
 def find_head(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
     """The module whose forward runs the head, and the head."""
-    found: dict[int, tuple[str, nn.Module, Any]] = {}
+    found: dict[int, tuple[str, nn.Module, nn.Module]] = {}
     for name, owner in module.named_modules():
         head = _output_embeddings(owner)
         if head is not None:
@@ -118,8 +119,7 @@ def find_head(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
             f"allowed is one: from get_output_embeddings(), or a torch.nn.Linear called {', '.join(HEAD_NAMES)}"
         )
     ((_, owner, head),) = found.values()
-    check_head(head)
-    return owner, head
+    return owner, checked_head(head)
 
 
 def _output_embeddings(owner: nn.Module) -> nn.Module | None:
@@ -133,8 +133,8 @@ def _output_embeddings(owner: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def check_head(head: nn.Module) -> None:
-    """Raise NotImplementedError unless the head is a plain linear map."""
+def checked_head(head: nn.Module) -> nn.Linear:
+    """The head itself. Raises NotImplementedError unless it is a plain linear map."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise NotImplementedError(
             f"module: its LM head is a {type(head).__module__}.{type(head).__qualname__}, allowed is a "
@@ -151,6 +151,7 @@ def check_head(head: nn.Module) -> None:
             f"module: its LM head's weight is {head.weight.dtype} of shape {tuple(head.weight.shape)}, allowed is a "
             f"floating [V, D]"
         )
+    return head
 
 
 def _is_quiet_hook(head: nn.Module) -> bool:
@@ -164,19 +165,26 @@ def _is_quiet_hook(head: nn.Module) -> bool:
     return known and not any(getattr(one, "offload", False) for one in hooks)
 
 
-def _is_parallel(forward: Any) -> bool:
+def _is_parallel(forward: object) -> bool:
     """Whether the instance's forward is that of transformers' tensor parallelism, which a sharded loss stands for."""
     module = str(getattr(getattr(forward, "__func__", forward), "__module__", ""))
     return module.startswith("transformers.") and module.endswith(".tensor_parallel")
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     function = getattr(function, "__func__", getattr(function, "func", function))
     return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def logit_options(owner: nn.Module) -> tuple[float, float | None]:
-    """logit_scale and softcap, from the owner of the head or its configuration."""
+class LogitOptions(TypedDict):
+    """What a model does to its logits, as keyword arguments of the losses."""
+
+    logit_scale: float
+    softcap: float | None
+
+
+def logit_options(owner: nn.Module) -> LogitOptions:
+    """The options from the owner of the head or its configuration."""
     scale = 1.0
     for name in MULTIPLIERS:
         value = _setting(owner, name)
@@ -185,12 +193,12 @@ def logit_options(owner: nn.Module) -> tuple[float, float | None]:
         value = _setting(owner, name)
         scale /= 1.0 if value is None else value
     caps = [value for value in (_setting(owner, name) for name in SOFTCAPS) if value is not None]
-    return scale, caps[0] if caps else None
+    return {"logit_scale": scale, "softcap": caps[0] if caps else None}
 
 
 def _setting(owner: nn.Module, name: str) -> float | None:
     config = getattr(owner, "config", None)
-    text_config: Any = getattr(config, "get_text_config", lambda: None)
+    text_config = getattr(config, "get_text_config", lambda: None)
     for place in (owner, text_config(), config):
         value = getattr(place, name, None)
         if value is None:

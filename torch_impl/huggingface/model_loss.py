@@ -6,7 +6,6 @@ Importing this imports torch's compiler, which must leave these functions alone.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +14,19 @@ from logitless.torch_impl.api import linear_cross_entropy
 from logitless.torch_impl.distributed import dtensors
 from logitless.torch_impl.huggingface.lazy_logits import LazyLogits, refused
 from logitless.torch_impl.huggingface.lm_head import Recorder, check_probes, is_probes, logit_options
+from logitless.torch_impl.huggingface.patched import LossArguments
 
 
 class ModelLoss:
     """Stands for a model's loss function in one forward: the same arguments, but probes in the logits' place."""
 
     def __init__(
-        self, owner: nn.Module, head: nn.Module, recorder: Recorder, loss_options: dict[str, Any],
+        self, owner: nn.Module, head: nn.Linear, recorder: Recorder, loss_arguments: LossArguments,
         with_logits: bool | None,
     ) -> None:  # fmt: skip
         self.owner, self.head, self.recorder = owner, head, recorder
-        self.loss_options, self.with_logits = loss_options, with_logits
-        self.logit_scale, self.softcap = logit_options(owner)
+        self.loss_arguments, self.with_logits = loss_arguments, with_logits
+        self.options = logit_options(owner)
         self.probes: Tensor | None = None
         """The probes after what the model does to its logits."""
         self.logits: Tensor | None = None
@@ -40,13 +40,12 @@ class ModelLoss:
         num_items_in_batch: Tensor | float | None = None,
         ignore_index: int = -100,
         shift_labels: Tensor | None = None,
-        **_: Any,
-    ) -> Any:
+        **_: object,
+    ) -> object:
         """transformers' ForCausalLMLoss, which takes other arguments and does not use them either."""
         hidden = self._checked_hidden(logits, vocab_size)
         # Now, inside the model's forward: where the weight is sharded, only then it is whole.
-        weight: Any = self.head.weight
-        bias: Any = self.head.bias
+        weight, bias = self.head.weight, self.head.bias
         self.logits = self._logits(hidden, weight, bias, logits.dtype)
         return linear_cross_entropy(
             hidden,
@@ -54,10 +53,9 @@ class ModelLoss:
             _target(hidden, labels, shift_labels, ignore_index),
             bias,
             ignore_index=ignore_index,
-            logit_scale=self.logit_scale,
-            softcap=self.softcap,
             normalizer=num_items_in_batch,
-            **self.loss_options,
+            **self.options,
+            **self.loss_arguments,
         )
 
     def _checked_hidden(self, logits: Tensor, vocab_size: int | None) -> Tensor:
@@ -72,12 +70,12 @@ class ModelLoss:
             raise NotImplementedError(
                 f"model: {name} cuts or rearranges its logits before its loss, allowed is one target for each of them"
             )
-        vocab = len(self.head.weight)  # type: ignore[arg-type]
+        vocab = len(self.head.weight)
         if vocab_size != vocab:
             raise NotImplementedError(
                 f"model: {name} computes its loss over {vocab_size} classes, allowed are all {vocab} of its LM head"
             )
-        check_probes(self.logit_scale, self.softcap, logits)
+        check_probes(self.options, logits)
         self.probes = logits
         return hidden
 
@@ -107,9 +105,10 @@ class ModelLoss:
     def _make_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """z = f(hidden weightᵀ + bias), [..., V], rounded where models round it."""
         z = _linear(hidden, weight, bias)
-        if self.logit_scale != 1.0:
-            z = z * self.logit_scale
-        z = z if self.softcap is None else torch.tanh(z / self.softcap) * self.softcap
+        scale, softcap = self.options["logit_scale"], self.options["softcap"]
+        if scale != 1.0:
+            z = z * scale
+        z = z if softcap is None else torch.tanh(z / softcap) * softcap
         return z.to(dtype)
 
 
@@ -120,10 +119,10 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = weight.device_mesh
-    whole: Any = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    z: Any = nn.functional.linear(whole, weight, bias)
-    logits: Tensor = z.full_tensor()
-    return logits
+    whole = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    z = nn.functional.linear(whole, weight, bias)
+    assert isinstance(z, DTensor)
+    return z.full_tensor()
 
 
 def _target(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

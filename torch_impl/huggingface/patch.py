@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import types
-from typing import Any
 
 from torch import nn
 
@@ -17,7 +16,7 @@ from logitless import spec
 from logitless.planning import check_memory_budget
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.huggingface.lm_head import find_head
-from logitless.torch_impl.huggingface.patched import WATCHED, Patch, Watch, module_of, patch_of
+from logitless.torch_impl.huggingface.patched import WATCHED, LossArguments, Patch, Watch, module_of, patch_of
 
 
 def patch(
@@ -79,16 +78,16 @@ def patch(
     if "labels" not in signature.parameters:
         raise NotImplementedError(f"model: the forward of {type(owner).__name__} takes no labels, so it has no loss")
     head_name = next(name for name, module in owner.named_modules() if module is head)
-    loss_options = {
+    loss_arguments: LossArguments = {
         "label_smoothing": label_smoothing, "z_loss": z_loss, "memory_budget": memory_budget, "backend": backend
     }  # fmt: skip
-    chosen = Patch(head_name, return_logits, loss_options, forward, signature)
+    chosen = Patch(head_name, return_logits, loss_arguments, forward, signature)
     owner.__dict__["forward"] = types.MethodType(patched_forward.make_forward(chosen), owner)
     WATCHED[owner] = Watch(owner.register_forward_hook(patched_forward.watch_forward, with_kwargs=True))
     return model
 
 
-def _refuse_trl(owner: nn.Module, forward: Any) -> None:
+def _refuse_trl(owner: nn.Module, forward: object) -> None:
     if str(module_of(forward)).split(".")[0] == "trl":
         raise NotImplementedError(
             f"model: the forward of {type(owner).__name__} is TRL's already (add_fused_lm_head): it computes "
@@ -128,7 +127,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     )
 
 
-def _layers(forward: Any) -> list[Any]:
+def _layers(forward: object) -> list[object]:
     """A forward and what it wraps, as functools.wraps leaves it to be found."""
     layers = []
     while forward is not None:

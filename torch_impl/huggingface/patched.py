@@ -5,13 +5,23 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import TypedDict
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 # The attribute in which a patched forward keeps its Patch.
 MARK = "logitless_patch"
+
+
+class LossArguments(TypedDict):
+    """What patch was given for the losses."""
+
+    label_smoothing: float
+    z_loss: float
+    memory_budget: int | None
+    backend: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +31,8 @@ class Patch:
     head_name: str
     """The head's path inside the module that runs it, so that a copy of the model finds its own head."""
     return_logits: bool | None
-    loss_options: dict[str, Any]
-    before: Any
+    loss_arguments: LossArguments
+    before: Callable[..., object] | None
     """The instance's own forward, or None where it is its class's."""
     signature: inspect.Signature
 
@@ -42,13 +52,13 @@ class Watch:
 WATCHED: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
 
 
-def patch_of(forward: Any) -> Patch | None:
+def patch_of(forward: object) -> Patch | None:
     """The patch whose forward this is; functools.wraps copies attributes to wrappers, but a mark knows its function."""
     function, found = getattr(forward, MARK, (None, None))
     return found if function is not None and function is getattr(forward, "__func__", forward) else None
 
 
-def module_of(forward: Any) -> str | None:
+def module_of(forward: object) -> str | None:
     """The module that a function was written in, whatever functools.wraps has copied to it."""
     function = getattr(forward, "__func__", forward)
     return getattr(function, "__globals__", {}).get("__name__")
