@@ -5,6 +5,7 @@ A chunk is some tokens, a block some columns of their logits. Mirror of torch_im
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -189,6 +190,28 @@ def put_sums(all_sums: TokenSums, part: TokenSums, first: Index) -> TokenSums:
     """``all_sums`` with those of the tokens from ``first``."""
     sums: TokenSums = jax.tree.map(lambda whole, piece: put(whole, piece, first), all_sums, part)
     return sums
+
+
+class Smoothing(NamedTuple):
+    """Label smoothing's rank-one part: every dz_ij has −(ε/V) t g k_j, so nothing of it needs the C × V matrix."""
+
+    factor: float  # ε / V
+    weighted_rows: Array  # Σ_j k_j w_j, [D]
+    weighted_bias: Array  # Σ_j k_j b_j
+
+    @staticmethod
+    def prepare(inputs: Inputs, options: LossOptions, sums: Callable[[], tuple[Array, Array]]) -> Smoothing | None:
+        """None where there is no smoothing, or where a softcap makes it part of the matrix.
+
+        sums: weighted_rows and weighted_bias, as the backend adds them.
+        """
+        if not options.label_smoothing or not options.separable:
+            return None
+        return Smoothing(options.label_smoothing / inputs.vocab, *sums())
+
+    def weighted_logits(self, x: Array, options: LossOptions) -> Array:
+        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
+        return (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
 
 
 def normalizer(inputs: Inputs, options: LossOptions, denominator: Array | None) -> Array:

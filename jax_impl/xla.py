@@ -12,7 +12,6 @@ its way into the products (the platform is not known when a function is traced),
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from logitless import numerics
 from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
 from logitless.jax_impl.chunk import (
     RunningSums,
+    Smoothing,
     capped,
     empty_sums,
     is_real,
@@ -81,7 +81,7 @@ def _start(
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
-    smoothing, shard = _Smoothing.prepare(inputs, options, plan), inputs.shard
+    smoothing, shard = _smoothing_of(inputs, options, plan), inputs.shard
     sum_logits = options.label_smoothing > 0 and not options.separable
 
     def chunk(all_sums: TokenSums, first: Index, tokens: int) -> TokenSums:
@@ -122,34 +122,23 @@ def _class_weights_of(inputs: Inputs, first: Index, target: Array) -> Array | fl
 # Gradients
 
 
-class _Smoothing(NamedTuple):
-    """Label smoothing's rank-one part: every dz_ij has −(ε/V) t g k_j, so nothing of it needs the C × V matrix."""
+def _smoothing_of(inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> Smoothing | None:
+    """Label smoothing's sums over the vocabulary, block by block."""
+    dtype, k = inputs.accumulation_dtype, inputs.class_weight
 
-    factor: float  # ε / V
-    weighted_rows: Array  # Σ_j k_j w_j, [D]
-    weighted_bias: Array  # Σ_j k_j b_j
+    def add(rows: Array, start: Index, size: int) -> Array:
+        block = take(inputs.weight, start, size).astype(dtype)
+        return rows + (block.sum(axis=0) if k is None else take(k, start, size) @ block)
 
-    @staticmethod
-    def prepare(inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> _Smoothing | None:
-        """None where there is no smoothing, or where a softcap makes it part of the matrix."""
-        if not options.label_smoothing or not options.separable:
-            return None
-        dtype, k = inputs.accumulation_dtype, inputs.class_weight
-
-        def add(rows: Array, start: Index, size: int) -> Array:
-            block = take(inputs.weight, start, size).astype(dtype)
-            return rows + (block.sum(axis=0) if k is None else take(k, start, size) @ block)
-
+    def sums() -> tuple[Array, Array]:
         rows = for_slices(plan.vocab, plan.vocab_chunk, add, jnp.zeros(inputs.hidden.shape[1], dtype))
         bias = jnp.zeros((), dtype)
         if inputs.bias is not None:
             b = inputs.bias.astype(dtype)
             bias = b.sum() if k is None else b @ k
-        return _Smoothing(options.label_smoothing / inputs.vocab, rows, bias)
+        return rows, bias
 
-    def weighted_logits(self, x: Array, options: LossOptions) -> Array:
-        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
-        return (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+    return Smoothing.prepare(inputs, options, sums)
 
 
 State = tuple[Gradients, Array]
@@ -164,7 +153,7 @@ class _Accumulators:
         inputs: Inputs,
         plan: ChunkPlan,
         needs: Needs,
-        smoothing: _Smoothing | None,
+        smoothing: Smoothing | None,
         g: Array,
         hidden_dtype: DTypeLike,
         unit: Array,
@@ -322,7 +311,7 @@ def loss_gradients(
     separable options.
     """
     dtype = inputs.accumulation_dtype
-    smoothing = _Smoothing.prepare(inputs, options, plan)
+    smoothing = _smoothing_of(inputs, options, plan)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     unit = numerics.loss_unit(XP, inputs, options, g)
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, unit)
@@ -391,7 +380,7 @@ def known_gradients(
 
     g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part and the matrix's unit read it.
     """
-    smoothing = _Smoothing.prepare(inputs, options, plan)
+    smoothing = _smoothing_of(inputs, options, plan)
     # Devices' shares of dX are rounded after they are summed.
     hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
     known = known.of(XP, inputs.valid)

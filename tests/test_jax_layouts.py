@@ -20,7 +20,7 @@ from logitless.jax_impl import (  # noqa: E402
     linear_log_probs,
     padded_index_gather,
 )
-from logitless.jax_impl.kernels import pallas as kernels  # noqa: E402
+from logitless.jax_impl.kernels.architecture import can_interpret  # noqa: E402
 from logitless.rounding import round_to  # noqa: E402
 from logitless.tolerances import GRADIENT, ON_TOP_LOSS, error  # noqa: E402
 
@@ -41,7 +41,7 @@ BROADCAST = ("hidden", "weight", "bias", "target", "token_weight", "class_weight
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "pallas" and jax.default_backend() == "cpu":
-        if not kernels.can_interpret():
+        if not can_interpret():
             pytest.skip(f"interpreting takes jax 0.11, {HERE}")
         monkeypatch.setenv("LOGITLESS_PALLAS_INTERPRET", "1")
     return request.param

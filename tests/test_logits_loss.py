@@ -157,9 +157,9 @@ def _interprets_pallas() -> bool:
         return False
     import jax
 
-    from logitless.jax_impl.kernels import pallas as kernels
+    from logitless.jax_impl.kernels.architecture import can_interpret
 
-    return kernels.can_interpret() and jax.default_backend() == "cpu"
+    return can_interpret() and jax.default_backend() == "cpu"
 
 
 needs_interpreter = pytest.mark.skipif(

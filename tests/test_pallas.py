@@ -31,14 +31,16 @@ from implementations import (  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
 from logitless.jax_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
-from logitless.jax_impl.kernels import pallas as kernels  # noqa: E402
+from logitless.jax_impl.kernels import hopper as products  # noqa: E402
+from logitless.jax_impl.kernels import row_kernels  # noqa: E402
+from logitless.jax_impl.kernels.architecture import can_interpret  # noqa: E402
 from logitless.tolerances import BOUND, ON_TOP_GRADIENT, THREE_DIGITS, TINY, error  # noqa: E402
 
 PALLAS = JaxPallas()
 INTERPRET = "LOGITLESS_PALLAS_INTERPRET"
 HERE = f"this is {jax.__version__} on {jax.default_backend()}"
 needs_interpreter = pytest.mark.skipif(
-    not kernels.can_interpret() or jax.default_backend() != "cpu",
+    not can_interpret() or jax.default_backend() != "cpu",
     reason=f"interpreting takes jax 0.11 and a CPU as JAX's device, {HERE}",
 )
 
@@ -181,8 +183,8 @@ def test_exponentials_of_log_probs_wait_where_a_budget_holds_them(
 def test_gradients_are_as_wide_as_their_turns_are_short(
     row_tiles: int, size: int, width: int, compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "programs", lambda: 66)  # pairs on an H100 or H200
-    assert kernels.gradient_columns(row_tiles, size) == width
+    monkeypatch.setattr(products, "programs", lambda: 66)  # pairs on an H100 or H200
+    assert products.gradient_columns(row_tiles, size) == width
 
 
 @pytest.mark.parametrize("width", [64, 320])
@@ -191,22 +193,22 @@ def test_a_row_is_stored_no_further_than_its_matrix(
 ) -> None:
     """A row that lies in one piece is stored as so many bytes: a wider one would run on into the row below."""
     stored = []
-    copy = kernels.plgpu.copy_smem_to_gmem
+    copy = row_kernels.plgpu.copy_smem_to_gmem
 
     def recorded(source: Any, destination: Any, **more: Any) -> None:
         stored.append((source.shape, destination.shape))
         copy(source, destination, **more)
 
-    monkeypatch.setattr(kernels.plgpu, "copy_smem_to_gmem", recorded)
+    monkeypatch.setattr(row_kernels.plgpu, "copy_smem_to_gmem", recorded)
     shape = jax.ShapeDtypeStruct
-    places = jnp.zeros(2 * kernels.RUN, jnp.int32)
+    places = jnp.zeros(2 * row_kernels.RUN, jnp.int32)
 
     def targets(x: Any) -> Any:
         lists = {"key": places, "token": places, "x": x}
-        lists |= {name: jnp.ones(places.shape) for name in kernels.TARGET_VECTORS}
+        lists |= {name: jnp.ones(places.shape) for name in row_kernels.TARGET_VECTORS}
         reference = jax.new_ref(jnp.zeros((100, width), jnp.bfloat16))
-        part = kernels.add_targets(lists | {"out": reference})
-        kernels.add_long_runs({"key": places, "part": part, "out": reference})
+        part = row_kernels.add_targets(lists | {"out": reference})
+        row_kernels.add_long_runs({"key": places, "part": part, "out": reference})
         return reference[...]
 
     assert "mosaic_gpu" in lowered(targets, shape((20, width), jnp.bfloat16))
@@ -319,13 +321,13 @@ def test_log_probs_and_entropy(interpreter: None) -> None:
 def test_tiles_of_one_piece_wait_for_each_other(interpreter: None) -> None:
     """A vocabulary of one piece: a program's tiles are all staged in the same slot."""
     x, w = jnp.ones((768, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
-    config = kernels.Logits(kernels.ANCHORED, columns=64)
+    config = products.Logits(products.ANCHORED, columns=64)
     tile = jnp.arange(768) // 128
     rows = {"target": jnp.full(768, -1, jnp.int32), "anchor": 64.0 + tile * math.log(2)}
     arguments = rows | {"tiles": jnp.arange(-1, 6, dtype=jnp.int32).at[0].set(6), "start": jnp.zeros(1, jnp.int32)}
     arguments |= {"x": x, "w": w, "hits": jnp.zeros((6, 1), jnp.int32)}
     out = {"e": jax.ShapeDtypeStruct((768, 64), jnp.bfloat16), "sum": jax.ShapeDtypeStruct((1, 768), jnp.float32)}
-    made = kernels.logits(config, arguments, out)
+    made = products.logits(config, arguments, out)
     assert np.allclose(made["e"].astype(jnp.float32), 0.5 ** tile[:, None], rtol=BOUND["block of ones bfloat16"])
     assert np.allclose(made["sum"], 64 * 0.5**tile, rtol=THREE_DIGITS)
 
@@ -334,12 +336,12 @@ def test_tiles_of_one_piece_wait_for_each_other(interpreter: None) -> None:
 def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The interpreter can go red: a tile stored over the one before, which is still on its way."""
     monkeypatch.setenv(INTERPRET, "1")
-    wait = kernels.plgpu.wait_smem_to_gmem
-    monkeypatch.setattr(kernels.plgpu, "wait_smem_to_gmem", lambda n, **more: None if n else wait(n, **more))
+    wait = products.plgpu.wait_smem_to_gmem
+    monkeypatch.setattr(products.plgpu, "wait_smem_to_gmem", lambda n, **more: None if n else wait(n, **more))
     e, x = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
     numbers = {"rows": jnp.full(1, 8, jnp.int32), "start": jnp.zeros(1, jnp.int32)}
     out = {"out": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), "low": jax.ShapeDtypeStruct((64, 256), jnp.int8)}
-    jax.block_until_ready(kernels.weight(numbers | {"e": e, "x": x}, out, columns=64, adds=False))
+    jax.block_until_ready(products.weight(numbers | {"e": e, "x": x}, out, columns=64, adds=False))
     assert "RACE DETECTED" in capsys.readouterr().out
 
 

@@ -61,11 +61,11 @@ def test_a_sum_over_many_chunks_is_as_good_as_its_last_rounding(dtype: str, more
 
 def test_in_jax() -> None:
     jax = pytest.importorskip("jax", reason="JAX's own kernels")
-    kernels = pytest.importorskip("logitless.jax_impl.kernels.pallas", reason="absl-py is not installed")
+    from logitless.jax_impl.kernels import arithmetic
+
     jnp = jax.numpy
-    high, low = kernels._parted(jnp.asarray(values()), jnp.bfloat16)
-    joined = kernels._joined(high, low)
-    check(jax.lax.bitcast_convert_type(high, jnp.uint16), low, joined)
+    high, low = arithmetic.parted(jnp.asarray(values()), jnp.bfloat16)
+    check(jax.lax.bitcast_convert_type(high, jnp.uint16), low, arithmetic.joined(high, low))
 
 
 def on_torch(device: str, kernel: Any) -> None:

@@ -28,7 +28,7 @@ from logitless.jax_impl import (  # noqa: E402
     sharded_linear_cross_entropy,
     sharded_linear_log_probs,
 )
-from logitless.jax_impl.kernels import pallas as kernels  # noqa: E402
+from logitless.jax_impl.kernels.architecture import can_interpret  # noqa: E402
 from logitless.jax_impl.memory import temp_bytes  # noqa: E402
 from logitless.problems import Problem  # noqa: E402
 from logitless.spec import LossOptions  # noqa: E402
@@ -435,7 +435,7 @@ RESCUED = Problem(
 
 @pytest.mark.case(26)
 @pytest.mark.skipif(
-    not kernels.can_interpret() or jax.default_backend() != "cpu",
+    not can_interpret() or jax.default_backend() != "cpu",
     reason=f"interpreting takes jax 0.11 and a CPU as JAX's device, this is {jax.__version__}",
 )
 def test_kernels_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:

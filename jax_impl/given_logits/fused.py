@@ -12,22 +12,20 @@ from jax import Array
 from logitless.jax_impl.call import Inputs, TokenSums
 from logitless.jax_impl.chunk import RunningSums, empty_sums
 from logitless.jax_impl.given_logits.xla import LogitRows
-from logitless.jax_impl.kernels import fused
+from logitless.jax_impl.kernels import architecture
+from logitless.jax_impl.kernels.loops import one_by_one
 from logitless.spec import LossOptions
 
 with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called
     from logitless.jax_impl.given_logits import kernels as logits_kernels
-    from logitless.jax_impl.kernels import pallas as kernels
+    from logitless.jax_impl.kernels.launch import reference
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def unavailable(device: jax.Device | None, dtype: str) -> str | None:
     """Why these kernels cannot run on ``device`` (None: not known while tracing), or None."""
-    reason = fused.unusable(device, dtype, DTYPES)
-    if reason is not None or device is None or device.platform != "gpu":
-        return reason
-    return fused.unbuilt(device)
+    return architecture.unusable(device, dtype, DTYPES)
 
 
 def _row(inputs: Inputs, options: LossOptions) -> logits_kernels.Row:
@@ -57,7 +55,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
     def launch(arguments: dict[str, Array]) -> dict[str, Array]:
         return logits_kernels.sums(row, arguments, statistics=statistics, weighted=weighted)
 
-    sums = fused.one_by_one(launch)(_arguments(row, inputs, weighted))
+    sums = one_by_one(launch)(_arguments(row, inputs, weighted))
     sums = {name: jnp.where(inputs.valid, values, 0) for name, values in sums.items()}
     running = RunningSums(
         target_logit=jnp.where(inputs.inside, sums["target_logit"], jnp.nan),
@@ -84,8 +82,8 @@ def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, in_place: b
         arguments["smooth"] = known.smooth
 
     def launch(arguments: dict[str, Array]) -> Array:
-        written = {"logits": kernels.reference(arguments["logits"])} if in_place else {}
+        written = {"logits": reference(arguments["logits"])} if in_place else {}
         return logits_kernels.gradient(row, arguments | written)
 
-    dz: Array = fused.one_by_one(launch)(arguments)
+    dz: Array = one_by_one(launch)(arguments)
     return dz[:, : row.vocab]

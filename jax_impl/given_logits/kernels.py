@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,13 +25,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless import spec
-from logitless.jax_impl.kernels.pallas import LOG2E, launch, load, tanh, written
-from logitless.jax_impl.slices import Index
-
-Carry = TypeVar("Carry")
-
-Refs = dict[str, jax.Ref]
-"""A kernel's arguments and results by name."""
+from logitless.jax_impl.kernels.arithmetic import LOG2E, capped, sloped
+from logitless.jax_impl.kernels.launch import Ref, References, launch, load, written
+from logitless.jax_impl.slices import Carry, Index
 
 THREADS = 128
 # Bytes that a thread moves at once, at most: every lane's sums take registers, and those take programs' places.
@@ -99,19 +95,6 @@ class Row:
         """``value``, and ``otherwise`` past the vocabulary, where rows are padded: then they are one piece."""
         return jnp.where(columns < self.vocab, value, otherwise) if self.width > self.vocab else value
 
-    def capped(self, z: Array) -> Array:
-        """f(r): logit_scale, then softcap."""
-        if self.scale != 1.0:
-            z = z * self.scale
-        return z if self.cap is None else self.cap * tanh(z * (1.0 / self.cap))
-
-    def sloped(self, dz: Array, z: Array) -> Array:
-        """dz times the softcap's derivative, 1 − (z / cap)²."""
-        if self.cap is None:
-            return dz
-        part = z * (1.0 / self.cap)
-        return dz * (1.0 - part * part)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
@@ -120,7 +103,7 @@ class _Piece:
     start: Index
     shared: int = 0
 
-    def of(self, vector: jax.Ref, row: Row) -> Array:
+    def of(self, vector: Ref, row: Row) -> Array:
         return load(vector, self.start, row.lanes, row.layout)
 
     def counted(self, columns: Array, row: Row, value: Array) -> Array:
@@ -140,7 +123,7 @@ def _over(row: Row, work: Callable[[Sequence[_Piece], Carry], Carry], carry: Car
     return work(rest, carry) if rest else carry
 
 
-def _logits(r: Refs, number: Array, pieces: Sequence[_Piece], row: Row) -> list[Array]:
+def _logits(r: References, number: Array, pieces: Sequence[_Piece], row: Row) -> list[Array]:
     """The pieces of row ``number``, all asked for before the first is used."""
     return [piece.of(r["logits"].at[number], row) for piece in pieces]
 
@@ -158,7 +141,7 @@ RESCUED = ("sum", "gap")
 
 
 def _row_sums(
-    row: Row, r: Refs, number: Array, target: Array, anchor: Array, names: Sequence[str], at_once: int
+    row: Row, r: References, number: Array, target: Array, anchor: Array, names: Sequence[str], at_once: int
 ) -> dict[str, Array]:
     """One read of a row, for ``names``: sum Σ e and gap Σ e · gap without the target, for gap = z − anchor and
     e = exp(gap); highest, argmax (the first column that holds it) and lowest; weighted Σ k z."""
@@ -166,7 +149,7 @@ def _row_sums(
 
     def add(pieces: Sequence[_Piece], sums: dict[str, Array]) -> dict[str, Array]:
         for piece, values in zip(pieces, _logits(r, number, pieces, row), strict=True):
-            z = row.capped(values.astype(jnp.float32))
+            z = capped(values.astype(jnp.float32), row.scale, row.cap)
             gap = z - anchor
             e = jnp.where(columns == target - piece.start, 0.0, jnp.exp2(gap * LOG2E))
             e = piece.counted(columns, row, e)
@@ -214,13 +197,13 @@ def sums(row: Row, arguments: dict[str, Array], *, statistics: bool, weighted: b
     """
     names = ("sum", "highest", *(STATISTICS if statistics else ()), *(("weighted",) if weighted else ()))
 
-    def body(r: Refs) -> None:
+    def body(r: References) -> None:
         number = lax.axis_index("program")
         target = r["target"][number]
 
         @pl.when(target >= 0)
         def _() -> None:
-            target_logit = row.capped(r["logits"][number, target].astype(jnp.float32))
+            target_logit = capped(r["logits"][number, target].astype(jnp.float32), row.scale, row.cap)
             anchor = jnp.maximum(target_logit, spec.LOWEST_ANCHOR)
             row_sums = _row_sums(row, r, number, target, anchor, names, PIECES)
             for name, value in {**row_sums, "target_logit": target_logit, "anchor": anchor}.items():
@@ -240,7 +223,7 @@ def sums(row: Row, arguments: dict[str, Array], *, statistics: bool, weighted: b
         name: jax.ShapeDtypeStruct((tokens,), jnp.int32 if name == "argmax" else jnp.float32)
         for name in ("target_logit", "anchor", *names)
     }
-    return launch(body, arguments, outputs, name="logit_sums", grid=tokens, threads=None)
+    return launch(body, arguments, outputs, name="logit_sums", grid=tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,7 +233,7 @@ def sums(row: Row, arguments: dict[str, Array], *, statistics: bool, weighted: b
 KNOWN = ("anchor", "log_total", "factor", "value")
 
 
-def gradient(row: Row, arguments: dict[str, Array | jax.Ref]) -> Array:
+def gradient(row: Row, arguments: References) -> Array:
     """A row of the gradient, [N, width] in the logits' dtype; exactly 0 for an ignored token, of which nothing is read.
 
         (1 − (z / cap)²) (factor exp(z − anchor − log_total) − smooth k), and ``value`` at the target
@@ -262,8 +245,8 @@ def gradient(row: Row, arguments: dict[str, Array | jax.Ref]) -> Array:
     in_place = isinstance(logits, jax.Ref)
     outputs = {} if in_place else {"out": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}
 
-    def body(r: Refs) -> None:
-        number, out = lax.axis_index("program"), r.get("out", r["logits"])
+    def body(r: References) -> None:
+        number, out = lax.axis_index("program"), r["out" if "out" in r else "logits"]
         target = r["target"][number]
 
         def put(piece: _Piece, value: Array) -> None:
@@ -289,14 +272,14 @@ def gradient(row: Row, arguments: dict[str, Array | jax.Ref]) -> Array:
 
         pl.when(target < 0)(lambda: _over(row, zeros, None))
 
-    results = launch(body, arguments, outputs, name="logit_gradient", grid=logits.shape[0], threads=None)
+    results = launch(body, arguments, outputs, name="logit_gradient", grid=logits.shape[0])
     return written(logits) if in_place else results["out"]
 
 
 def _piece_gradient(row: Row, known: dict[str, Array], target: Array, values: Array, k: Array | float) -> Array:
     """A piece of the gradient from its logits; ``target`` counts from its first column."""
-    z = row.capped(values.astype(jnp.float32))
+    z = capped(values.astype(jnp.float32), row.scale, row.cap)
     dz = known["factor"] * jnp.exp2(((z - known["anchor"]) - known["log_total"]) * LOG2E)
     if "smooth" in known:
         dz = dz - known["smooth"] * k
-    return jnp.where(row.columns() == target, known["value"], row.sloped(dz, z))
+    return jnp.where(row.columns() == target, known["value"], sloped(dz, z, row.cap))

@@ -1,0 +1,790 @@
+"""The three products of the target-anchored chunk on Hopper (compute capability 9), in Pallas Mosaic GPU.
+
+Mirror of torch_impl/kernels/hopper.py.
+
+Rows and positions. Ignored tokens are left out: ``order`` lists the valid tokens first, ``count`` is their number, both
+on the device. A *position* p counts valid tokens; ``order[p]`` is the token. A chunk is the positions first ≤ p <
+first + C; its *row* r is p − first. Arrays on the device say what a kernel works on: how many row tiles, and which. So
+a chunk of ignored tokens costs a launch and nothing more, and the host never waits.
+
+The matrices of a chunk, row-major:
+
+    x  [C, D]   hidden states of the rows; zero where no row exists
+    e  [C, S]   exponentials (or the gradient itself, where lse is known) over S vocabulary entries, S a multiple of 64;
+                zero past the vocabulary's end. Rows past the last row's tile are not written.
+
+Every product is one persistent kernel of three warpgroups. Two multiply: each has 64 rows of a tile [128, 256], or they
+take whole tiles [128, 192] in turn. The third copies operands by TMA, which reads zero outside a matrix and stores
+nothing there. Programs come in pairs (clusters) that share the operand of their tiles' columns. The caller pads vectors
+to whole tiles.
+
+Every sum has a fixed order: the results are the same bit by bit from run to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from logitless import spec
+from logitless.jax_impl.kernels.architecture import HOPPER, Tiles, pair, programs
+from logitless.jax_impl.kernels.arithmetic import LOG2E, capped, joined, parted, sloped
+from logitless.jax_impl.kernels.launch import (
+    ACC,
+    COLUMN_LAYOUT,
+    ROW_LAYOUT,
+    Ref,
+    References,
+    Scratch,
+    Shapes,
+    launch,
+    load,
+    load_matrix,
+    transposed,
+)
+from logitless.jax_impl.slices import Index
+
+Begun = TypeVar("Begun")
+TILE_ROWS, STEP, MULTIPLYING, TILING = HOPPER.tile_rows, HOPPER.step, HOPPER.multiplying, HOPPER.tiling
+WARPGROUP_ROWS = HOPPER.warpgroup_rows
+# Columns of a tile that are stored at a time: of e, and of gradients, which may come with float32 sums. 128 bytes each.
+STAGED, STAGED_FLOAT32 = 64, 32
+
+
+def _scalar(r: References, name: str) -> Array:
+    """The first row of a chunk, or the first entry of a slice of the vocabulary: a multiple of what moves together."""
+    return pl.multiple_of(r[name][0], TILING)
+
+
+def _along_rows(vector: Array, shape: tuple[int, ...]) -> Array:
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def _along_columns(vector: Array, shape: tuple[int, ...]) -> Array:
+    return lax.broadcast_in_dim(vector, shape, [1])
+
+
+def _transforms(dtype: DTypeLike, width: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How [rows, width] lies in shared memory, for TMA and for the tensor cores."""
+    swizzle = min(128, width * jnp.dtype(dtype).itemsize)
+    return plgpu.TilingTransform((TILING, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Products
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operand:
+    """A matrix of a product in global memory."""
+
+    reference: Ref
+    depth_first: bool
+    """Whether its first axis is the product's depth."""
+    start: Index = 0
+    """Where along its first axis the product begins."""
+
+    def shape(self, width: int) -> tuple[int, int]:
+        """Of the block that one step reads."""
+        return (STEP, width) if self.depth_first else (width, STEP)
+
+    def block(self, width: int, tile: Array, k: Index) -> Ref:
+        """The part of the matrix that step k of a tile reads."""
+        if self.depth_first:
+            return self.reference.at[pl.ds(self.start + k * STEP, STEP), pl.ds(tile * width, width)]
+        return self.reference.at[pl.ds(self.start + tile * width, width), pl.ds(k * STEP, STEP)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """A warpgroup's part of a tile, half of it or all, and where that lies."""
+
+    m: Array
+    """Which row tile."""
+    n: Array
+    """Which column tile."""
+    warpgroup: Array
+    width: int
+    exists: Array
+    """False where a pair's second row tile would lie behind the last."""
+    height: int
+
+    @property
+    def number(self) -> Array:
+        """How many parts of ``height`` rows lie above."""
+        return self.m if self.height == TILE_ROWS else self.m * MULTIPLYING + self.warpgroup
+
+    @property
+    def row(self) -> Array:
+        return self.number * self.height
+
+    @property
+    def column(self) -> Array:
+        return self.n * self.width
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.height, self.width
+
+
+def pair_rows() -> int:
+    """Rows of the row tiles that a pair of programs works on."""
+    return TILE_ROWS * pair()
+
+
+def listed_rows() -> int:
+    """Places that the listed rows of one pair may take: they begin at a multiple of TILING."""
+    return pair_rows() + TILING
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listed:
+    """Rows that are added to some of a product's rows, in more steps of the tiles that have such rows.
+
+    The left operand of these steps is made here: 0s and 1s that say to which row of the tile each listed row is added.
+    """
+
+    rows: Ref
+    """[places, columns of the product], in the order of the product's rows."""
+    bounds: Ref
+    """Where the listed rows of each pair of row tiles begin, and where the last end. Their first block begins at the
+    multiple of TILING before."""
+    numbers: Ref
+    """[pairs · listed_rows() + STEP] int32: to which of the pair's rows each row of its blocks is added, or −1."""
+
+    def pair(self, tile: _Tile) -> Array:
+        return lax.div(tile.m, pair())
+
+    def first(self, tile: _Tile) -> Array:
+        return lax.div(self.bounds[self.pair(tile)], TILING) * TILING
+
+    def steps(self, tile: _Tile) -> Array:
+        begin, end = (self.bounds[self.pair(tile) + side] for side in (0, 1))
+        return jnp.where(begin < end, lax.div(end - self.first(tile) + (STEP - 1), STEP), 0)
+
+    def block(self, tile: _Tile, k: Index) -> Ref:
+        first = pl.multiple_of(self.first(tile) + k * STEP, TILING)
+        return self.rows.at[pl.ds(first, STEP), pl.ds(tile.column, tile.width)]
+
+    def ask(self, tile: _Tile, k: Index) -> Array:
+        """To which rows of the pair those of step k are added: [STEP]."""
+        return load(self.numbers, self.pair(tile) * listed_rows() + k * STEP, STEP, ROW_LAYOUT)
+
+    def chosen(self, tile: _Tile, asked: Array, dtype: jnp.dtype) -> Array:
+        """The left operand, [STEP, rows of the warpgroup's part], from what :meth:`ask` gave."""
+        shape = (STEP, tile.height)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        here = row == _along_rows(asked - (tile.row - self.pair(tile) * pair_rows()), shape)
+        return jnp.where(here, 1.0, 0.0).astype(dtype)
+
+
+def _of_rows(r: References, name: str, tile: _Tile) -> Array:
+    """The tile's part of a vector along the rows."""
+    return load(r[name], tile.row, tile.height, ROW_LAYOUT)
+
+
+def _product(
+    a: _Operand, b: _Operand, counts: tuple[Index, int], steps: Index, *, tiles: Tiles,
+    row_tile: Callable[[Array], Array], begin: Callable[[_Tile], Begun],
+    epilogue: Callable[[_Tile, Begun, Array], None], listed: _Listed | None = None,
+) -> None:  # fmt: skip
+    """Σ_k a_ik b_kj over ``steps`` blocks of depth, for counts[0] × counts[1] tiles that the programs share.
+
+    row_tile: which row tile the i-th is. The tiles are walked in groups of ``tiles.group`` row tiles, for the L2 cache.
+    begin(tile) runs before a tile's first multiplication, epilogue(tile, what begin returned, value) after the last,
+    both in the multiplying warpgroups. value is float32 in registers: [64, columns], or in turn [128, columns].
+
+    The steps of all of a program's tiles go through ``tiles.stages`` slots of shared memory. ``ready[s]``: slot s was
+    loaded. ``free[s]``: every warpgroup that multiplies it, in both programs of the pair, has done so. ``turn[1]``: the
+    second warpgroup may begin its tile, HOPPER.skew steps behind the first. So one's epilogue runs beside the other's
+    products.
+
+    ``tiles.in_turn``: each warpgroup has every other tile of the program to itself, so that all of its epilogue runs
+    beside the other's products. Each waits for its own steps only, by a ``ready`` of its own for every slot (a barrier
+    must be waited for in every phase). ``turn[w]``: warpgroup w may begin a tile, because the other has asked for the
+    last product of its own.
+
+    listed: rows that are added to the sum, in steps behind the tile's own. Then a is depth first, and the i-th row tile
+    is tile i.
+    """
+    width, stages, in_turn = tiles.columns, tiles.stages, tiles.in_turn
+    shapes = a.shape(TILE_ROWS), b.shape(width)
+    dtype = a.reference.dtype
+    paced = jnp.asarray(steps) >= stages  # else the first warpgroup could be two tiles ahead
+    paired = pair() > 1
+    pairs = pl.cdiv(counts[0], pair()), counts[1]
+    height = TILE_ROWS if in_turn else WARPGROUP_ROWS
+    barrier: type[plgpu.Barrier] | functools.partial[plgpu.ClusterBarrier] = plgpu.Barrier
+    if paired:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
+
+    @functools.partial(
+        pl.run_scoped,
+        a_slots=plgpu.SMEM((stages, *shapes[0]), dtype, transforms=_transforms(dtype, STEP)),
+        b_slots=plgpu.SMEM((stages, *shapes[1]), dtype, transforms=_transforms(dtype, STEP)),
+        ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages * (MULTIPLYING if in_turn else 1)),
+        free=barrier(num_arrivals=1 if in_turn else MULTIPLYING, num_barriers=stages),
+        turn=plgpu.Barrier(num_barriers=MULTIPLYING),
+        collective_axes="warpgroup",
+    )
+    def scope(a_slots: Ref, b_slots: Ref, ready: Ref, free: Ref, turn: Ref) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        rows = pl.ds(0 if in_turn else warpgroup * height, height)
+
+        def each_tile(work: Callable[[_Tile, Array], None]) -> None:
+            """work(tile, its first step's number) for the program's tiles."""
+
+            @plgpu.nd_loop((pairs[0] * pairs[1],), collective_axes="program", init_carry=jnp.int32(0))
+            def _(info: plgpu.NDLoopInfo, carry: Array) -> Array:
+                i, n = plgpu.planar_snake(info.index[0], pairs, 0, tiles.group // pair())
+                i = i * HOPPER.pair + lax.axis_index("pair") if paired else i
+                exists = i < counts[0]  # else the pair's other program has the last row tile
+                m = row_tile(jnp.minimum(i, counts[0] - 1))
+                owner = lax.rem(info.local_index, MULTIPLYING) if in_turn else warpgroup
+                tile = _Tile(m, n, owner, width, exists, height)
+                own = (warpgroup == MULTIPLYING) | (warpgroup == owner) if in_turn else True
+                pl.when(own)(lambda: work(tile, carry))
+                return carry + all_steps(tile)
+
+        def all_steps(tile: _Tile) -> Array:
+            return jnp.asarray(steps if listed is None else steps + listed.steps(tile))
+
+        def loaded(tile: _Tile, slot: Array) -> Ref:
+            return ready.at[tile.warpgroup * stages + slot if in_turn else slot]
+
+        def load(tile: _Tile, number: Array) -> None:
+            def step(k: Array, own: Ref, shared: Ref) -> None:
+                slot = lax.rem(number + k, stages)
+                plgpu.barrier_wait(free.at[slot])
+                plgpu.copy_gmem_to_smem(own, a_slots.at[slot], loaded(tile, slot))
+                receivers = "pair" if paired else None
+                plgpu.copy_gmem_to_smem(shared, b_slots.at[slot], loaded(tile, slot), collective_axes=receivers)
+
+            def own_step(k: Array, _: None) -> None:
+                step(k, a.block(TILE_ROWS, tile.m, k), b.block(width, tile.n, k))
+
+            def listed_step(of: _Listed, k: Array, _: None) -> None:
+                # ready expects two blocks; any block of a will do.
+                step(steps + k, a.block(TILE_ROWS, tile.m, 0), of.block(tile, k))
+
+            lax.fori_loop(0, steps, own_step, None)
+            if listed is not None:
+                lax.fori_loop(0, listed.steps(tile), functools.partial(listed_step, listed), None)
+
+        def multiply(tile: _Tile, number: Array) -> None:
+            @functools.partial(pl.run_scoped, total=ACC((height, width), jnp.float32))
+            def accumulate(total: Ref) -> None:
+                begun = begin(tile)
+                asked = None if listed is None else listed.ask(tile, 0)
+                waits = True if in_turn else paced & (warpgroup == 1)
+                pl.when(waits)(lambda: plgpu.barrier_wait(turn.at[tile.warpgroup]))
+
+                def step(k: Array, left: Array | None = None) -> None:
+                    slot = lax.rem(number + k, stages)
+                    plgpu.barrier_wait(loaded(tile, slot))
+                    if left is not None:
+                        a_slots[slot, :, rows] = left
+                        plgpu.commit_smem()
+                    mine = transposed(a_slots.at[slot, :, rows]) if a.depth_first else a_slots.at[slot, rows]
+                    plgpu.wgmma(total, mine, b_slots.at[slot] if b.depth_first else transposed(b_slots.at[slot]))
+                    plgpu.wgmma_wait(1)
+                    before = lax.rem(number + k + stages - 1, stages)
+                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
+
+                def own_step(k: Array, _: None) -> None:
+                    step(k)
+                    if not in_turn:
+                        pl.when(paced & (warpgroup == 0) & (k == HOPPER.skew))(lambda: plgpu.barrier_arrive(turn.at[1]))
+
+                def listed_step(of: _Listed, k: Array, asked: Array) -> Array:
+                    step(steps + k, of.chosen(tile, asked, dtype))
+                    return of.ask(tile, k + 1)
+
+                lax.fori_loop(0, steps, own_step, None)
+                if listed is not None:
+                    lax.fori_loop(0, listed.steps(tile), functools.partial(listed_step, listed), asked)
+                if in_turn:
+                    plgpu.barrier_arrive(turn.at[1 - tile.warpgroup])
+                value = total[...]
+                last = lax.rem(number + all_steps(tile) + stages - 1, stages)
+                pl.when(all_steps(tile) > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
+                pl.when(tile.exists)(lambda: epilogue(tile, begun, value))
+
+        @pl.when(warpgroup == MULTIPLYING)
+        def _() -> None:
+            plgpu.set_max_registers(tiles.loading_registers, action="decrease")
+            each_tile(load)
+            for slot in range(stages):  # so nothing of the pair is on its way to this program any more
+                plgpu.barrier_wait(free.at[slot])
+
+        @pl.when(warpgroup < MULTIPLYING)
+        def _() -> None:
+            plgpu.set_max_registers(tiles.multiplying_registers, action="increase")
+
+            @pl.when(warpgroup == 0 if in_turn else True)
+            def _() -> None:
+                for slot in range(stages):
+                    plgpu.barrier_arrive(free.at[slot])
+
+            if in_turn:
+                pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+            each_tile(multiply)
+            if in_turn:  # the turn that would be next is waited for, by its warpgroup
+                taken = pl.cdiv(pairs[0] * pairs[1] - lax.axis_index("program"), lax.axis_size("program"))
+                pl.when(lax.rem(taken, MULTIPLYING) == warpgroup)(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _staging(dtype: DTypeLike, width: int, height: int = WARPGROUP_ROWS) -> object:
+    """Shared memory for parts of a tile on their way: per warpgroup, two slots [height, width]."""
+    return plgpu.SMEM((MULTIPLYING, 2, height, width), dtype, transforms=_transforms(dtype, width))
+
+
+def _pieces(tile: _Tile, size: int, width: int) -> int:
+    """Of how many pieces of ``width`` columns a tile is stored, in a matrix of ``size`` columns.
+
+    Where the matrix is one piece wide, the pieces outside must not be stored: TMA is not told of an axis of length 1.
+    """
+    return 1 if size <= width else tile.width // width
+
+
+def _store(
+    tile: _Tile, piece: Callable[[int, int], Array], width: int, staging: References, to: References, size: int
+) -> None:
+    """Store a warpgroup's part of a tile by TMA ``to`` its part of a matrix of ``size`` columns.
+
+    It goes piece(column, width) by piece, rounded to "out", or to "out" and "low" (:func:`arithmetic.parted`).
+    """
+    pieces = _pieces(tile, size, width)
+    for number in range(pieces):
+        slot = number % 2
+        value, dtype = piece(number * width, width), staging["out"].dtype
+        parts = parted(value, dtype) if "low" in to else (value.astype(dtype),)
+        # One piece may be on its way, but not from this slot. After an odd number of pieces it is: the
+        # last piece of the tile before has this slot.
+        plgpu.wait_smem_to_gmem(0 if number == 0 and pieces % 2 else 1, wait_read_only=True)
+        for name, part in zip(to, parts, strict=True):
+            staging[name][tile.warpgroup, slot] = part
+        plgpu.commit_smem()
+        for name, matrix in to.items():
+            place = matrix.at[:, pl.ds(number * width, width)]
+            last = name == tuple(to)[-1]
+            plgpu.copy_smem_to_gmem(staging[name].at[tile.warpgroup, slot], place, commit_group=last)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The first product
+
+# Vectors along the rows. A tile reads its own part of each.
+ROW_VECTORS = ("target", "anchor", "log_total", "factor", "element", "alpha", "gamma", "sigma")
+
+# What the epilogue gives.
+SUMS = "sums"  # sums per row only
+ANCHORED = "anchored"  # sums, and exponentials relative to the anchor, 0 at the target
+KNOWN = "known"  # the gradient's matrix, from lse
+HIGHEST = "highest"  # the largest logit of every row
+# Where tiles may go in turn: the epilogue works piece by piece.
+IN_TURN = (ANCHORED, KNOWN)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """What is the same for all tiles of a first product."""
+
+    mode: str
+    columns: int
+    """Vocabulary entries, without padding."""
+    scale: float = 1.0
+    cap: float | None = None
+    entropy: bool = False
+    extremes: bool = False
+    """The largest logit of every row, the first column that has it, and the smallest logit."""
+    sum_logits: bool = False
+    group: int = HOPPER.logits.group
+
+    @property
+    def tiles(self) -> Tiles:
+        """They go in turn, but not where softcap or statistics need many registers."""
+        in_turn = self.mode in IN_TURN and self.cap is None and self.lines in (("sum",), ())
+        return dataclasses.replace(HOPPER.logits_in_turn if in_turn else HOPPER.logits, group=self.group)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """What a warpgroup has of a tile."""
+        return TILE_ROWS if self.tiles.in_turn else WARPGROUP_ROWS, self.tiles.columns
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.columns // self.shape[1])
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The names of the partial sums that are written."""
+        if self.mode == KNOWN:
+            return ()
+        if self.mode == HIGHEST:
+            return ("highest",)
+        names = ["sum"] + ["gap"] * self.entropy + ["highest", "lowest", "argmax"] * self.extremes
+        return (*names, *["logit_sum"] * self.sum_logits)
+
+
+def logits(config: Logits, arguments: References, outputs: Shapes) -> dict[str, Array]:
+    """Sums of the logits' rows, and a block of e, from z = f(x wᵀ + b), which is not stored.
+
+    z covers the vocabulary entries start ≤ j < start + columns. Column tile n writes line n of each [n, rows] buffer.
+
+    Arguments:
+        tiles: [1 + ⌈C / 128⌉] int32: how many row tiles, then which.
+        start: [1] int32: the first vocabulary entry.
+        limit: [1] int32, or none: entries from there on count as past the end.
+        x: [C, D]; w: [V, D]; bias: [tiles of V] float32, or none; target: [rows] int32; anchor: [rows] float32.
+        hits: [rows / config.shape[0], column tiles] int32: how many targets lie in a warpgroup's part of a tile.
+        class_weight: [tiles of V] float32, where logits are summed, or beside sigma.
+        log_total, factor, element: [rows] float32, for KNOWN; alpha, gamma, sigma, too, if they are not trivial.
+    ``outputs`` (or arguments that are references): e [C, S], and config.lines [column tiles, rows] float32. argmax is
+    the column within the tile.
+    """
+
+    def body(r: References) -> None:
+        start = _scalar(r, "start")
+        end: Index = config.columns
+        if "limit" in r:
+            end = jnp.minimum(end, r["limit"][0] - start)
+
+        def begin(tile: _Tile) -> tuple[Array, dict[str, Array]]:
+            """The number of targets in the tile, and its vectors: asked for here, waited for after the products."""
+            vectors = {name: _of_rows(r, name, tile) for name in ROW_VECTORS if name in r}
+            return r["hits"][tile.number, tile.n], vectors
+
+        def epilogue(tile: _Tile, begun: tuple[Array, dict[str, Array]], value: Array) -> None:
+            """Most tiles have no target and lie inside the vocabulary; their epilogue is shorter."""
+            careful = (tile.column + tile.width > end) | (begun[0] > 0)
+            lax.cond(careful, lambda: finish(tile, begun[1], value, True), lambda: finish(tile, begun[1], value, False))
+
+        def finish(tile: _Tile, vectors: dict[str, Array], value: Array, careful: bool) -> None:
+            lines: dict[str, Array] = {}
+
+            def piece(first: int, width: int) -> Array:
+                """e of some columns, whose sums are added to the lines."""
+                z, place = value[:, first : first + width], tile.column + first
+                if "bias" in r:
+                    z = z + _along_columns(load(r["bias"], start + place, width, COLUMN_LAYOUT), z.shape)
+                z = capped(z, config.scale, config.cap)
+                column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
+                here = column < end - place if careful else None
+                make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
+                e, sums = make(config, _Block(r, vectors, start + place, column, here), z)
+                for name, values in sums.items():  # what is no sum comes in one piece
+                    lines[name] = lines[name] + values if name in lines else values
+                return e
+
+            if "e" in r:
+                whole = None if config.tiles.in_turn else piece(0, tile.width).astype(r["e"].dtype)
+                to = r["e"].at[pl.ds(tile.row, tile.height), pl.ds(tile.column, tile.width)]
+                parts = piece if whole is None else lambda first, width: whole[:, first : first + width]
+                _store(tile, parts, STAGED, {"out": r["staging"]}, {"out": to}, r["e"].shape[1])
+            else:
+                piece(0, tile.width)
+            for name, values in lines.items():
+                r[name][tile.n, pl.ds(tile.row, tile.height)] = values
+
+        _product(
+            _Operand(r["x"], depth_first=False),
+            _Operand(r["w"], depth_first=False, start=start),
+            (r["tiles"][0], config.column_tiles),
+            pl.cdiv(r["x"].shape[1], STEP),
+            tiles=config.tiles,
+            row_tile=lambda i: r["tiles"][i + 1],
+            begin=begin,
+            epilogue=epilogue,
+        )
+
+    holds = config.mode in (ANCHORED, KNOWN)
+    scratch: Scratch = {"staging": _staging(arguments["x"].dtype, STAGED, config.shape[0])} if holds else {}
+    return launch(body, arguments, outputs, name=f"logits_{config.mode}", grid=None, scratch=scratch)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Some columns of a warpgroup's part of a tile of logits."""
+
+    r: References
+    vectors: dict[str, Array]
+    """Those of ROW_VECTORS that there are, for its rows."""
+    place: Array
+    """Its first vocabulary entry."""
+    column: Array
+    """Each element's column, from the first."""
+    here: Array | None
+    """Which columns are in the vocabulary, or None where all are and none is a target."""
+
+    def rows(self, name: str) -> Array:
+        """A vector along the rows, broadcast."""
+        return _along_rows(self.vectors[name], self.column.shape)
+
+    def columns(self, name: str) -> Array:
+        """A vector along the vocabulary, broadcast."""
+        values = load(self.r[name], self.place, self.column.shape[1], COLUMN_LAYOUT)
+        return _along_columns(values, self.column.shape)
+
+    def is_target(self) -> Array:
+        return self.column == _along_rows(self.vectors["target"] - self.place, self.column.shape)
+
+    def real(self, z: Array, nothing: float) -> Array:
+        """z, or ``nothing`` past the vocabulary's end."""
+        return z if self.here is None else jnp.where(self.here, z, nothing)
+
+
+def _exponentials(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Array]]:
+    """exp(z − anchor), 0 at the target and past the vocabulary, and the rows' partial sums by name."""
+    anchor = jnp.maximum(b.vectors["anchor"], spec.LOWEST_ANCHOR)
+    gap = z - _along_rows(anchor, z.shape)
+    e = jnp.exp2(gap * LOG2E)
+    if b.here is not None:
+        e = jnp.where(b.here, jnp.where(b.is_target(), 0.0, e), 0.0)
+    lines = {"sum": jnp.sum(e, axis=1)}
+    if config.entropy:
+        lines["gap"] = jnp.sum(e * jnp.maximum(gap, spec.LOWEST_GAP), axis=1)
+    if config.extremes:
+        above = b.real(z, -jnp.inf)
+        top = jnp.max(above, axis=1)
+        # The first column that has it. Columns are exact in float32.
+        first = jnp.where(above == _along_rows(top, z.shape), -b.column.astype(jnp.float32), -float(z.shape[1]))
+        lowest = -jnp.max(-b.real(z, jnp.inf), axis=1)
+        lines |= {"highest": top, "argmax": -jnp.max(first, axis=1), "lowest": lowest}
+    if config.sum_logits:
+        counted = b.real(z, 0.0)
+        if "class_weight" in b.r:
+            counted = counted * b.columns("class_weight")
+        lines["logit_sum"] = jnp.sum(counted, axis=1)
+    return sloped(e, z, config.cap) if config.mode == ANCHORED else e, lines
+
+
+def _highest(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Array]]:
+    """Each row's largest logit."""
+    return z, {"highest": jnp.max(b.real(z, -jnp.inf), axis=1)}
+
+
+def _known(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Array]]:
+    """factor · slope · [p (alpha + gamma log p) − sigma k], ``element`` at the target, and 0 past the vocabulary."""
+    gap = (z - b.rows("anchor")) - b.rows("log_total")
+    e = jnp.exp2(gap * LOG2E)
+    if "alpha" in b.r:
+        coefficient = b.rows("alpha")
+        if "gamma" in b.r:
+            coefficient = coefficient + b.rows("gamma") * jnp.maximum(gap, spec.LOWEST_GAP)
+        e = e * coefficient
+    if "sigma" in b.r:
+        sigma = b.rows("sigma")
+        e = e - (sigma * b.columns("class_weight") if "class_weight" in b.r else sigma)
+    e = sloped(e, z, config.cap) * b.rows("factor")
+    if b.here is not None:
+        e = jnp.where(b.here, jnp.where(b.is_target(), b.rows("element"), e), 0.0)
+    return e, {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two products of the gradients
+
+
+def gradient_columns(row_tiles: int, size: int) -> int:
+    """Columns of a gradient's tile, of ``size`` in all: those with which the programs' turns are shortest."""
+
+    def turns(width: int) -> int:
+        tiles = -(-row_tiles // pair()) * -(-size // width)
+        return -(-tiles // programs()) * width
+
+    return min(HOPPER.gradient_columns, key=turns)
+
+
+def _with_sums(
+    r: References, part_of: Callable[[Ref, _Tile], Ref], names: tuple[str, ...]
+) -> tuple[Callable[[_Tile], None], Callable[[_Tile, int, Array], Array]]:
+    """(begin, add) with which a product's tiles get what was summed before. The next pieces are always on their way.
+
+    add(tile, number, piece): piece plus the number-th [64, 32] of the warpgroup's part of the sum, which lies in the
+    matrix of that one name, or in the two of :func:`arithmetic.parted`.
+    """
+    if "arrived" not in r:
+        return lambda tile: None, lambda tile, number, piece: piece
+    arrived = r["arrived"]
+    width = STAGED_FLOAT32
+
+    def fetch(tile: _Tile, number: int) -> None:
+        slot = number % 2
+        for name in names:
+            part = part_of(r[name], tile).at[:, pl.ds(number * width, width)]
+            loading = r[f"loading_{name}"].at[tile.warpgroup, slot]
+            plgpu.copy_gmem_to_smem(part, loading, arrived.at[tile.warpgroup * 2 + slot])
+
+    def begin(tile: _Tile) -> None:
+        @pl.when(tile.exists)
+        def _() -> None:
+            for number in range(2):
+                fetch(tile, number)
+
+    def add(tile: _Tile, number: int, piece: Array) -> Array:
+        slot = number % 2
+        plgpu.barrier_wait(arrived.at[tile.warpgroup * 2 + slot])
+        loaded = [r[f"loading_{name}"][tile.warpgroup, slot] for name in names]
+        summed = [plgpu.layout_cast(part, plgpu.Layout.WGMMA) for part in loaded]
+        total = piece + (summed[0] if len(names) == 1 else joined(*summed))
+        if number + 2 < tile.width // width:
+            plgpu.commit_smem()
+            fetch(tile, number + 2)
+        return total
+
+    return begin, add
+
+
+def _staged_columns(staged: dict[str, DTypeLike], adds: bool) -> int:
+    """Columns of the pieces in which a gradient's tile leaves. 16 bits alone leave room for 128 bytes of a row."""
+    narrow = all(jnp.dtype(dtype).itemsize == 2 for dtype in staged.values())
+    return STAGED if narrow and len(staged) == 1 and not adds else STAGED_FLOAT32
+
+
+def _gradient_scratch(staged: dict[str, DTypeLike], width: int, added: dict[str, DTypeLike]) -> Scratch:
+    """Shared memory for pieces of a gradient's tile, ``width`` columns each, and for what is added: dtypes by name."""
+    scratch: Scratch = {f"staging_{name}": _staging(dtype, width) for name, dtype in staged.items()}
+    scratch |= {f"loading_{name}": _staging(dtype, STAGED_FLOAT32) for name, dtype in added.items()}
+    if added:
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=len(added), num_barriers=2 * MULTIPLYING)
+    return scratch
+
+
+def hidden(arguments: References, outputs: Shapes, *, adds: bool) -> dict[str, Array]:
+    """dX of a chunk from S vocabulary entries, by position.
+
+        value = e w        with factor: factor ⊙ (e w) + rest ⊙ target_rows, for what e's target's element lacks
+        float32 out:       out[first + r] = value (+ out[first + r] with ``adds``)
+        low precision:     out[first + r] = scale · (value + smooth_r · weighted_rows)
+
+    Arguments:
+        tiles: [1 + …] int32 as for :func:`logits`; first, start: [1] int32; e: [C, S]; w: [V, D].
+        factor, rest: [rows] float32, target_rows: [rows, tiles of D] w_y, in one pass.
+        scale: [1] float32; smooth: [rows], weighted_rows: [tiles of D] float32, with label smoothing.
+    ``outputs`` (or a reference, as with ``adds``): out [≥ first + C, D].
+    """
+    staged = {"out": (outputs | arguments)["out"].dtype}
+    staged_columns = _staged_columns(staged, adds)
+
+    def body(r: References) -> None:
+        out, first = r["out"], _scalar(r, "first")
+        size = r["w"].shape[1]
+        columns = gradient_columns(r["tiles"].shape[0] - 1, size)
+
+        def part_of(matrix: Ref, tile: _Tile) -> Ref:
+            return matrix.at[pl.ds(first + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
+
+        begin, add = _with_sums(r, part_of, ("out",))
+
+        def epilogue(tile: _Tile, _: None, value: Array) -> None:
+            shape = (WARPGROUP_ROWS, staged_columns)
+
+            def along(name: str) -> Array:
+                return _along_rows(_of_rows(r, name, tile), shape)
+
+            if "factor" in r:
+                value = value * _along_rows(_of_rows(r, "factor", tile), tile.shape)
+
+            def piece(column: int, width: int) -> Array:
+                part = value[:, column : column + width]
+                if "rest" in r:
+                    rows = r["target_rows"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column + column, width)]
+                    part = part + along("rest") * load_matrix(rows)
+                part = add(tile, column // width, part)
+                if "smooth" in r:
+                    weights = load(r["weighted_rows"], tile.column + column, width, COLUMN_LAYOUT)
+                    part = part + along("smooth") * _along_columns(weights, shape)
+                return part * r["scale"][0] if "scale" in r else part
+
+            _store(tile, piece, staged_columns, {"out": r["staging_out"]}, {"out": part_of(out, tile)}, size)
+
+        _product(
+            _Operand(r["e"], depth_first=False),
+            _Operand(r["w"], depth_first=True, start=_scalar(r, "start")),
+            (r["tiles"][0], pl.cdiv(size, columns)),
+            r["e"].shape[1] // STEP,
+            tiles=dataclasses.replace(HOPPER.hidden_sum if adds else HOPPER.hidden, columns=columns),
+            row_tile=lambda i: r["tiles"][i + 1],
+            begin=begin,
+            epilogue=epilogue,
+        )
+
+    scratch = _gradient_scratch(staged, staged_columns, staged if adds else {})
+    return launch(body, arguments, outputs, name="hidden", grid=None, scratch=scratch)
+
+
+def weight(arguments: References, outputs: Shapes, *, columns: int, adds: bool) -> dict[str, Array]:
+    """dW of vocabulary entries start ≤ j < start + columns from a chunk.
+
+        without scale:  sum = eᵀ x (+ sum with ``adds``)
+        with it:        out = scale · (eᵀ x + sum with ``adds`` − k_j smooth_x)
+        with listed:    the same, with a row of ``listed`` added to some entries' sums
+
+    The sum has 24 bits of float32, in two matrices: the upper 16 in ``out`` and the next 8 in ``low``.
+
+    Arguments:
+        rows: [1] int32: how many rows e and x have; start: [1] int32: the first vocabulary entry.
+        e: [C, S]; x: [C, D]; low: [V, D] int8, with ``adds``; scale: [1] float32.
+        smooth_x: [tiles of D], class_weight: [tiles of V] float32, with label smoothing.
+        listed: [places, D], bounds, numbers, or none of them: see :class:`_Listed`.
+    ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Where e has no rows, sums stay as
+    they are.
+    """
+    final = "scale" in arguments
+    parts = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int8}
+    staged = {"out": parts["out"]} if final else parts
+    staged_columns = _staged_columns(staged, adds)
+
+    def body(r: References) -> None:
+        out, start = r["out"], _scalar(r, "start")
+        rows = r["rows"][0]
+        row_tiles: Index = pl.cdiv(columns, TILE_ROWS)
+        tile_columns = gradient_columns(pl.cdiv(columns, TILE_ROWS), r["x"].shape[1])
+        if adds and not final:
+            row_tiles = jnp.where(rows > 0, row_tiles, 0)
+
+        def part_of(matrix: Ref, tile: _Tile) -> Ref:
+            return matrix.at[pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
+
+        begin, add = _with_sums(r, part_of, ("out", "low"))
+
+        def epilogue(tile: _Tile, _: None, value: Array) -> None:
+            shape = (WARPGROUP_ROWS, staged_columns)
+
+            def piece(column: int, width: int) -> Array:
+                part = add(tile, column // width, value[:, column : column + width])
+                if "smooth_x" in r:
+                    share = _along_columns(load(r["smooth_x"], tile.column + column, width, COLUMN_LAYOUT), shape)
+                    if "class_weight" in r:
+                        k = load(r["class_weight"], start + tile.row, WARPGROUP_ROWS, ROW_LAYOUT)
+                        share = share * _along_rows(k, shape)
+                    part = part - share
+                return part * r["scale"][0] if final else part
+
+            to = {name: part_of(r[name], tile) for name in staged}
+            _store(tile, piece, staged_columns, {name: r[f"staging_{name}"] for name in staged}, to, out.shape[1])
+
+        _product(
+            _Operand(r["e"], depth_first=True),
+            _Operand(r["x"], depth_first=True),
+            (row_tiles, pl.cdiv(r["x"].shape[1], tile_columns)),
+            lax.div(rows + (STEP - 1), STEP),
+            tiles=dataclasses.replace(HOPPER.weight_sum if adds else HOPPER.weight, columns=tile_columns),
+            row_tile=lambda i: i,
+            begin=begin,
+            epilogue=epilogue,
+            listed=_Listed(r["listed"], r["bounds"], r["numbers"]) if "listed" in r else None,
+        )
+
+    scratch = _gradient_scratch(staged, staged_columns, parts if adds else {})
+    return launch(body, arguments, outputs, name="weight", grid=None, scratch=scratch)

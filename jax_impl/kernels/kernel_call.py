@@ -1,0 +1,133 @@
+"""What the launches of one call share: its rows, its matrices, its constants."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from logitless.jax_impl.call import Inputs
+from logitless.jax_impl.kernels.architecture import HOPPER
+from logitless.jax_impl.kernels.rows import Rows
+from logitless.jax_impl.slices import Carry, Index
+from logitless.planning import ChunkPlan
+from logitless.scratch import PADDED_HIDDEN, PADDED_VOCAB, round_up
+from logitless.spec import LossOptions
+
+with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says so before a kernel is launched
+    from logitless.jax_impl.kernels import hopper
+
+# Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
+GROUP_BYTES = 8 * 2**20
+
+
+class KernelCall:
+    """Everything that the launches of one call share: its rows, its matrices, its constants."""
+
+    def __init__(self, inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> None:
+        self.inputs, self.options, self.plan = inputs, options, plan
+        self.dtype = inputs.hidden.dtype
+        # Devices' shares of dX are rounded after they are summed.
+        self.hidden_dtype = jnp.float32 if inputs.shard.active else self.dtype
+        self.tokens, (self.vocab, self.size) = inputs.hidden.shape[0], inputs.weight.shape
+        self.padded_size = round_up(self.size, PADDED_HIDDEN)
+        self.padded_vocab = round_up(self.vocab, PADDED_VOCAB)
+        more = self.padded_size - self.size
+        self.hidden = jnp.pad(inputs.hidden, ((0, 0), (0, more)))
+        self.weight = jnp.pad(inputs.weight, ((0, self.padded_vocab - self.vocab), (0, more)))
+        self.bias = self._along_vocab(inputs.bias)
+        self.class_weight = self._along_vocab(inputs.class_weight)
+        limit = inputs.shard.limit()
+        self.limit = None if limit is None else limit.reshape(1)
+        self.chunk = _rounded_down(plan.token_chunk, self.tokens)
+        self.columns = _rounded_down(plan.fused_columns, self.vocab)
+        self.rows = round_up(self.chunk, HOPPER.tile_rows)
+        self.chunks = -(-self.tokens // self.chunk)
+        self.group = min(64, max(8, GROUP_BYTES // (HOPPER.tile_rows * self.padded_size * 2)))
+        self._compact()
+
+    def _along_vocab(self, values: Array | None) -> Array | None:
+        """A vector along the vocabulary in whole tiles, wherever a slice begins, in float32."""
+        if values is None:
+            return None
+        return jnp.pad(values.astype(jnp.float32), (0, round_up(self.vocab, 256) + 256 - self.vocab))
+
+    def along_size(self, values: Array) -> Array:
+        """A vector along D in whole tiles, however wide they are."""
+        length = max(round_up(self.size, width) for width in HOPPER.gradient_columns)
+        return jnp.pad(values, (0, length - self.size))
+
+    def _compact(self) -> None:
+        """order: the valid tokens, then the ignored ones, each in their own order; position: its inverse."""
+        valid = self.inputs.valid.astype(jnp.int32)
+        self.count = valid.sum(dtype=jnp.int32)
+        seen = jnp.cumsum(valid, dtype=jnp.int32)
+        token = jnp.arange(self.tokens, dtype=jnp.int32)
+        self.position = jnp.where(self.inputs.valid, seen - 1, self.count + token - seen)
+        order = jnp.zeros(self.tokens, jnp.int32).at[self.position].set(token, unique_indices=True)
+        self.order = jnp.pad(order, (0, (self.chunks + 1) * self.chunk + self.rows - self.tokens))
+
+    def rows_at(self, first: Index) -> Rows:
+        """The rows of the chunk from position ``first``."""
+        row = jnp.arange(self.rows, dtype=jnp.int32)
+        number = jnp.clip(self.count - first, 0, self.chunk).astype(jnp.int32)
+        exists = row < number
+        token = jnp.where(exists, lax.dynamic_slice_in_dim(self.order, first, self.rows), 0)
+        i = self.inputs
+        target = jnp.where(exists & i.inside[token], i.shard.place(i.target)[token], -1)
+        x = jnp.where(exists[:, None], self.hidden[token], jnp.zeros((), self.dtype))[: round_up(self.chunk, 8)]
+        tiles = jnp.arange(-1, self.rows // HOPPER.tile_rows, dtype=jnp.int32)
+        tiles = tiles.at[0].set(-(-number // HOPPER.tile_rows))
+        return Rows(jnp.asarray(first, jnp.int32).reshape(1), number.reshape(1), exists, token, target, x, tiles)
+
+    def by_token(self, values: Carry) -> Carry:
+        """Vectors by position to vectors by token."""
+        vectors: Carry = jax.tree.map(lambda vector: vector[self.position], values)
+        return vectors
+
+    def by_position(self, rows: Rows, parts: Carry, vectors: Carry | None) -> Carry:
+        """``vectors`` by position, zeros if there are none yet, with a chunk's ``parts`` in its rows' places."""
+        if vectors is None:
+            length = self.chunks * self.chunk + self.rows
+            vectors = jax.tree.map(lambda part: jnp.zeros(length, part.dtype), parts)
+        filled: Carry = jax.tree.map(rows.put, vectors, parts)
+        return filled
+
+    def matrix(self, columns: int) -> jax.ShapeDtypeStruct:
+        """Shape of e over ``columns`` vocabulary entries."""
+        return jax.ShapeDtypeStruct((round_up(self.chunk, 8), round_up(columns, HOPPER.step)), self.dtype)
+
+    def config(self, mode: str, columns: int | None = None, **more: Any) -> hopper.Logits:
+        """Of a first product; ``more``: what its epilogue sums."""
+        o = self.options
+        return hopper.Logits(mode, columns or self.vocab, o.logit_scale, o.softcap, group=self.group, **more)
+
+    def line(self, config: hopper.Logits) -> jax.ShapeDtypeStruct:
+        """Shape of partial sums that a first product writes."""
+        return jax.ShapeDtypeStruct((config.column_tiles, self.rows), jnp.float32)
+
+    def first_product(self, config: hopper.Logits, rows: Rows, start: Index = 0) -> dict[str, Array]:
+        """What every first product reads."""
+        height, width = config.shape
+        tile = (rows.target - start) // width
+        part = jnp.arange(self.rows, dtype=jnp.int32) // height
+        hits = jnp.zeros((self.rows // height, config.column_tiles), jnp.int32)
+        hits = hits.at[part, jnp.where(rows.target >= start, tile, config.column_tiles)].add(1, mode="drop")
+        operands = {"tiles": rows.tiles, "start": as_index(start), "x": rows.x, "w": self.weight}
+        operands |= {"target": rows.target, "hits": hits}
+        if self.limit is not None:
+            operands["limit"] = self.limit
+        return operands if self.bias is None else operands | {"bias": self.bias}
+
+
+def as_index(value: Index) -> Array:
+    """A row's or an entry's number as kernels read it: [1] int32."""
+    return jnp.asarray(value, jnp.int32).reshape(1)
+
+
+def _rounded_down(size: int, length: int) -> int:
+    """A chunk's size: all of ``length``, or a multiple of what is moved together."""
+    return max(1, length) if size >= length else max(HOPPER.tiling, size // HOPPER.tiling * HOPPER.tiling)

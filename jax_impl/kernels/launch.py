@@ -1,0 +1,123 @@
+"""Launches of Pallas kernels, and what reads a kernel's references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from logitless import spec
+from logitless.jax_impl.kernels.architecture import HOPPER, interpreted, pair, programs
+
+Ref = Any
+"""A reference of Pallas, or a part of one: JAX has no type for what indexing and ``.at`` do in a kernel."""
+References = dict[str, Ref]
+"""References by name. As a kernel's arguments: arrays, and a jax.Ref where the kernel writes in place."""
+Shapes = dict[str, jax.ShapeDtypeStruct]
+Scratch = dict[str, object]
+"""Shared memory and barriers by name."""
+
+# Its load and some names differ between the two lines of jax that are supported.
+_PLGPU: Any = plgpu
+ACC = _PLGPU.ACC
+# How a vector along a product's rows or columns lies in registers, as a matrix in Layout.WGMMA does.
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
+
+
+def _refuse(context: mlir.LoweringRuleContext, *_: object) -> NoReturn:
+    device = " and ".join(context.module_context.platforms)
+    raise spec.unavailable_error("pallas", spec.needs_cuda(device), usable="xla")
+
+
+# Gives its argument in what is compiled for a CUDA device, and refuses to be compiled for any other. Only then is the
+# device known: what is traced on a machine without a GPU may be compiled for one.
+_on_cuda: Any = Primitive("logitless_on_cuda")
+_on_cuda.def_impl(lambda array: array)
+_on_cuda.def_abstract_eval(lambda array: array)
+batching.defvectorized(_on_cuda)
+mlir.register_lowering(_on_cuda, lambda _, array: [array], platform="cuda")
+mlir.register_lowering(_on_cuda, _refuse)
+
+
+def launch(
+    body: Callable[[References], None], arguments: References, outputs: Shapes, *, name: str, grid: int | None,
+    scratch: Scratch | None = None,
+) -> dict[str, Array]:  # fmt: skip
+    """Run ``body`` on references by name. Where an argument is a jax.Ref, read what was written by :func:`written`.
+
+    grid: how many programs there are, of one warpgroup each. None: as many as run at once, in pairs, each with one
+    warpgroup that loads beside those that multiply.
+
+    The barriers keep XLA from fusing the kernel with a slice of an argument, or with the place in a larger array that
+    an output goes to (dynamic_slice_fusion), as it does under jax.vmap and lax.scan. Such a fusion loses what a kernel
+    writes in place, and its addresses are not aligned as the kernels need (seen with jax 0.11.2).
+    """
+    names = (*arguments, *outputs)
+
+    def kernel(*references: Ref) -> None:
+        def scoped(**scratch_references: Ref) -> None:
+            body(dict(zip(names, references, strict=True)) | scratch_references)
+
+        pl.run_scoped(scoped, collective_axes="warpgroup" if grid is None else (), **(scratch or {}))
+
+    threads: dict[str, Any] = {}
+    if grid is None:
+        threads = {"num_threads": HOPPER.multiplying + 1, "thread_name": "warpgroup"}
+        if pair() > 1:
+            threads |= {"cluster": (pair(),), "cluster_names": ("pair",)}
+    # Not plgpu.kernel: its rule for jax.vmap refuses references in jax 0.10.
+    call = pl.kernel(
+        kernel,
+        out_type=tuple(outputs.values()),
+        mesh=plgpu.Mesh(grid=(programs() if grid is None else grid,), grid_names=("program",), **threads),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
+        interpret=_PLGPU.InterpretGPUParams(detect_races=True) if interpreted() else None,
+        name=name,
+    )
+    known = (lambda a: a) if interpreted() else _on_cuda.bind
+    operands = [a if isinstance(a, jax.Ref) else lax.optimization_barrier(known(a)) for a in arguments.values()]
+    with jax.enable_x64(False):  # kernels count in 32 bits
+        results = call(*operands)
+    return dict(zip(outputs, lax.optimization_barrier(results), strict=True))
+
+
+def reference(value: Array) -> Ref:
+    """A jax.Ref for kernels to write to, behind a barrier as every other argument of theirs (:func:`launch`)."""
+    return jax.new_ref(lax.optimization_barrier(value))
+
+
+def written(reference: Ref) -> Array:
+    """What a jax.Ref holds after the kernels that write to it."""
+    value: Array = lax.optimization_barrier(reference[...])
+    return value
+
+
+def load(reference: Ref, start: Array | int, size: int, layout: object) -> Array:
+    """``size`` elements of a vector from ``start``, laid out along a product's rows or columns."""
+    return _load(reference.at[pl.ds(start, size)], layout)
+
+
+def load_matrix(part: Ref) -> Array:
+    """A part of a matrix in global memory, as float32 in a product's layout."""
+    return _load(part, plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def _load(part: Ref, layout: object) -> Array:
+    before = ((),) if jax.__version_info__ < (0, 11) else ()
+    values: Array = _PLGPU.load(part, *before, layout=layout, optimized=False)
+    return values
+
+
+def transposed(reference: Ref) -> Ref:
+    """A matrix of shared memory with its axes exchanged."""
+    if jax.__version_info__ < (0, 11):
+        return _PLGPU.transpose_ref(reference, (1, 0))
+    return reference.transpose((1, 0))
