@@ -72,7 +72,7 @@ BIN := $(VENV)/bin
 
 # One thread each: the tests run in PYTEST_WORKERS processes.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 # The project is installed as a strict editable install, a folder of links that type checkers can read too. A new file
 # is not in it until the next install, so a list of the source files is kept, rewritten only when it has changed.
@@ -122,7 +122,7 @@ dist: $(VENV)/.installed-test
 	tar -xf dist/*.tar.gz -C $(DIST)/source --strip-components=1
 	$(BIN)/python -m pip install --quiet --no-deps --target $(DIST)/wheel dist/*.whl
 	cd $(DIST)/source && PYTHONPATH=$(DIST)/wheel $(ONE_THREAD) $(abspath $(BIN))/python -m pytest \
-		-n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+		-n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .venv-jax build dist site demo-output .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Interpret quicker, where the collected tests have torch imported."""
+    if "torch" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        from interpreter import replace_the_language_once_a_launch
+
+        replace_the_language_once_a_launch()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -40,8 +40,6 @@ from logitless.interop.demo.settings import DemoSettings, TrainingRun, initial_p
 from logitless.interop.demo.text import encode, make_batches, read_text, train_tokenizer
 from logitless.tolerances import BOUND, ELEMENTS
 
-pytestmark = pytest.mark.xdist_group("demo")
-
 TINY = DemoSettings(
     vocabulary=400, width=16, layers=2, heads=2, sequence=16, batch=8, steps=12, learning_rate=1e-2, text_bytes=60_000
 )

@@ -135,7 +135,7 @@ def test_readme_is_short_and_has_a_block_per_framework() -> None:
         ("torch", ()),
         ("jax", ("optax",)),
         ("jax_sharded", ("optax",)),
-        ("flax", ("optax",)),
+        pytest.param("flax", ("optax",), marks=pytest.mark.slow),
         pytest.param("flax_linen", ("optax",), marks=pytest.mark.slow),
         pytest.param("equinox", ("optax",), marks=pytest.mark.slow),
     ],

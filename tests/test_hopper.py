@@ -13,7 +13,7 @@ from compiled_kernels import compiled_by
 pytest.importorskip("torch", reason="these tests are about PyTorch")
 pytest.importorskip("triton", reason="triton is not installed")
 
-pytestmark = [pytest.mark.xdist_group("hopper"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SHARED_MEMORY = 232448  # bytes a program may have on an H100 or H200
 # What is on the way of every training step. A spilled accumulator is what makes such a kernel slow.

@@ -24,7 +24,6 @@ ROOT_FILES = ("pyproject.toml", "MANIFEST.in", "Makefile", "mkdocs.yml", "README
               "CONTRIBUTING.md")  # fmt: skip
 
 FRAMEWORKS = {"torch": ("torch", "triton", "functorch"), "jax": ("jax", "jaxlib")}
-pytestmark = pytest.mark.xdist_group("packaging")
 
 EXTRAS = ("matplotlib", "ml_dtypes", "optax", "rich", "scipy", "tokenizers", "typer")
 

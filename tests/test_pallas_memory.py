@@ -35,11 +35,8 @@ CALLS: dict[str, tuple[int, int, int, int | None]] = {
 
 
 DESCRIPTION = Path(__file__).with_name("h200.textproto")
-# The device that is there, and one that is only described; all programs of the second on one worker.
-TARGETS = [
-    pytest.param("device", marks=pytest.mark.gpu),
-    pytest.param("described", marks=pytest.mark.xdist_group("described")),
-]
+# The device that is there, and one that is only described.
+TARGETS = [pytest.param("device", marks=pytest.mark.gpu), "described"]
 
 
 def sharding_of(target: str) -> Any:

@@ -19,8 +19,6 @@ from logitless.torch_impl import capture_lm_head, patch, unpatch  # noqa: E402
 from logitless.torch_impl.huggingface.lazy_logits import LazyLogits  # noqa: E402
 from logitless.torch_impl.memory import peak_scratch_bytes  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("models")
-
 V = 101
 
 # Class of transformers → what its tiny configuration has beside SIZES.

@@ -17,8 +17,6 @@ from logitless.tolerances import CANCELLED, CHAIN  # noqa: E402
 from logitless.torch_impl import patch, unpatch  # noqa: E402
 from logitless.torch_impl.huggingface.lazy_logits import LazyLogits  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("models")
-
 # What TRL's trainers do to a model when they are made (trl.trainer.utils.add_fused_lm_head, from 1.9 on).
 FUSED = """
 import functools, types

@@ -21,9 +21,14 @@ from logitless.tolerances import BOUND, DIFFERENCES, ELEMENTS, OUTPUTS, TINY, er
 
 SLACK = BOUND["bounds of float64, absolute"]
 DOUBLE = [problem.with_dtype("float64") for problem in PROBLEMS]
+# The large ones differ from the others in nothing but size.
+every_problem = pytest.mark.parametrize(
+    "problem",
+    [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if "large" in p.tags else []) for p in DOUBLE],
+)
 
 
-@pytest.mark.parametrize("problem", DOUBLE, ids=lambda problem: problem.name)
+@every_problem
 def test_equals_explicit_full_logits(problem: Problem) -> None:
     true, other = truth_outputs(problem), ideal_gradients(problem.case())
     for name in OUTPUTS:
@@ -58,7 +63,7 @@ def autograd_outputs(case: Case) -> dict[str, Any]:
     return {"loss": loss.detach().numpy(), **{name: grad.numpy() for name, grad in grads.items()}}
 
 
-@pytest.mark.parametrize("problem", DOUBLE, ids=lambda problem: problem.name)
+@every_problem
 def test_equals_torch_autograd(problem: Problem) -> None:
     true, other = truth_outputs(problem), autograd_outputs(problem.case())
     for name in OUTPUTS:

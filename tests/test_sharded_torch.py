@@ -30,8 +30,6 @@ from logitless.spec import LossOptions, TokenStats  # noqa: E402
 from logitless.tolerances import BOUND, CHAIN, ELEMENTS, TINY, error  # noqa: E402
 from logitless.torch_impl import global_normalizer, linear_cross_entropy, linear_log_probs  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 EAGER = TorchEager()
 SMOOTH = LossOptions(label_smoothing=0.1, z_loss=1e-3)
 UNEVEN = Problem("uneven", (37,), 16, 1023, options=SMOOTH, ignored=0.2, bias=True)

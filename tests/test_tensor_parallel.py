@@ -15,8 +15,6 @@ from ranks import Ranks  # noqa: E402
 from logitless.tolerances import ON_TOP_GRADIENT, ON_TOP_LOSS, error  # noqa: E402
 from logitless.torch_impl import patch  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def parallel_run(rank: int, folder: str) -> Any:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}

@@ -35,8 +35,8 @@ def in_turns(names: str, values: Iterable[tuple[Any, ...]]) -> Any:
     return pytest.mark.parametrize(("device", "backend", *names.split()), made)
 
 
-TOKENS, HIDDEN, VOCAB = 40, 16, 70
-# Of 40 tokens 30 are valid: chunks of 24 leave some for the second.
+TOKENS, HIDDEN, VOCAB = 20, 16, 70
+# Of 20 tokens 15 are valid: chunks of 12 leave some for the second.
 
 
 @pytest.fixture(autouse=True)
@@ -101,9 +101,9 @@ def options_named(name: str, device: str, backend: str) -> dict[str, Any]:
         "statistics": {"return_stats": True},
         "number": {"normalizer": 7.3},
         "tensor": {"normalizer": torch.tensor(7.3, device=device)},
-        "chunks": {"plan": plan_of(backend, order="tokens", chunk=24)},
-        "chunks_smooth": {"plan": plan_of(backend, order="tokens", chunk=24), **smooth},
-        "two_passes": {"plan": plan_of(backend, order="tokens", chunk=24, one_pass=False)},
+        "chunks": {"plan": plan_of(backend, order="tokens", chunk=12)},
+        "chunks_smooth": {"plan": plan_of(backend, order="tokens", chunk=12), **smooth},
+        "two_passes": {"plan": plan_of(backend, order="tokens", chunk=12, one_pass=False)},
         "vocab": {"plan": plan_of(backend, order="vocab", chunk=32)},
     }[name]
 
@@ -154,7 +154,7 @@ def test_only_the_wanted_gradients(device: str, backend: str, name: str, wrt: st
 @in_every_torch_place
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_low_precision(device: str, backend: str, dtype: Any) -> None:
-    chunks = plan_of(backend, str(dtype).removeprefix("torch."), order="tokens", chunk=24)
+    chunks = plan_of(backend, str(dtype).removeprefix("torch."), order="tokens", chunk=12)
     assert_same(loss_with(backend), tensors(device, dtype=dtype))
     assert_same(loss_with(backend, plan=chunks), tensors(device, dtype=dtype))
 
@@ -176,7 +176,7 @@ def test_autocast(device: str, backend: str, reduction: str) -> None:
 def test_leading_axes_and_strides(device: str, backend: str) -> None:
     def function(x: Any, w: Any, b: Any, y: Any) -> Any:
         turned = (x * 2).t().contiguous().t()
-        grid = linear_cross_entropy(x.view(5, 8, HIDDEN) * 2, w, y.view(5, 8), b, reduction="none", backend=backend)
+        grid = linear_cross_entropy(x.view(5, 4, HIDDEN) * 2, w, y.view(5, 4), b, reduction="none", backend=backend)
         return linear_cross_entropy(turned, w, y, b, backend=backend), grid
 
     assert_same(function, tensors(device))
