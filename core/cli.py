@@ -20,7 +20,7 @@ from rich.table import Table
 import logitless
 from logitless.planning import ChunkPlan, Request, choose
 from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Order, round_up
-from logitless.spec import FLOAT_DTYPES, REDUCTIONS
+from logitless.spec import FLOAT_DTYPES, REDUCTIONS, check_choice
 
 if TYPE_CHECKING:
     from logitless.problems import Case, Problem
@@ -120,9 +120,8 @@ def plan(
     ] = False,
 ) -> None:
     """Show the chunk plan for the given sizes, and what other chunk sizes and full logits would take."""
-    if reduction not in REDUCTIONS:
-        _fail(f"reduction: got {reduction!r}, allowed are {', '.join(map(repr, REDUCTIONS))}")
     try:
+        check_choice("reduction", reduction, REDUCTIONS)
         budget = None if memory_budget is None else parse_bytes(memory_budget)
         request = Request(
             tokens, hidden, vocab, dtype, "triton" if fused else "xla", budget, order, chunk,  # type: ignore[arg-type]
@@ -196,15 +195,8 @@ def _ladder_table(chosen: ChunkPlan, ladder: list[ChunkPlan], budget: int | None
     table.add_section()
     flops = 6 * chosen.tokens * chosen.hidden * chosen.vocab
     over = budget is not None and chosen.full_logits_bytes > budget
-    table.add_row(
-        "full logits",
-        "–",
-        "–",
-        format_bytes(chosen.full_logits_bytes),
-        format_flops(flops),
-        "–",
-        "over budget" if over else "",
-    )
+    note = "over budget" if over else ""
+    table.add_row("full logits", "–", "–", format_bytes(chosen.full_logits_bytes), format_flops(flops), "–", note)
     return table
 
 

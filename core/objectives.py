@@ -20,6 +20,8 @@ from logitless.spec import (
     ArrayInfo,
     LossOptions,
     Reduction,
+    check_choice,
+    check_dtype,
     check_factor,
     check_number,
 )
@@ -51,7 +53,7 @@ class DPOOptions:
     def __post_init__(self) -> None:
         check_number("beta", self.beta, low=0.0, open_low=True)
         check_number("label_smoothing", self.label_smoothing, low=0.0, high=0.5)
-        _check_choice("reduction", self.reduction, REDUCTIONS)
+        check_choice("reduction", self.reduction, REDUCTIONS)
 
 
 class DPOStats(NamedTuple, Generic[A]):
@@ -80,7 +82,7 @@ class PolicyOptions:
         check_number("clip_high", self.clip_high, low=0.0)
         check_number("entropy_coef", self.entropy_coef, low=0.0)
         check_number("kl_coef", self.kl_coef, low=0.0)
-        _check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("aggregation", self.aggregation, AGGREGATIONS)
 
     def check_reference(self, has_reference: bool) -> None:
         """Raise ValueError where a KL term is asked for without a reference, or a reference without a KL term."""
@@ -121,7 +123,7 @@ class DistillationOptions:
     def __post_init__(self) -> None:
         check_number("beta", self.beta, low=0.0, high=1.0)
         check_factor("temperature", self.temperature)
-        _check_choice("reduction", self.reduction, REDUCTIONS)
+        check_choice("reduction", self.reduction, REDUCTIONS)
         for name in ("logit_scale", "teacher_logit_scale"):
             check_factor(name, getattr(self, name))
         for name in ("softcap", "teacher_softcap"):
@@ -206,8 +208,7 @@ def check_pairs(target: ArrayInfo) -> None:
 
 def check_constant(name: str, info: ArrayInfo, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check an array of known numbers: floating, of one of the shapes (words → shape)."""
-    if info.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name}: got dtype {info.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
+    check_dtype(name, info, FLOAT_DTYPES)
     if info.shape not in shapes.values():
         allowed = " or ".join(f"{words} {shape}" for words, shape in shapes.items())
         raise ValueError(f"{name}: got shape {info.shape}, allowed is {allowed}")
@@ -215,8 +216,7 @@ def check_constant(name: str, info: ArrayInfo, shapes: Mapping[str, tuple[int, .
 
 def check_mask(info: ArrayInfo, shape: tuple[int, ...]) -> None:
     """Check a mask: any dtype of numbers, one element per token."""
-    if info.dtype not in MASK_DTYPES:
-        raise TypeError(f"mask: got dtype {info.dtype}, allowed are {', '.join(MASK_DTYPES)}")
+    check_dtype("mask", info, MASK_DTYPES)
     if info.shape != shape:
         raise ValueError(f"mask: got shape {info.shape}, allowed is one element per token {shape}")
 
@@ -243,8 +243,3 @@ def check_sides(hidden: ArrayInfo, weight: ArrayInfo, teacher_hidden: ArrayInfo,
 def of_teacher(words: str) -> str:
     """What an error says of a linear function's arrays, said of the teacher's."""
     return re.sub(r"\b(hidden|weight|bias)\b", r"teacher_\1", words)
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(map(repr, allowed))}")

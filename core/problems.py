@@ -17,16 +17,8 @@ from logitless.rounding import Floats, round_to
 from logitless.spec import LossOptions
 
 Recipe = Literal[
-    "random",
-    "shifted_up",
-    "shifted_down",
-    "confident",
-    "confident_wrong",
-    "tied",
-    "minus_inf",
-    "trained",
-    "banned",
-]
+    "random", "shifted_up", "shifted_down", "confident", "confident_wrong", "tied", "minus_inf", "trained", "banned"
+]  # fmt: skip
 
 CONFIDENCES = (0.9, 0.99, 0.999, 0.9999, 0.99999)
 WRONG_NATS = (50.0, 80.0, 120.0, 500.0, 5000.0)

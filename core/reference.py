@@ -115,10 +115,9 @@ def linear_cross_entropy(
         part = _exponentials(inputs, rows, options)
         loss[rows] = _loss_rows(inputs, rows, options, part)
         stats.append(_stats_rows(inputs, rows, part))
-        dz = _matrix_gradient(inputs, rows, options, part, g_rows[rows])
-        dx[rows] = dz.dx
-        dw += dz.dw
-        db += dz.db
+        dx[rows], chunk_dw, chunk_db = _products(inputs, rows, options, part, g_rows[rows])
+        dw += chunk_dw
+        db += chunk_db
     shape = np.shape(target)
     return LossResult(
         loss.reshape(shape) if reduction == "none" else np.asarray(np.sum(loss) * norm),
@@ -325,15 +324,8 @@ def _logit_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _C
     return np.where(valid[:, None], dz, 0.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gradients:
-    dx: Array
-    dw: Array
-    db: Array
-
-
-def _matrix_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> _Gradients:
-    """The three products."""
+def _products(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> tuple[Array, Array, Array]:
+    """A chunk's dX, and its shares of dW and db."""
     k, x = inputs.k, np.where(inputs.valid[rows, None], inputs.x[rows], 0.0)
     e, u = _matrix(inputs, rows, options, part, g)
     dx, dw, db = u[:, None] * (e @ inputs.w), e.T @ (u[:, None] * x), e.T @ u
@@ -342,7 +334,7 @@ def _matrix_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _
         dx = dx - smooth * g[:, None] * (k @ inputs.w)
         dw = dw - smooth * np.outer(k, g @ x)
         db = db - smooth * k * g.sum()
-    return _Gradients(dx, dw, db)
+    return dx, dw, db
 
 
 def _matrix(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> tuple[Array, Array]:

@@ -78,8 +78,7 @@ class LossOptions:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction: got {self.reduction!r}, allowed are {', '.join(map(repr, REDUCTIONS))}")
+        check_choice("reduction", self.reduction, REDUCTIONS)
         check_ignore_index(self.ignore_index)
         check_number("label_smoothing", self.label_smoothing, low=0.0, high=1.0)
         check_number("z_loss", self.z_loss, low=0.0, high=LARGEST_FACTOR)
@@ -178,6 +177,18 @@ def check_ignore_index(value: object) -> None:
         raise ValueError(f"ignore_index: got {value}, allowed is what an int32 target can hold")
 
 
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless ``value`` is one of those that are allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(map(repr, allowed))}")
+
+
+def check_dtype(name: str, info: ArrayInfo, allowed: tuple[str, ...]) -> None:
+    """Raise TypeError unless the array's dtype is one of those that are allowed."""
+    if info.dtype not in allowed:
+        raise TypeError(f"{name}: got dtype {info.dtype}, allowed are {', '.join(allowed)}")
+
+
 def check_flags(**values: object) -> None:
     """Raise TypeError unless every value is True or False."""
     for name, value in values.items():
@@ -202,15 +213,13 @@ def check_arrays(
     ValueError for a rank or size.
     """
     for name, info in (("hidden", hidden), ("weight", weight)):
-        if info.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name}: got dtype {info.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
+        check_dtype(name, info, FLOAT_DTYPES)
     if hidden.dtype != weight.dtype and not mixed_dtypes:
         raise TypeError(
             f"weight: got dtype {weight.dtype} beside hidden's {hidden.dtype}, allowed is the same dtype: "
             f"cast one of them (or use autocast where the framework has it)"
         )
-    if target.dtype not in TARGET_DTYPES:
-        raise TypeError(f"target: got dtype {target.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    check_dtype("target", target, TARGET_DTYPES)
     if len(hidden.shape) < 1:
         raise ValueError(f"hidden: got shape {hidden.shape}, allowed is [..., D]")
     if len(weight.shape) != 2:
@@ -238,10 +247,8 @@ def check_logits(
     class_weight: ArrayInfo | None = None,
 ) -> None:
     """Check the arrays of a loss on given logits: logits [..., V] floating, the others as :func:`check_arrays`."""
-    if logits.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"logits: got dtype {logits.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
-    if target.dtype not in TARGET_DTYPES:
-        raise TypeError(f"target: got dtype {target.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    check_dtype("logits", logits, FLOAT_DTYPES)
+    check_dtype("target", target, TARGET_DTYPES)
     if len(logits.shape) < 1 or logits.shape[-1] < 1:
         raise ValueError(f"logits: got shape {logits.shape}, allowed is [..., V] with V at least 1")
     if target.shape != logits.shape[:-1]:
@@ -252,8 +259,7 @@ def check_logits(
 
 def check_counted(target: ArrayInfo, token_weight: ArrayInfo | None, class_weight: ArrayInfo | None) -> None:
     """Check the arrays that mean's denominator is made of: target [...], token_weight [...], class_weight [V]."""
-    if target.dtype not in TARGET_DTYPES:
-        raise TypeError(f"target: got dtype {target.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    check_dtype("target", target, TARGET_DTYPES)
     _check_weights("token_weight", token_weight, target.shape, "target's shape")
     if class_weight is not None and len(class_weight.shape) != 1:
         raise ValueError(f"class_weight: got shape {class_weight.shape}, allowed is [V]")
@@ -263,8 +269,7 @@ def check_counted(target: ArrayInfo, token_weight: ArrayInfo | None, class_weigh
 def _check_weights(name: str, info: ArrayInfo | None, shape: tuple[int, ...], words: str) -> None:
     if info is None:
         return
-    if info.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"{name}: got dtype {info.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
+    check_dtype(name, info, FLOAT_DTYPES)
     if info.shape != shape:
         raise ValueError(f"{name}: got shape {info.shape}, allowed is {words} {shape}")
 
@@ -317,10 +322,8 @@ def out_of_range_error(position: tuple[int, ...], target: int, vocab: int, ignor
 
 def check_gather(input: ArrayInfo, index: ArrayInfo, pad_to_multiple: object) -> None:
     """Check the arguments of padded_index_gather: input [R, ...] floating, index [M] int32 or int64."""
-    if input.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"input: got dtype {input.dtype}, allowed are {', '.join(FLOAT_DTYPES)}")
-    if index.dtype not in TARGET_DTYPES:
-        raise TypeError(f"index: got dtype {index.dtype}, allowed are {', '.join(TARGET_DTYPES)}")
+    check_dtype("input", input, FLOAT_DTYPES)
+    check_dtype("index", index, TARGET_DTYPES)
     if len(input.shape) < 1:
         raise ValueError(f"input: got shape {input.shape}, allowed is [R, ...]")
     if len(index.shape) != 1:

@@ -12,7 +12,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from logitless.interop.lifetime import leased_to_jax, leased_to_torch
@@ -24,27 +24,10 @@ if TYPE_CHECKING:
 # The dtypes that both frameworks hold and both DLPack exporters describe; torch and JAX give them the same names.
 # An allow-list, because torch exports its 1- to 7-bit integers as whole bytes and says nothing.
 EXCHANGED_DTYPES = (
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-)
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
 
 # What JAX makes of the wide dtypes while its x64 mode is off, with the range of the integers that survive it.
 _NARROWED = {"int64": ("int32", -(2**31), 2**31 - 1), "uint64": ("uint32", 0, 2**32 - 1)}
@@ -67,18 +50,13 @@ def keeps_current_device(function: Callable[_Arguments, _Result]) -> Callable[_A
 
     @functools.wraps(function)
     def keeping(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with _current_device():
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return function(*args, **kwargs)  # torch has chosen no device yet
+        with torch.cuda.device(torch.cuda.current_device()):
             return function(*args, **kwargs)
 
     return keeping
-
-
-def _current_device() -> AbstractContextManager[None]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return nullcontext()  # torch has chosen none yet
-    kept: AbstractContextManager[None] = torch.cuda.device(torch.cuda.current_device())
-    return kept
 
 
 @keeps_current_device
@@ -142,21 +120,16 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
 def require_both(needed_by: str) -> None:
     """Raise an ImportError that says what to install unless torch and jax are there."""
     for package in ("torch", "jax"):
-        _require(package, needed_by=needed_by)
-
-
-def _require(package: str, *, needed_by: str) -> None:
-    """Raise an ImportError that says what to install when ``package`` is missing."""
-    try:
-        importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise  # the package is there, something inside it is not
-        raise ImportError(
-            f"logitless.interop.{needed_by} needs {package}, which is not installed: "
-            f'pip install "logitless[{package}]"',
-            name=package,
-        ) from error
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name != package:
+                raise  # the package is there, something inside it is not
+            raise ImportError(
+                f"logitless.interop.{needed_by} needs {package}, which is not installed: "
+                f'pip install "logitless[{package}]"',
+                name=package,
+            ) from error
 
 
 def _check_copy(copy: object) -> None:
@@ -395,16 +368,11 @@ def _narrowed(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor | None:
 # --- JAX to torch ---------------------------------------------------------------------------------------------------
 
 
-def check_array(array: jax.Array) -> None:
-    """Raise what to_torch raises for ``array``."""
-    _check_array_kind(array)
-    _check_array_state(array)
-
-
-def _check_array_kind(array: object) -> None:
-    """Refuse everything but a concrete JAX array of an exchanged dtype."""
+def check_array(array: object) -> None:
+    """Raise what to_torch raises: for all but a concrete JAX array of an exchanged dtype, on one device it can use."""
     import jax
     import jax.numpy as jnp
+    import torch
 
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
@@ -417,11 +385,6 @@ def _check_array_kind(array: object) -> None:
         raise TypeError(f"array holds PRNG keys ({array.dtype}): exchange jax.random.key_data(array)")
     if array.dtype.name not in EXCHANGED_DTYPES:
         raise dtype_error("array", array.dtype.name)
-
-
-def _check_array_state(array: jax.Array) -> None:
-    import torch
-
     if array.is_deleted():
         raise ValueError(f"array of shape {array.shape} has been deleted, for example donated to a jitted function")
     devices: list[jax.Device] = sorted(array.sharding.device_set, key=lambda device: device.id)

@@ -9,7 +9,7 @@ Two ways to run it, chosen by what the arguments are:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NoReturn, TypeGuard, TypeVar
 
 import jax
@@ -80,7 +80,8 @@ def _backward(call: Call, residuals: Packed | Tape, cotangents: Pytree) -> tuple
         waiting = iter([dlpack.to_torch(cotangent) for cotangent in upstream])
         arrived = [next(waiting) if here else None for here in present]
         gradients = [dlpack.share(gradient) for gradient in tape.gradients(arrived, keep=True)]
-    return (_placed(wanted, gradients, count),)
+    placed = dict(zip(wanted, gradients, strict=True))
+    return ([placed.get(number) for number in range(count)],)
 
 
 _value.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -98,14 +99,6 @@ def _refuse_twice(_: object, __: object) -> NoReturn:
         "a function of torch_in_jax can be differentiated once, in reverse mode: got a derivative of its gradient "
         "(grad of grad, jvp of grad)"
     )
-
-
-def _placed(numbers: Iterable[int], gradients: Sequence[Array], count: int) -> list[Array | None]:
-    """The gradients at the places ``numbers`` of a list, None elsewhere."""
-    places: list[Array | None] = [None] * count
-    for number, array in zip(numbers, gradients, strict=True):
-        places[number] = array
-    return places
 
 
 def _is_array(value: object) -> TypeGuard[Array]:

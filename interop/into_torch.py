@@ -203,7 +203,7 @@ class _Call(torch.autograd.Function):
         result = bridge.forward(layout, wanted, tuple(arrays))
         traced.append(result.traced)
         outputs = tuple(dlpack.to_torch(array) for array in result.outputs)
-        ctx.mark_non_differentiable(*(output for output in outputs if not _has_gradient(output)))
+        ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         ctx.bridge, ctx.traced, ctx.wanted, ctx.count = bridge, result.traced, wanted, len(tensors)
         ctx.config = _config()
         ctx.kept, saved = _keep(result, arrays, tensors, outputs)
@@ -295,10 +295,6 @@ def _config() -> list[Callable[[], AbstractContextManager[object]]]:
 
 def _is_array(value: object) -> TypeGuard[Tensor | Array]:
     return isinstance(value, Tensor | jax.Array)
-
-
-def _has_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _autocast(value: object) -> object:

@@ -77,16 +77,18 @@ def backend_named(name: str) -> Backend[Any]:
     return xla
 
 
+def _devices_of(array: object) -> set[jax.Device]:
+    """The devices of a concrete array; none of a tracer or of another value."""
+    return array.devices() if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) else set()
+
+
 def device_of(array: object) -> jax.Device:
     """Where the call will most likely run: an array's own device, else JAX's default."""
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        return next(iter(array.devices()))
-    return jax.devices()[0]
+    return next(iter(_devices_of(array) or jax.devices()))
 
 
 def on_several_devices(array: object) -> bool:
-    """Whether a concrete array lies on several devices."""
-    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and len(array.devices()) > 1
+    return len(_devices_of(array)) > 1
 
 
 def chosen_backend(

@@ -120,15 +120,12 @@ def check_types(arrays: Mapping[str, object], optional: tuple[str, ...] = ()) ->
         if array is None and name in optional:
             continue
         check_type(name, array)
-        if isinstance(array, np.ndarray | np.generic) and array.dtype == np.float64 and not _x64():
+        wide = isinstance(array, np.ndarray | np.generic) and array.dtype == np.float64
+        if wide and not jax.config.read("jax_enable_x64"):
             raise TypeError(
                 f"{name}: got a NumPy array of dtype float64 while x64 is off, allowed are bfloat16, float16, float32: "
                 f"it would be rounded; cast it, or turn jax_enable_x64 on"
             )
-
-
-def _x64() -> bool:
-    return bool(jax.config.read("jax_enable_x64"))
 
 
 def check_type(name: str, array: object) -> None:

@@ -27,7 +27,7 @@ from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
-from logitless.spec import TokenStats
+from logitless.spec import LossOptions, TokenStats
 
 Tree = TypeVar("Tree")
 
@@ -142,11 +142,13 @@ def _refuse_twice(_: object, __: object) -> NoReturn:
 # The loss
 
 
-def _loss_output(call: Call, arrays: Arrays[Array], inputs: Inputs, sums: TokenSums, norm: Array) -> Loss:
-    shape = arrays.target.shape
-    losses = numerics.losses(XP, inputs, call.options, sums)
-    loss = losses.reshape(shape) if call.options.reduction == "none" else losses.sum() * norm
-    if not call.statistics:
+def loss_output(
+    options: LossOptions, statistics: bool, shape: tuple[int, ...], inputs: Inputs, sums: TokenSums, norm: Array
+) -> Loss:
+    """The loss and, if asked for, statistics of ``shape``; ``norm``: what the sum of the losses is multiplied by."""
+    losses = numerics.losses(XP, inputs, options, sums)
+    loss = losses.reshape(shape) if options.reduction == "none" else losses.sum() * norm
+    if not statistics:
         return loss, None
     return loss, TokenStats(*(values.reshape(shape) for values in numerics.token_stats(XP, inputs, sums)))
 
@@ -155,7 +157,8 @@ def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[Loss, Known]:
     inputs = _inputs(call, arrays)
     norm = normalizer(inputs, call.options, arrays.normalizer)
     sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan, call.statistics)
-    return _loss_output(call, arrays, inputs, sums, norm), Known(arrays, sums, inputs.shared)
+    output = loss_output(call.options, call.statistics, arrays.target.shape, inputs, sums, norm)
+    return output, Known(arrays, sums, inputs.shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -173,7 +176,7 @@ def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[Loss,
     backend = backend_named(call.backend)
     make = backend.token_gradients if call.holds else backend.loss_gradients
     sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics)
-    return _loss_output(call, arrays, inputs, sums, norm), held
+    return loss_output(call.options, call.statistics, arrays.target.shape, inputs, sums, norm), held
 
 
 def _loss_forward(call: Call, primals: Arrays[CustomVJPPrimal]) -> tuple[Loss, Packed]:

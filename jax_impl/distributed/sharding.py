@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
@@ -78,10 +79,7 @@ class Layout:
         return self.data_axes + self.vocab_axes
 
     def devices(self, axes: tuple[str, ...]) -> int:
-        count = 1
-        for name in axes:
-            count *= self.mesh.shape[name]
-        return count
+        return math.prod(self.mesh.shape[name] for name in axes)
 
     def shard(self, rows: int) -> Shard:
         """The slice of a device when the weight has ``rows`` rows in all."""

@@ -147,17 +147,10 @@ def _loss(call: LogitsCall, arrays: LogitArrays[Array]) -> vjp.Loss:
 
 
 def _loss_and_sums(call: LogitsCall, arrays: LogitArrays[Array]) -> tuple[vjp.Loss, TokenSums]:
-    options, shape = call.options, arrays.target.shape
-    inputs = _prepare(arrays, options)
-    sums = backend_named(call.backend).token_sums(inputs, options, call.statistics, call.block)
-    losses = numerics.losses(XP, inputs, options, sums)
-    if options.reduction == "none":
-        loss = losses.reshape(shape)
-    else:
-        loss = losses.sum() * normalizer(inputs, options, arrays.normalizer)
-    if not call.statistics:
-        return (loss, None), sums
-    return (loss, TokenStats(*(values.reshape(shape) for values in numerics.token_stats(XP, inputs, sums)))), sums
+    inputs = _prepare(arrays, call.options)
+    sums = backend_named(call.backend).token_sums(inputs, call.options, call.statistics, call.block)
+    norm = normalizer(inputs, call.options, arrays.normalizer)
+    return vjp.loss_output(call.options, call.statistics, arrays.target.shape, inputs, sums, norm), sums
 
 
 def _loss_forward(
