@@ -1,6 +1,6 @@
 """The command line: ``python -m logitless plan | doctor | parity | demo``.
 
-A mistake of the user ends with exit code 2 and one line on stderr; commands import what they need when they run.
+A user's mistake ends with exit code 2 and one line on stderr. Each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """``512MiB``, ``3GiB``, ``1.5GB``, ``800000`` → bytes. KiB to TiB count in 1024s, kB to TB in 1000s.
+    """``512MiB``, ``3GiB``, ``1.5GB``, ``800000`` → bytes. KiB to TiB are powers of 1024, kB to TB powers of 1000.
 
     Raises ValueError for anything else.
     """
@@ -57,7 +57,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """1536 → ``1.5 KiB``: three digits, so the largest unit that leaves at least 1."""
+    """1536 → ``1.5 KiB``: three digits, in the largest unit that leaves at least 1."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if size < 1024:
@@ -138,7 +138,7 @@ def plan(
 
 
 def _rungs(chosen: ChunkPlan, order: str | None) -> list[tuple[Order, int]]:
-    """Chunk sizes to compare: the whole axis, halved (in whole tiles) down to one tile, and the chosen size."""
+    """Chunk sizes to compare: the whole axis, its halves in whole tiles down to one tile, and the chosen size."""
     rungs: list[tuple[Order, int]] = []
     axes: tuple[tuple[Order, int, int, int], ...] = (
         ("tokens", chosen.tokens, TOKEN_TILE, chosen.token_chunk),
@@ -259,7 +259,7 @@ def demo(
         run_demo(text, output, steps=steps)
     except ValueError as mistake:
         if str(mistake).partition(":")[0] not in ("text", "steps", "output"):
-            raise  # a bug, not a mistake of the user's
+            raise  # a bug, not a user's mistake
         _fail(str(mistake))
     except DisagreementError as disagreement:
         typer.echo(f"error: {disagreement}", err=True)
@@ -318,7 +318,7 @@ def parity(
 def _parity_cases(
     names: list[str] | None, arrays: Path | None, dtypes: list[str] | None, ignore_index: int
 ) -> list[Case | Problem]:
-    """What to compare: the named problems in every dtype, and the user's own arrays."""
+    """The named problems in every dtype, then the user's own arrays."""
     from logitless.interop.own_arrays import load_case
     from logitless.problems import BY_NAME
     from logitless.spec import LossOptions

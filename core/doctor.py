@@ -1,6 +1,6 @@
-"""What runs on this machine: every backend is tried on a small problem, and the ones that do not run say why.
+"""Which backends run on this machine. Each one is tried on a small problem; one that does not run says why.
 
-Nothing here imports a framework before it is asked to try one, and no missing or broken one makes it fail.
+A framework is imported only when it is tried. If it is missing or broken, the report says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBE = "odd"
 
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
-    """One backend's result. ``reason``: what was checked, or why it does not run and what would make it run."""
+    """One backend's result. ``reason``: what was checked; or why it does not run, and what would make it run."""
 
     framework: str
     backend: str
@@ -57,7 +57,7 @@ class Report:
 
 @functools.cache
 def cuda_device_count() -> int:
-    """How many CUDA devices the NVIDIA driver reports, 0 without a driver; needs no framework."""
+    """How many CUDA devices the NVIDIA driver reports, 0 without a driver. Needs no framework."""
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         driver = ctypes.CDLL(name)
@@ -87,12 +87,12 @@ def examine() -> Report:
 
 
 def probe(backend: str) -> Problem:
-    """The small problem that a backend is tried on, in a dtype that it takes."""
+    """The small problem that a backend is tried on, in a dtype that it supports."""
     return BY_NAME[PROBE].with_dtype("bfloat16") if backend == "pallas" else BY_NAME[PROBE]
 
 
 def try_backend(framework: str, backend: str) -> BackendReport:
-    """Run loss and gradients of a small problem on one backend and hold them against the float64 reference."""
+    """Compute the loss and gradients of a small problem on one backend, and compare them with float64."""
     report = functools.partial(BackendReport, framework, backend)
     if not installed(framework):
         return report("not here", f"{framework} is not installed: {INSTALL[framework]}, then ask again")
@@ -101,7 +101,7 @@ def try_backend(framework: str, backend: str) -> BackendReport:
         results, device = _RUNNERS[framework](case, backend)
     except NotImplementedError as refusal:
         return report("not here", str(refusal))
-    except Exception as failure:  # a broken installation fails in any way it likes, and saying how is the purpose here
+    except Exception as failure:  # a broken installation may raise anything; the report says what
         return report("fails", f"{type(failure).__name__}: {failure}")
     wrong = _differences(case, results)
     if wrong:
@@ -135,7 +135,7 @@ def _run_jax(case: Case, backend: str) -> tuple[dict[str, Floats], str]:
         return loss
 
     arguments = [jnp.asarray(array).astype(case.problem.dtype) for array in (case.hidden, case.weight)]
-    loss_of(*arguments)  # a backend that cannot run refuses arrays; what is traced may be meant for another device
+    loss_of(*arguments)  # outside jit a backend that cannot run says so; inside, the device is not known
     loss, (dhidden, dweight) = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1)))(*arguments)
     results = {"loss": loss, "dhidden": dhidden, "dweight": dweight}
     return {name: np.asarray(array) for name, array in results.items()}, jax.default_backend()
@@ -145,7 +145,7 @@ _RUNNERS: dict[str, Callable[[Case, str], tuple[dict[str, Floats], str]]] = {"to
 
 
 def _differences(case: Case, results: dict[str, Floats]) -> str:
-    """Which results lie outside the tolerance table, in words; empty when none does."""
+    """Which results are worse than the tolerances allow, in words; empty if none is."""
     from logitless import reference
     from logitless.ideal import ideal_gradients
     from logitless.tolerances import allowance, error
@@ -166,7 +166,7 @@ def installed(package: str) -> bool:
     """Whether ``package`` can be found, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # an import hook refuses the name, or a module without a spec stands in its place
+    except (ImportError, ValueError):  # an import hook refuses the name, or the module there has no spec
         return False
 
 

@@ -1,8 +1,8 @@
-"""The ideal full-logits path of a dtype: what an implementation may be at most 1.35 times as wrong as.
+"""The ideal full-logits path of a dtype. An implementation may be at most 1.35 times as wrong as this path.
 
-Logits and softmax in float32, the logits' gradient (with its upstream factor, up to a common scale) rounded to the
-dtype, products accumulated in float32, results rounded to the dtype. For "float64" nothing is rounded, which makes it a
-second route to the truth: full logits, a row maximum, explicit dlogits, none of the anchored algorithm's steps.
+Logits and softmax are float32. The logits' gradient (with its upstream factor, up to a common scale) is rounded to the
+dtype, products accumulate in float32, and results are rounded to the dtype. For "float64" nothing is rounded: then it
+is a second route to the truth, by full logits, a row maximum and explicit dlogits, without the anchored algorithm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from logitless.rounding import Floats, round_to
 def ideal_gradients(case: Case, product: Callable[[Floats, Floats], Floats] = np.matmul) -> dict[str, Floats]:
     """loss, dhidden, dweight and dbias of ``case`` by full logits in its dtype, as float64 NumPy arrays.
 
-    ``product``: what multiplies two matrices, where the order of another BLAS's sums is meant than that of NumPy's.
+    ``product`` multiplies two matrices. Another BLAS than NumPy's sums in another order.
     """
     dtype = case.problem.dtype
     real: type[np.floating] = np.float64 if dtype == "float64" else np.float32
@@ -53,8 +53,8 @@ def ideal_gradients(case: Case, product: Callable[[Floats, Floats], Floats] = np
     dz = p * (beta + smooth * k.sum() + 2 * real(o.z_loss) * lse)[:, None] - smooth * k
     dz[index, y] -= beta
     rows = np.where(valid, case.upstream_rows() * t * o.logit_scale, 0).astype(real)
-    # A common scale is free (loss scaling): the largest factor stays out of the rounding, in float16's range with
-    # the class weights.
+    # A common scale costs nothing (loss scaling), so the largest factor is not rounded. In float16 the scale includes
+    # the class weights, because of its range.
     size = np.abs(beta) + abs(smooth * k.sum()) if dtype == "float16" else np.ones_like(beta)
     unit = np.abs(rows * np.where(size > 0, size, 1)).max(initial=0) or real(1)
     dz = round_to(np.where(valid[:, None], dz * slope, 0) * (rows / unit)[:, None], dtype).astype(real)

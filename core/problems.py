@@ -1,7 +1,7 @@
-"""The one list of problems that feeds tests, parity checks and benchmarks: named, tagged, seeded.
+"""The list of problems for tests, parity checks and benchmarks. Each has a name, tags and a seed.
 
-A :class:`Problem` says what to make; :meth:`Problem.case` makes the arrays in NumPy, already rounded to the problem's
-dtype and held in float32 (float64), so that every framework converts them exactly and sees identical values.
+A :class:`Problem` describes the arrays; :meth:`Problem.case` makes them in NumPy. Their values are rounded to the
+problem's dtype and held in float32 (float64). Every framework converts them exactly, so all see the same values.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem's arrays in NumPy: floats in float32 or float64 holding values of the problem's dtype, ids in int64."""
+    """A problem's arrays in NumPy: ids in int64, values of the problem's dtype in float32 or float64."""
 
     problem: Problem
     hidden: Floats
@@ -92,12 +92,12 @@ class Case:
         return float(counts.sum()) if np.any(counts != 0) else np.inf
 
     def upstream_rows(self) -> NDArray[np.float64]:
-        """The factor g of every token, [N]: upstream gradient over the normalizer."""
+        """The factor g of every token, [N]: the upstream gradient divided by the normalizer."""
         rows = np.broadcast_to(self.upstream, self.problem.shape).reshape(-1).astype(np.float64)
         return rows / self.normalizer()
 
     def commonest_targets(self, count: int = 10) -> NDArray[np.int64]:
-        """The ids that most tokens have: their rows of dW hold the largest sums."""
+        """The most frequent ids. Their rows of dW hold the largest sums."""
         target = self.target.reshape(-1)
         ids, counts = np.unique(target[target != self.problem.options.ignore_index], return_counts=True)
         return ids[np.argsort(-counts, kind="stable")[:count]]
@@ -142,7 +142,7 @@ def _make_case(problem: Problem) -> Case:
 def _drawn_targets(
     o: LossOptions, x: Floats, w: Floats, b: Floats | None, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """An id for every token, drawn from the model's own softmax."""
+    """One id per token, drawn from the model's own softmax."""
     z = o.logit_scale * (x @ w.T + (0.0 if b is None else b))
     z = z if o.softcap is None else o.softcap * np.tanh(z / o.softcap)
     p = np.exp(z - z.max(axis=1, keepdims=True)).cumsum(axis=1)
@@ -153,7 +153,7 @@ def _drawn_targets(
 def _apply_recipe(
     recipe: Recipe, x: Floats, w: Floats, b: Floats | None, y: NDArray[np.int64]
 ) -> tuple[Floats, Floats, Floats | None]:
-    """Bend random data into a hard case; the recipes that steer logits use an extra direction, the last hidden axis."""
+    """Turn random data into the recipe's case. x, w and y are changed in place."""
     tokens, size = x.shape
     vocab = w.shape[0]
     if recipe == "shifted_up":
@@ -164,20 +164,20 @@ def _apply_recipe(
         b = np.zeros(vocab) if b is None else b
         b[-1] = -np.inf
         y[:] = y % (vocab - 1)
-    elif recipe == "banned":  # no target of theirs; one is id 0, which stands for an ignored token's
+    elif recipe == "banned":  # no target is a banned id; id 0, which stands for an ignored token's, is banned
         b = np.zeros(vocab) if b is None else b
         b[::7] = -np.inf
         y[:] = np.where(y % 7 == 0, y % (vocab - 1) + 1, y)
         y[:] = np.where(y % 7 == 0, 1, y)
-    elif recipe == "trained":  # a Zipf distribution along one axis of the hidden states: what most heads learn first
+    elif recipe == "trained":  # one hidden axis gives a Zipf distribution, which most heads learn first
         x[:, 0], w[:, 0] = 3.0, -np.log(np.arange(1, vocab + 1.0)) / 3.0
     elif recipe == "tied":  # two classes at 2²⁴, the others at 0
         x[:], w[:] = 0.0, 0.0
         x[:, 0], w[:2, 0] = 2.0**12, 2.0**12
         y[:] = np.arange(tokens) % 2
     elif recipe in ("confident", "confident_wrong"):
-        # Targets cycle over few classes; token i's class direction is an axis of its own, so that the class's logit is
-        # the product of two numbers, and all other logits are 0.
+        # Targets cycle over a few classes. Each class has a hidden axis of its own: its logit is one product of two
+        # numbers, and all other logits are 0.
         classes = min(size, vocab - 1, 8)
         y[:] = np.arange(tokens) % classes
         x[:], w[:] = 0.0, 0.0

@@ -1,9 +1,9 @@
-"""The target-anchored chunk in NumPy float64: every option, every gradient. Slow, and the truth the others are held to.
+"""Every option and every gradient in NumPy float64. Slow; all other implementations are compared with it.
 
-It follows docs/design.md line by line: exponentials anchored at the target's logit, rows whose exponent would overflow
-anchored at their maximum, row factors that never touch the matrix, rank-one corrections for label smoothing. Inputs of
-any dtype (bfloat16 through ml_dtypes) are converted to float64 first. Nothing here is chunked in vocabulary order: the
-order changes no value.
+It follows docs/design.md line by line. Exponentials are anchored at the target's logit. A row whose exponent would
+overflow is anchored at its maximum. Row factors never touch the matrix, and label smoothing is a rank-one correction.
+Inputs of any dtype (bfloat16 through ml_dtypes) are converted to float64 first. Only tokens are chunked: the order of
+chunks changes no value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Stats = TokenStats[NDArray[np.generic]]
 
 @dataclasses.dataclass(frozen=True)
 class LossResult:
-    """Loss (scalar, or [...] for "none"), gradients of Σ loss · upstream, and statistics."""
+    """The loss (scalar, or [...] for "none"), the gradients of Σ loss · upstream, and the statistics."""
 
     loss: Array
     hidden_grad: Array
@@ -32,7 +32,7 @@ class LossResult:
 
 @dataclasses.dataclass(frozen=True)
 class LogitsResult:
-    """Loss (scalar, or [...] for "none"), the gradient of Σ loss · upstream in the given logits, and statistics."""
+    """The loss (scalar, or [...] for "none"), the logits' gradient of Σ loss · upstream, and the statistics."""
 
     loss: Array
     logits_grad: Array
@@ -41,7 +41,7 @@ class LogitsResult:
 
 @dataclasses.dataclass(frozen=True)
 class LogProbResult:
-    """log p(target) and entropy, [...] each, and the gradients of their sums weighted by the upstream gradients."""
+    """log p(target) and the entropy, [...] each, and the gradients of their sums times the upstream gradients."""
 
     log_prob: Array
     entropy: Array
@@ -187,7 +187,7 @@ def cross_entropy(
     upstream: ArrayLike = 1.0,
     chunk: int = 128,
 ) -> LogitsResult:
-    """:func:`linear_cross_entropy` on logits that are given: they take the place of hidden weightᵀ + bias."""
+    """:func:`linear_cross_entropy` of logits that exist: they replace hidden weightᵀ + bias."""
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature)  # type: ignore[arg-type]
     nothing = np.zeros((np.shape(logits)[-1], 1))
     inputs = _inputs(np.zeros((np.size(target), 1)), nothing, target, None, token_weight, class_weight, ignore_index)
@@ -236,7 +236,7 @@ def _inputs(
 
 
 def _norm(inputs: _Inputs, options: LossOptions, normalizer: ArrayLike | None) -> float:
-    """What the sum of the token losses is multiplied by; 0 when no token counts."""
+    """The factor of the sum of the token losses; 0 when no token counts."""
     if options.reduction != "mean":
         return 1.0
     if normalizer is not None:
@@ -260,14 +260,14 @@ def _anchored(r: Array, y: NDArray[np.int64], options: LossOptions) -> _Chunk:
     if options.softcap is not None:
         z = options.softcap * np.tanh(z / options.softcap)
     a = z[index, y]
-    with np.errstate(invalid="ignore", over="ignore"):  # a row of NaN or −inf makes NaN, its own and no other's
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN or −inf in a row gives NaN in that row alone
         highest = z.max(axis=1)
         anchor = np.where(highest - a > RESCUE_NATS, highest, a)
         e = np.exp(z - anchor[:, None])
         e[index, y] = 0.0
         e_target = np.exp(a - anchor)
         s = e.sum(axis=1)
-        # log1p keeps full relative accuracy where p is near 1; a re-anchored row is far from there.
+        # log1p keeps full relative accuracy where p is near 1. In a row that is anchored at its maximum p is small.
         nll = np.where(anchor == a, np.log1p(s), (anchor - a) + np.log(s + e_target))
         lse = np.where(anchor == a, a + np.log1p(s), anchor + np.log(s + e_target))
     return _Chunk(z, e, anchor, e_target, s, a, nll, lse)
@@ -304,14 +304,14 @@ def _stats_rows(inputs: _Inputs, rows: slice, part: _Chunk) -> Stats:
 
 
 def _shaped_stats(parts: list[Stats], shape: tuple[int, ...]) -> Stats:
-    """The parts joined, in their dtypes; no part where there is no token."""
+    """The chunks' statistics joined, in their dtypes. Without a token there is no chunk."""
     columns = zip(*parts, strict=True) if parts else ([np.zeros(0)] for _ in STATISTICS)
     rows = zip(columns, STATISTICS.values(), strict=True)
     return TokenStats(*(np.concatenate(column).reshape(shape).astype(row.dtype or np.float64) for column, row in rows))
 
 
 def _logit_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> Array:
-    """∂ Σ g ℓ / ∂r: g (α p_j − (ε/V) k_j − β δ_jy) times the slope; p − 1 at the target is −s / Σ, not a difference."""
+    """∂ Σ g ℓ / ∂r: g (α p_j − (ε/V) k_j − β δ_jy) times the slope. At the target p − 1 is −s / Σ, no difference."""
     y, k, valid = inputs.y[rows], inputs.k, inputs.valid[rows]
     index = np.arange(y.size)
     smooth = options.label_smoothing / k.size
@@ -329,7 +329,7 @@ def _products(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, 
     k, x = inputs.k, np.where(inputs.valid[rows, None], inputs.x[rows], 0.0)
     e, u = _matrix(inputs, rows, options, part, g)
     dx, dw, db = u[:, None] * (e @ inputs.w), e.T @ (u[:, None] * x), e.T @ u
-    if options.label_smoothing and options.separable:  # rank one: the same −(ε/V) t g k_j in every column
+    if options.label_smoothing and options.separable:  # −(ε/V) t g k_j has rank one
         smooth = options.label_smoothing / k.size
         dx = dx - smooth * g[:, None] * (k @ inputs.w)
         dw = dw - smooth * np.outer(k, g @ x)
@@ -338,7 +338,7 @@ def _products(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, 
 
 
 def _matrix(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> tuple[Array, Array]:
-    """E and u, dz = u ⊙ E but for smoothing's rank-one part. Softcap with smoothing is not separable: E = dz, u = 1."""
+    """E and u with dz = u ⊙ E, without smoothing's rank-one part. Softcap and smoothing together: E = dz, u = 1."""
     y, k, valid = inputs.y[rows], inputs.k, inputs.valid[rows]
     index = np.arange(y.size)
     smooth = options.label_smoothing / k.size

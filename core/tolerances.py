@@ -22,20 +22,19 @@ TINY = {"float64": 1e-13, "float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5}
 # Largest relative error of the target's logit gradient at any confidence, and of the loss of a confident token.
 TARGET_GRADIENT = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}
 
-# Of gradients of small random problems that the rule's ideal path is not made for, beside float64 or another call:
-# what one rounding to the dtype, and one of an operand, add. Losses and values per token are float32 for every dtype.
+# Gradients of small random problems, compared with float64 or another call, where the ideal path says little: one
+# rounding to the dtype and one of an operand. Losses and values per token are float32 for every dtype.
 GRADIENT = {"float64": 1e-12, "float32": 1e-6, "float16": 5e-4, "bfloat16": 4e-3}
 
-# What one rounding, and in float32 the order of a sum, may add to one element of a random problem's gradient.
+# One element of a random problem's gradient: one rounding, and in float32 the order of a sum.
 ROUNDING = {"float64": 1e-13, "float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
-# Of the losses on top of values per token, and of their gradients: what comes through a loss of many tokens has one
-# rounding to the dtype, and one of its operands on the way.
+# Losses on top of values per token, and their gradients: one rounding to the dtype and one of an operand.
 ON_TOP_LOSS = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-6, "bfloat16": 2e-6}
 ON_TOP_GRADIENT = {"float64": 1e-12, "float32": 5e-6, "float16": 1.5e-3, "bfloat16": 1e-2}
 
-# AReaL's own table for its fused log-probabilities, absolute and relative tolerance at once: of the forward by dtype,
-# of float32 with a temperature, and of float32 gradients; of a large weight gradient the absolute one alone.
+# AReaL's own table for its fused log-probabilities. Each number is both an absolute and a relative tolerance; for a
+# large weight gradient it is absolute only.
 AREAL = {
     "forward float32": 1e-5,
     "forward bfloat16": 2e-2,
@@ -46,17 +45,17 @@ AREAL = {
     "backward weight large": 5e-4,
 }
 
-# Of dW and of its commonest targets' rows, in place of RATIO: a dW that is rounded once has at most this.
+# Replaces RATIO for a dW that is rounded once, and for the rows of its commonest targets.
 ROUNDED_ONCE = 1.1
 
-# Relative, of float32 values that several operations amplify: powers, differences of logits near 200, a training step.
+# Relative: float32 values that several operations amplify (powers, differences of logits near 200, a training step).
 CHAIN = 1e-5
-# Relative, of what is left where numbers a thousand times as large cancel.
+# Relative: what is left where numbers a thousand times as large cancel.
 CANCELLED = 1e-4
-# Relative, of what rests on logits near 200 or on float16 inputs: three digits.
+# Relative: values from logits near 200 or from float16 inputs have three digits.
 THREE_DIGITS = 1e-3
 
-# Element by element, as the frameworks' own assert functions take them: relative and absolute tolerance.
+# Per element: relative and absolute tolerance, as the frameworks' own assert functions take them.
 ELEMENTS = {
     "the same sums": {"rtol": 1e-6, "atol": 1e-7},
     "compiled": {"rtol": 1e-5, "atol": 1e-7},
@@ -72,10 +71,10 @@ ELEMENTS = {
     "bfloat16 products": {"rtol": 0.05, "atol": 0.1},
     "float64": {"rtol": 1e-10, "atol": 1e-12},
 }
-# Of a slope beside a quotient of float64 differences, as pytest.approx takes them.
+# A slope beside a quotient of float64 differences, as pytest.approx takes them.
 DIFFERENCES = {"rel": 1e-5, "abs": 1e-6}
 
-# Each of one test, named for what it compares there. Errors are relative unless the name says otherwise.
+# Each for one test, named for what it compares. Errors are relative unless the name says otherwise.
 BOUND = {
     # test_reference.py: explicit full logits lose log 2 beside 2^24, and p - 1 near p = 1.
     "tied float64": 1e-8,
@@ -126,7 +125,7 @@ BOUND = {
     "logged": 1e-4,
 }
 
-# Between two implementations that both pass: the sum of their allowances is what they may differ by.
+# Two implementations that both pass may differ by the sum of their allowances.
 OUTPUTS = ("loss", "dhidden", "dweight", "dbias")
 # The rows of dweight that belong to the commonest targets of a problem with the tag "trained".
 COMMONEST = "dweight of the commonest targets"

@@ -1,8 +1,8 @@
-"""A call's arguments (and results) taken apart into arrays and constants.
+"""A call's arguments and results, split into arrays and constants.
 
-A pytree here is what ``jax.tree`` takes for one: dicts, lists, tuples, named tuples, None and registered classes,
-nested as you like. A leaf is an array, or a constant: a number, string, plan, function, … that becomes part of what is
-compiled.
+A pytree is what ``jax.tree`` calls one: dicts, lists, tuples, named tuples, None and registered classes, nested at
+will. A leaf is an array or a constant. A constant (a number, a string, a plan, a function) becomes part of the compiled
+program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pytree = Any
 
 
 class _Hole:
-    """Where an array was taken out."""
+    """The place of an array in a layout."""
 
     def __repr__(self) -> str:
         return "<array>"
@@ -39,7 +39,7 @@ HOLE = _Hole()
 class Layout:
     """(args, kwargs) without their arrays. Hashable: equal layouts call the same compiled function.
 
-    Constants are equal when type and value are: 1, 1.0 and True are three, and so are 0.0 and −0.0.
+    Constants are equal if both type and value are: 1, 1.0 and True differ, and so do 0.0 and −0.0.
     """
 
     tree: jax.tree_util.PyTreeDef
@@ -47,7 +47,7 @@ class Layout:
     key: tuple[Hashable, ...]
 
     def join(self, arrays: Sequence[object]) -> tuple[Args, Kwargs]:
-        """(args, kwargs) with ``arrays`` in the places of the holes, in order."""
+        """(args, kwargs) with ``arrays`` in their places, in order."""
         waiting = iter(arrays)
         leaves = [next(waiting) if leaf is HOLE else leaf for leaf in self.leaves]
         args, kwargs = jax.tree.unflatten(self.tree, leaves)
@@ -57,10 +57,10 @@ class Layout:
 def split(
     args: Args, kwargs: Kwargs, is_array: Callable[[object], TypeGuard[A]], wanted: str
 ) -> tuple[list[A], Layout]:
-    """The arrays of a call in order, and the layout that is left.
+    """The arrays of a call in order, and the layout of the rest.
 
-    Raises TypeError, naming the place, for a leaf that is neither an array (``wanted``: what to call those) nor
-    hashable.
+    Raises TypeError, with the place, for a leaf that is neither an array nor hashable. ``wanted``: the error's words
+    for an array.
     """
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_sparse)
     arrays: list[A] = []
@@ -102,7 +102,7 @@ def named(name: Callable[[int], str], number: int) -> Iterator[None]:
 
 
 def leaf_name(call: tuple[Args, Kwargs], index: int) -> str:
-    """The same for the ``index``-th leaf of (args, kwargs)."""
+    """What the caller calls the ``index``-th leaf of (args, kwargs)."""
     path = jax.tree_util.tree_flatten_with_path(call, is_leaf=is_sparse)[0][index][0]
     side, place, rest = path[0], path[1], path[2:]
     first = f"argument {place.idx}" if side.idx == 0 else str(place.key)
@@ -110,5 +110,5 @@ def leaf_name(call: tuple[Args, Kwargs], index: int) -> str:
 
 
 def is_sparse(value: object) -> bool:
-    """JAX's sparse matrices are pytrees of their parts; taken apart they would mean something else."""
+    """Whether this is one of JAX's sparse matrices. They are pytrees, but their parts alone mean something else."""
     return type(value).__module__.startswith("jax.experimental.sparse")

@@ -1,6 +1,6 @@
-"""torch inside compiled JAX: callbacks to the host.
+"""torch inside compiled JAX, by callbacks to the host.
 
-While a callback runs nothing here computes or allocates in JAX, which can deadlock: it returns NumPy arrays.
+A callback computes and allocates nothing in JAX, because that can deadlock. It returns NumPy arrays.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from logitless.interop import dlpack
 from logitless.interop.arguments import Pytree
 from logitless.interop.torch_call import Call, Tape
 
-# All are shapes and dtypes, by name so that they are hashable.
+# Shape and dtype of each array. Dtypes are names, so that this is hashable.
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """On the host: arrays → the call's results, on ``device``."""
+    """The callback of a forward: arrays → the call's results, computed on ``device``."""
 
     call: Call
     device: str
@@ -41,9 +41,9 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
-    """On the host: arrays and the upstream gradients that are present → gradients of the wanted arrays.
+    """The callback of a backward: arrays and the upstream gradients that are present → gradients of the wanted arrays.
 
-    ``source``: a call, whose forward is run again, or the tape of an eager one (then ``arrays`` is 0).
+    ``source`` is a call, whose forward runs again, or the tape of an eager call. With a tape ``arrays`` is 0.
     """
 
     source: Call | Tape
@@ -94,7 +94,7 @@ def gradients_by_callback(
 
 
 def _device() -> str:
-    """Where torch computes: on the GPU if JAX does by default and torch can."""
+    """Where torch computes: on the GPU if JAX uses one by default and torch can, else on the CPU."""
     return "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -105,7 +105,7 @@ def _structs(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
 def _result_shapes(call: Call, arrays: Sequence[Array], device: str) -> tuple[Shapes, jax.tree_util.PyTreeDef]:
     """Shapes and JAX dtypes of the results, and their structure, from a run on fake tensors.
 
-    Raises RuntimeError when the function cannot run on those; ValueError for a result that JAX would round.
+    Raises RuntimeError if the function cannot run on fake tensors, ValueError for a result that JAX would round.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         fakes = [torch.empty(a.shape, dtype=getattr(torch, a.dtype.name), device=device) for a in arrays]
@@ -128,7 +128,7 @@ def _tensor(array: Array, device: str) -> Tensor:
 
 
 def _numpy(tensor: Tensor, shape: tuple[int, ...], dtype: str) -> NDArray[np.generic]:
-    """A result for the callback to return, of the shape and dtype that were promised; ValueError if it is another."""
+    """A result as the callback returns it. Raises ValueError unless it has the promised shape and fits the dtype."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"the function returned shape {tuple(tensor.shape)}, on fake tensors it was {shape}")
     plain = dlpack.exact(tensor.detach().resolve_conj().resolve_neg().cpu(), dtype).contiguous()

@@ -368,11 +368,16 @@ def _narrowed(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor | None:
 # --- JAX to torch ---------------------------------------------------------------------------------------------------
 
 
-def check_array(array: object) -> None:
-    """Raise what to_torch raises: for all but a concrete JAX array of an exchanged dtype, on one device it can use."""
+def check_array(array: jax.Array) -> None:
+    """Raise what to_torch raises for ``array``."""
+    _check_array_kind(array)
+    _check_array_state(array)
+
+
+def _check_array_kind(array: object) -> None:
+    """Refuse everything but a concrete JAX array of an exchanged dtype."""
     import jax
     import jax.numpy as jnp
-    import torch
 
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
@@ -385,6 +390,11 @@ def check_array(array: object) -> None:
         raise TypeError(f"array holds PRNG keys ({array.dtype}): exchange jax.random.key_data(array)")
     if array.dtype.name not in EXCHANGED_DTYPES:
         raise dtype_error("array", array.dtype.name)
+
+
+def _check_array_state(array: jax.Array) -> None:
+    import torch
+
     if array.is_deleted():
         raise ValueError(f"array of shape {array.shape} has been deleted, for example donated to a jitted function")
     devices: list[jax.Device] = sorted(array.sharding.device_set, key=lambda device: device.id)

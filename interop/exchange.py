@@ -1,4 +1,4 @@
-"""to_jax and to_torch of whole pytrees: state dicts, batches, nested containers, leaf by leaf by dlpack.py."""
+"""to_jax and to_torch for whole pytrees: state dicts, batches, nested containers. dlpack.py converts each leaf."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def to_torch(array: Pytree, *, copy: bool | None = None) -> Pytree:
 
 
 def _map(convert: Callable[..., object], tree: Pytree, copy: bool | None) -> Pytree:
-    """``convert`` on every leaf; an error in a container says at which place."""
+    """``convert`` of every leaf. An error inside a container says at which place."""
     dlpack.require_both(convert.__name__)
     import jax
 

@@ -1,8 +1,8 @@
-"""A torch function as a JAX function with a custom VJP: what interop.torch_in_jax returns.
+"""A torch function as a JAX function with a custom VJP: the work behind interop.torch_in_jax.
 
-Two ways to run it, chosen by what the arguments are:
+The arguments decide how it runs:
 
-    arrays   (eager)         torch runs now, on shared memory; autograd's graph waits in the VJP's residuals
+    arrays   (eager)         torch runs at once, on shared memory; autograd's graph waits in the VJP's residuals
     tracers  (jit, vmap, …)  a callback to the host (callback.py); the backward runs the forward again
 """
 
@@ -89,7 +89,7 @@ _value.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @jax.custom_jvp
 def _once(arrays: Tree) -> Tree:
-    """The arrays themselves, refusing a second derivative: torch's graph is not JAX's to differentiate."""
+    """The arrays themselves. A second derivative is refused, because JAX cannot differentiate torch's graph."""
     return arrays
 
 
@@ -110,7 +110,7 @@ def _traced(arrays: Iterable[object]) -> bool:
 
 
 def _check(array: Array, first: Array, name: Callable[[int], str], number: int) -> None:
-    """Refuse what cannot be exchanged, and arrays on another device than the first, under the caller's names."""
+    """Refuse an array that cannot be exchanged or lies on another device than the first, in the caller's names."""
     if isinstance(array, jax.core.Tracer):
         if array.dtype.name not in dlpack.EXCHANGED_DTYPES:
             raise TypeError(f"{name(number)}: {dlpack.dtype_error('array', array.dtype.name)}")

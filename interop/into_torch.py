@@ -1,15 +1,15 @@
-"""A JAX function as a differentiable torch function: what interop.jax_in_torch returns.
+"""A JAX function as a differentiable torch function: the work behind interop.jax_in_torch.
 
     forward   tensors → arrays (shared) → compiled fn, with its pullback where a gradient is wanted → tensors (shared)
     backward  upstream tensors → arrays → compiled pullback → gradients
 
-The pullback's residuals wait in torch's graph as saved tensors: freed when the graph is, moved by saved-tensor hooks,
-and checked for writes in place, also where they are the caller's own tensors, shared with JAX.
+The pullback's residuals wait in torch's graph as saved tensors. They are freed with the graph, moved by saved-tensor
+hooks, and checked for writes in place. That holds for the caller's own tensors, shared with JAX, too.
 
-On a GPU the order of streams follows from the exchange: JAX waits for torch's current stream before it reads an
-argument, and torch's current stream waits for JAX before anything after the call, since every call hands at least one
-result back. So arguments may be overwritten or freed as soon as the call has returned, as with any torch function, and
-need no lease (lifetime.py).
+On a GPU the exchange orders the streams. JAX waits for torch's current stream before it reads an argument. torch's
+current stream waits for JAX before it goes on after the call, because every call returns at least one result. So
+arguments may be overwritten or freed as soon as the call has returned, as with any torch function. They need no lease
+(lifetime.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WANTED = "a torch.Tensor or a jax.Array"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """What tracing one forward has found out. Compared by identity: there is one for each compiled forward."""
+    """What tracing a forward has found. Compared by identity: each compiled forward has one."""
 
     output_tree: jax.tree_util.PyTreeDef
     outputs: tuple[jax.ShapeDtypeStruct, ...]
@@ -50,7 +50,7 @@ class Traced:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """What a compiled forward returns: outputs, the residuals that are neither arguments nor outputs, and Traced."""
+    """What a compiled forward returns. ``extra``: the residuals that are neither arguments nor outputs."""
 
     outputs: tuple[Array, ...]
     extra: tuple[Array, ...]
@@ -109,7 +109,7 @@ class JaxInTorch:
         return jax.tree.map(jnp.asarray, self.fn(*args, **kwargs))
 
     def _forward(self, layout: Layout, wanted: tuple[int, ...], arrays: tuple[Array, ...]) -> Forward:
-        """Outputs and the pullback in parts. Traced by hand first, to see which residuals need not be returned."""
+        """The outputs, and the residuals of the pullback. A first trace shows which residuals need not be returned."""
 
         def with_pullback(arrays: Sequence[Array]) -> Pytree:
             def of_wanted(chosen: Sequence[Array]) -> Pytree:
@@ -160,7 +160,7 @@ class JaxInTorch:
         return arrays, checks
 
     def _cast(self, signature: inspect.Signature, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """What torch.autocast does to the arguments of a matrix product, for the named parameters."""
+        """The named parameters cast as torch.autocast casts a matrix product's arguments."""
         bound = signature.bind(*args, **kwargs)
         for name in self.autocast:
             if name in bound.arguments:
@@ -187,7 +187,7 @@ class _Context(torch.autograd.function.FunctionCtx):
 
 
 class _Call(torch.autograd.Function):
-    """One call of the bridge that is differentiated; outputs and gradients flat."""
+    """One differentiated call of the bridge. Outputs and gradients are flat."""
 
     @staticmethod
     def forward(
@@ -256,9 +256,9 @@ def _pull_back(
 def _keep(
     result: Forward, arrays: list[Array], tensors: Sequence[Tensor | None], outputs: Sequence[Tensor]
 ) -> tuple[list[int | tuple[Array]], list[Tensor]]:
-    """The residuals: numbers of what torch is to save, and one-tuples of what only JAX can hold.
+    """The residuals: an index into the tensors that torch saves, or a one-tuple of an array that only JAX can hold.
 
-    What shares memory with an argument or an output is saved as that tensor, whose writes in place torch counts.
+    A residual that shares memory with an argument or an output is saved as that tensor: torch counts writes to it.
     """
     kept: list[int | tuple[Array]] = []
     saved: list[Tensor] = []
@@ -283,7 +283,7 @@ def _keep(
 
 
 def _config() -> list[Callable[[], AbstractContextManager[object]]]:
-    """The settings of this thread that change what a backward computes; torch may run it in another thread."""
+    """This thread's settings that change a backward's numbers. torch may run the backward in another thread."""
     x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     promotion = jax.config.jax_numpy_dtype_promotion  # type: ignore[attr-defined]
     return [
@@ -298,7 +298,7 @@ def _is_array(value: object) -> TypeGuard[Tensor | Array]:
 
 
 def _autocast(value: object) -> object:
-    """A floating tensor in autocast's dtype where autocast is on for its device; float64 stays, as in torch."""
+    """A floating tensor in autocast's dtype, if autocast is on for its device. float64 stays, as in torch."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
         return value
     kind = value.device.type
