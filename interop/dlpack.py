@@ -1,9 +1,14 @@
-"""Exchange of single arrays by DLPack: shared memory where possible, otherwise an error or a stated copy.
+"""Exchange of single arrays by DLPack: shared memory where possible, else an error or a documented copy.
 
-The frameworks' own ``from_dlpack`` is safe only for plain inputs. Without an error it drops a pending negation and a
-forward-mode tangent, reads garbage from fake and freed tensors, turns 4-bit integers into bytes, wraps int64 and rounds
-float64 when JAX's x64 mode is off, and copies a misaligned buffer after it has returned. So everything is checked here
-first, and every copy is made here, finished before the function returns.
+The frameworks' own ``from_dlpack`` is safe only for plain inputs. Without an error it
+
+- drops a pending negation and a forward-mode tangent,
+- reads garbage from fake and freed tensors,
+- turns 4-bit integers into bytes,
+- wraps int64 and rounds float64 while JAX's x64 mode is off,
+- copies a misaligned buffer after it has returned.
+
+So everything is checked here first, and every copy is made here, before the function returns.
 """
 
 from __future__ import annotations
@@ -22,20 +27,20 @@ if TYPE_CHECKING:
     import torch
 
 # The dtypes that both frameworks hold and both DLPack exporters describe; torch and JAX give them the same names.
-# An allow-list, because torch exports its 1- to 7-bit integers as whole bytes and says nothing.
+# A list of what is allowed, because torch exports its 1- to 7-bit integers as whole bytes without a word.
 EXCHANGED_DTYPES = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
     "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
     "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
 )  # fmt: skip
 
-# What JAX makes of the wide dtypes while its x64 mode is off, with the range of the integers that survive it.
+# What JAX makes of the wide dtypes while its x64 mode is off, and the range of integers that fit.
 _NARROWED = {"int64": ("int32", -(2**31), 2**31 - 1), "uint64": ("uint32", 0, 2**32 - 1)}
 _ROUNDED = {"float64": "float32", "complex128": "complex64"}
 
 _ENABLE_X64 = 'jax.config.update("jax_enable_x64", True)'
 
-# JAX's CPU client takes over only buffers that start on such a boundary (bytes); torch's allocator always gives one.
+# JAX's CPU client shares only buffers that start on such a boundary (bytes). torch's allocator always gives one.
 _JAX_CPU_ALIGNMENT = 64
 
 _Arguments = ParamSpec("_Arguments")
@@ -43,9 +48,9 @@ _Result = TypeVar("_Result")
 
 
 def keeps_current_device(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """``function``, after which torch's current device is what it was before.
+    """``function``, which leaves torch's current device as it was.
 
-    CUDA knows one current device a thread, torch's; JAX leaves current there whichever GPU it used last.
+    CUDA has one current device per thread, which torch relies on. JAX leaves it at whichever GPU it used last.
     """
 
     @functools.wraps(function)
@@ -63,7 +68,7 @@ def keeps_current_device(function: Callable[_Arguments, _Result]) -> Callable[_A
 def to_jax(tensor: torch.Tensor, *, copy: bool | None = None, lease: bool = True) -> jax.Array:
     """The same values as a ``jax.Array`` on the same device, bit for bit.
 
-    See :func:`logitless.interop.to_jax`, which takes pytrees too. ``lease=False``: on a GPU the caller sees to it that
+    See :func:`logitless.interop.to_jax`, which takes pytrees too. ``lease=False``: on a GPU the caller makes sure that
     the memory outlives JAX's use of it.
     """
     require_both("to_jax")
@@ -75,8 +80,7 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None, lease: bool = True
     _check_tensor_device(tensor)
     _check_tensor_state(tensor)
     source = _shareable(tensor, copy)
-    # copy=False: whatever JAX cannot take over as it is must fail, for JAX's own copy may still be reading the source
-    # after it has returned.
+    # copy=False: what JAX cannot share must fail, because JAX's own copy may still read the source after the return.
     on_gpu = source.device.type == "cuda"
     with torch.cuda.device(source.device) if on_gpu else nullcontext():  # torch exports from its current device only
         leased = leased_to_jax(source) if on_gpu and lease else source
@@ -85,10 +89,10 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None, lease: bool = True
 
 
 def share(tensor: torch.Tensor, *, lease: bool = True) -> jax.Array:
-    """to_jax for the bridges, which see to gradients themselves: detached, and contiguous where it must be.
+    """to_jax for the bridges, which handle gradients themselves: detached, and contiguous where it must be.
 
-    What to_jax refuses for its layout in memory (steps, expanded, pending conjugation) is copied, as torch's own
-    functions do. Raises what to_jax raises for everything else.
+    to_jax refuses some layouts in memory (steps, expanded, a pending conjugation). Here they are copied, as torch's own
+    functions do. For everything else this raises what to_jax raises.
     """
     import torch
 
@@ -111,8 +115,7 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
 
     _check_copy(copy)
     check_array(array)
-    # The copy is made by JAX, not by torch's clone: the result then owns memory that no other array shares, however
-    # soon the source is dropped.
+    # JAX makes the copy, not torch's clone: then the result owns its memory alone, however soon the source is dropped.
     tensor = from_dlpack(array.copy() if copy else array)
     return leased_to_torch(tensor) if tensor.is_cuda else tensor
 
@@ -165,7 +168,7 @@ def _check_tensor_kind(tensor: object) -> None:
         kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
         remedy = "torch.nested.to_padded_tensor" if tensor.is_nested else ".to_dense()"
         raise ValueError(f"tensor must be strided, got {kind}: convert it first, for example with {remedy}")
-    # DLPack would export the storage behind a subclass, whatever the subclass makes of it.
+    # DLPack would export a subclass's storage, whatever the subclass makes of it.
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(
             f"tensor must be a plain torch.Tensor or torch.nn.Parameter, got the subclass {type_name(tensor)}: take "
@@ -198,7 +201,7 @@ def _check_tensor_device(tensor: torch.Tensor) -> None:
 
 
 def _check_tensor_state(tensor: torch.Tensor) -> None:
-    """Refuse a tensor that means more than, or something else than, the bytes in its memory."""
+    """Refuse a tensor whose memory does not say all that it means."""
     from torch.autograd import forward_ad
 
     try:
@@ -226,10 +229,10 @@ def _check_tensor_state(tensor: torch.Tensor) -> None:
 
 
 def _shareable(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor:
-    """``tensor`` itself if JAX can take over its memory, else a finished copy of it; ValueError if neither may be.
+    """``tensor`` itself if JAX can share its memory, else a finished copy. Raises ValueError if neither is allowed.
 
-    Every copy is made by torch: when this returns it is complete, or on a GPU in the stream's order. JAX's own copy of
-    a misaligned buffer goes on in the background and picks up what the caller writes to the tensor afterwards.
+    torch makes every copy: it is complete when this returns, or on a GPU in the stream's order. JAX's own copy of a
+    misaligned buffer would go on in the background, and see what the caller writes to the tensor afterwards.
     """
     import torch
 
@@ -254,7 +257,7 @@ def _shareable(tensor: torch.Tensor, copy: bool | None) -> torch.Tensor:
 
 
 def fills_one_block(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie side by side in memory, each once, in some order of the axes."""
+    """Whether the elements lie side by side in memory, each once, with the axes in any order."""
     if tensor.numel() == 0:
         return True
     expected = 1
@@ -268,7 +271,7 @@ def fills_one_block(tensor: torch.Tensor) -> bool:
 
 
 def jax_dtype(tensor: torch.Tensor) -> str:
-    """The dtype that a tensor's values have in JAX: its own, or the 32-bit integer while x64 is off.
+    """The dtype of a tensor's values in JAX: its own, or a 32-bit integer while x64 is off.
 
     Raises TypeError for a dtype that cannot be exchanged, ValueError for one that JAX would round.
     """
@@ -288,7 +291,7 @@ def jax_dtype(tensor: torch.Tensor) -> str:
 
 
 def exact(tensor: torch.Tensor, target: str) -> torch.Tensor:
-    """``tensor`` in the dtype that jax_dtype gave; ValueError for an integer that does not fit."""
+    """``tensor`` in the dtype that jax_dtype gave. Raises ValueError for an integer that does not fit."""
     if dtype_name(tensor) == target:
         return tensor
     outside = _outside(tensor)
@@ -298,8 +301,10 @@ def exact(tensor: torch.Tensor, target: str) -> torch.Tensor:
 
 
 def exact_later(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """What JAX takes of ``tensor``, and on a GPU, where the values' range is not known yet, what raises if they do not
-    fit: to be called when the work on them has been given to the device, which need not wait for the host then."""
+    """``tensor`` in a dtype that JAX takes, and on a GPU a check of its values, which raises if one does not fit.
+
+    Call the check after the work on the tensor has been enqueued. Then the device need not wait for the host.
+    """
     import torch
 
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_nested

@@ -1,12 +1,12 @@
 """On a GPU: shared memory goes back to its allocator only when the other framework's stream has passed its last use.
 
 Both allocators hand freed memory out again at once, because all their own work is in one stream's order. The other
-framework's work is not: a tensor of JAX's memory, dropped right after ``y = tensor @ w``, would be overwritten by JAX's
-next result while torch's product still waits to run; and the same the other way round. (On a CPU neither can happen:
-torch computes synchronously, and JAX holds its inputs until it has read them.)
+framework's work is not. Take a tensor of JAX's memory that is dropped right after ``y = tensor @ w``: JAX's next result
+would overwrite it while torch's product still waits to run. The same can happen the other way round. (On a CPU neither
+can happen: torch computes synchronously, and JAX holds its inputs until it has read them.)
 
-So what is shared on a GPU is owned by a lease. When the receiver drops it, the lease hands the memory to a thread that
-waits until the receiver's stream has come to this point, and only then lets go. The host never waits, but at its exit.
+So a lease owns what is shared on a GPU. When the receiver drops it, the lease hands the memory to a thread. The thread
+waits until the receiver's stream has reached this point, and only then frees the memory. The host waits only at exit.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     import jax
     import torch
 
-# Exported as plain integers of the same size, viewed as the real dtype afterwards: the interface knows no bfloat16.
+# The interface knows no bfloat16, so memory is exported as integers of the same size and viewed as the real dtype.
 _TYPES = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
 
 
 class Lease:
-    """CUDA memory that lives on until ``wait_for_last_use`` has returned, counted from when the lease was dropped.
+    """CUDA memory that outlives the lease until the receiver's last use of it has run.
 
     Args:
         tensor: what owns the memory, not empty.
-        last_use: called when the lease is dropped, in any thread, quickly; gives what the waiting thread has to call.
+        last_use: called when the lease is dropped, in any thread; must be quick. Returns what the waiting thread calls.
     """
 
     def __init__(self, tensor: torch.Tensor, last_use: Callable[[], Callable[[], object]]) -> None:
@@ -49,12 +49,12 @@ class Lease:
         }
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # else the frameworks that would be asked are taken apart already
+        if not ending():  # else the frameworks are gone already
             release_after(self.last_use(), self.tensor)
 
 
 def leased_to_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory (JAX's), to be let go when torch's streams have passed the point where torch dropped it."""
+    """The same memory (JAX's), freed when torch's streams have passed the point where torch dropped it."""
     import torch
 
     first = torch.cuda.current_stream(tensor.device)
@@ -69,7 +69,7 @@ def leased_to_torch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leased_to_jax(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory (torch's), to be let go when JAX's stream has passed the point where JAX dropped it."""
+    """The same memory (torch's), freed when JAX's stream has passed the point where JAX dropped it."""
     index = tensor.device.index
     return _through_lease(tensor, lambda: functools.partial(_wait_for_jax, index))
 
@@ -84,7 +84,7 @@ def _through_lease(tensor: torch.Tensor, last_use: Callable[[], Callable[[], obj
 
 
 def _wait_for_jax(device_index: int) -> None:
-    """Enqueue something on the device's compute stream and wait for it: what was enqueued before is done then."""
+    """Enqueue something on the device's compute stream and wait for it. Everything enqueued before is then done."""
     import jax
 
     (device,) = (device for device in jax.local_devices(backend="cuda") if device.local_hardware_id == device_index)
@@ -106,12 +106,12 @@ _log = logging.getLogger(__name__)
 _start = threading.Lock()
 _thread: threading.Thread | None = None
 _closed = False
-# Of the exit: a device that hangs is not waited for.
+# At exit, a device that hangs is waited for no longer than this.
 EXIT_SECONDS = 10.0
 
 
 def release_after(wait: Callable[[], object], memory: object) -> None:
-    """Hold ``memory`` until ``wait`` has returned, in a thread of its own; may be called from a finalizer."""
+    """Hold ``memory`` until ``wait`` has returned, in a thread of its own. A finalizer may call this."""
     _waiting.put((wait, memory))
     _ensure_thread()
 
@@ -136,13 +136,13 @@ def _release() -> None:
         wait, memory = item
         try:
             wait()
-        except Exception:  # the device is lost or the interpreter is going; its memory is then nobody's to protect
+        except Exception:  # the device is lost or the interpreter is ending: there is no memory left to protect
             _log.exception("waiting for the last use of shared memory failed")
         del wait, memory, item
 
 
 def _close() -> None:
-    """Let the thread end: a thread that waits in a framework's C++ when the interpreter goes aborts the process."""
+    """End the thread. One that still waits in a framework's C++ when the interpreter ends would abort the process."""
     global _closed
     _closed = True
     _waiting.put(None)

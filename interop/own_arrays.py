@@ -25,7 +25,7 @@ def load_case(path: str | Path, *, dtype: str | None = None, options: LossOption
     Args:
         path: ``.npz`` (numpy.savez) or ``.safetensors``, with hidden [..., D], weight [V, D], target [...] (any
             integers) and, if there is one, bias [V].
-        dtype: "bfloat16", "float16", "float32" or "float64": what the values are rounded to and computed in; None: the
+        dtype: "bfloat16", "float16", "float32" or "float64": the values are rounded to it and computed in it. None: the
             dtype of the file's arrays.
         options: of the loss; None: the mean of the plain loss.
 

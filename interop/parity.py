@@ -4,7 +4,7 @@ With T the float64 reference and B the ideal full-logits path of the dtype, an i
 
     error(K, T) ≤ RATIO · error(B, T) + TINY[dtype]         for loss, dhidden, dweight and dbias
 
-(:mod:`logitless.tolerances`). The reference itself is held, by the same rule (in float64 by float32's), against a
+(:mod:`logitless.tolerances`). The reference itself is compared, by the same rule (in float64 by float32's), with a
 second float64 computation that shares nothing with it: full logits, a row maximum, explicit gradients of the logits.
 """
 
@@ -47,7 +47,7 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One implementation's result. ``reason``: why it did not run, or how it failed; empty otherwise."""
+    """One implementation's result. ``reason``: why it did not run, or how it failed; else empty."""
 
     implementation: str
     status: Status
@@ -68,14 +68,14 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Nothing disagrees or fails, nothing asked for was skipped, and more than the reference has run."""
+        """No row disagrees or fails, no required one was skipped, and not only the reference has run."""
         ran = [row for row in self.rows if row.status == "agrees"]
         skipped = {row.implementation for row in self.rows if row.status == "skipped"}
         bad = any(row.status in ("disagrees", "fails") for row in self.rows) or bool(skipped & set(self.required))
         return not bad and any(row.implementation != "reference" for row in ran)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON; what is infinite or not a number becomes None."""
+        """Plain values for JSON. Infinities and NaN become None."""
         rows = []
         for row in self.rows:
             measures = {
@@ -98,7 +98,7 @@ class Comparison:
 def compare(
     problem: str | Problem | Case, implementations: Sequence[str] | Mapping[str, Runner] | None = None
 ) -> Comparison:
-    """Run implementations on the same bytes and hold each against float64.
+    """Run implementations on the same bytes and compare each with float64.
 
     Args:
         problem: a name of ``logitless.problems.PROBLEMS``, a Problem, or a Case (your own arrays:
@@ -168,8 +168,8 @@ def _row(name: str, runner: Runner, case: Case, truth: Outputs, ideal: Outputs) 
         return Row(
             name, "skipped", {}, "; ".join(f"{package} is not installed: {INSTALL[package]}" for package in missing)
         )
-    # The second float64 computation loses what full logits lose (log 2 at logits of 2²⁴), so it cannot judge to
-    # float64's own allowance.
+    # The second float64 computation loses what full logits lose (log 2 at logits of 2²⁴). float64's own allowance would
+    # be too small for it.
     dtype = "float32" if (name, case.problem.dtype) == ("reference", "float64") else case.problem.dtype
     ideal_errors = {output: error(ideal[output], truth[output]) for output in truth}
     try:
@@ -184,7 +184,7 @@ def _row(name: str, runner: Runner, case: Case, truth: Outputs, ideal: Outputs) 
         }  # fmt: skip
     except NotImplementedError as refusal:
         return Row(name, "skipped", {}, str(refusal))
-    except Exception as failure:  # whatever an implementation does wrong belongs in its row, beside the others
+    except Exception as failure:  # whatever an implementation does wrong belongs in its row
         return Row(name, "fails", {}, f"{type(failure).__name__}: {failure}")
     agrees = all(measure.passes for measure in measures.values())
     return Row(name, "agrees" if agrees else "disagrees", measures)

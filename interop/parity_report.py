@@ -22,7 +22,7 @@ NOTE = (
 
 
 def table(comparison: Comparison) -> Table:
-    """One row an implementation; errors in units of the ideal path's, or as they are where that makes none."""
+    """One row per implementation. Errors are in units of the ideal path's, or plain where that path makes none."""
     sizes = " × ".join(str(size) for size in comparison.sizes.values())
     grid = Table(title=f"{escape(comparison.problem)}: {sizes}, {comparison.dtype}", title_justify="left")
     grid.add_column("implementation", no_wrap=True)
@@ -37,7 +37,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def notes(comparisons: Sequence[Comparison]) -> str:
-    """How to read the tables, and why what did not run did not, each reason once."""
+    """How to read the tables, and why implementations did not run. Each reason stands once."""
     reasons = {
         f"{row.implementation} {row.status}: {escape(row.reason)}": None
         for comparison in comparisons
@@ -51,7 +51,7 @@ def _cell(measure: Measure | None) -> str:
     if measure is None:
         return "–"
     ratio = measure.in_ideal_errors
-    # Where the allowance is mostly its constant part, a ratio of two roundings says nothing.
+    # Where the allowance is mostly its constant part, the ratio of two roundings says nothing.
     tells = ratio is not None and measure.allowed <= 2 * RATIO * measure.ideal_error
     text = f"{ratio:.2f} ×" if tells else f"{measure.error:.1e}"
     return text if measure.passes else f"[red]{text}[/red]"

@@ -1,7 +1,7 @@
-"""Which residuals of a pullback are arguments or outputs of the function themselves.
+"""Which residuals of a pullback are arguments or outputs of the function itself.
 
-Compiled code returns a fresh buffer for every result, so a residual that is an argument passed through (the weight of a
-linear layer) would be copied. Looked up in the traced program instead, it need not be returned at all.
+Compiled code returns a fresh buffer for every result. So a residual that is only an argument passed through (the weight
+of a linear layer) would be copied. The traced program shows such residuals, and then they need not be returned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Source:
 
 
 def sources(program: Jaxpr, outputs: int) -> tuple[Source, ...]:
-    """Of each result of a jaxpr after its first ``outputs``: where to find it."""
+    """Where to find each result of a jaxpr after its first ``outputs``."""
     results = [_origin(program, variable) for variable in program.outvars]
     arguments = {id(variable): index for index, variable in enumerate(program.invars)}
     own = {id(variable): index for index, variable in reversed(list(enumerate(results[:outputs])))}
@@ -44,7 +44,7 @@ def sources(program: Jaxpr, outputs: int) -> tuple[Source, ...]:
 
 
 def _origin(program: Jaxpr, variable: Var | Constant) -> Var | Constant:
-    """The variable of ``program`` that ``variable`` is only another name of, followed through calls."""
+    """The variable of ``program`` for which ``variable`` is only another name. Calls are followed."""
     producers = {id(result): (step, place) for step in program.eqns for place, result in enumerate(step.outvars)}
     while id(variable) in producers:
         step, place = producers[id(variable)]

@@ -1,7 +1,7 @@
 """Loss and gradients of one case on every implementation, as float64 NumPy arrays, for the parity check.
 
-The reference and the two frameworks' backends run from the case's arrays; a bridge runs the other framework's function
-from this framework's arrays. Each implementation raises ImportError or NotImplementedError where it cannot run.
+The reference and both frameworks' backends run on the case's arrays. A bridge runs the other framework's function on
+this framework's arrays. An implementation that cannot run raises ImportError or NotImplementedError.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _options(case: Case) -> dict[str, Any]:  # keyword arguments of several type
 
 
 def _arrays(case: Case) -> dict[str, Floats]:
-    """The arguments that gradients are made of, by name."""
+    """The arguments that get gradients, by name."""
     arrays = {"hidden": case.hidden, "weight": case.weight}
     return arrays if case.bias is None else arrays | {"bias": case.bias}
 

@@ -41,7 +41,7 @@ class Call:
         return results, tree
 
     def run_with_graph(self, tensors: Sequence[Tensor], wanted: Sequence[int]) -> tuple[Tape, PyTreeDef]:
-        """The same, recording autograd's graph from the ``wanted`` arguments on."""
+        """As :meth:`run`, but autograd records the graph of the ``wanted`` arguments."""
         inputs = {number: tensors[number].requires_grad_() for number in wanted}
         with torch.enable_grad():
             results, tree = self.run(tensors)
@@ -50,13 +50,13 @@ class Call:
 
 @jax.tree_util.register_static
 class Tape:
-    """autograd's graph of one call. To JAX a pytree without arrays, compared by identity, that a residual can be."""
+    """autograd's graph of one call. JAX may keep it as a residual: a pytree without arrays, compared by identity."""
 
     def __init__(self, results: list[Tensor], inputs: dict[int, Tensor], count: int) -> None:
         self.results, self.inputs, self.count = results, inputs, count
 
     def gradients(self, upstream: Sequence[Tensor | None], *, keep: bool) -> list[Tensor]:
-        """Gradients of the inputs for these upstream gradients, one a result (None: zero), zeros where none arrives.
+        """Gradients of the inputs, zeros where none arrives. ``upstream``: one gradient per result, None for zero.
 
         JAX's gradient of a complex number is the conjugate of torch's. ``keep``: the graph can be used again.
         """

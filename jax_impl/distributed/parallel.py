@@ -1,17 +1,17 @@
 """What the devices of a mesh tell each other when each holds a slice of the vocabulary. Mirror of
 torch_impl/distributed/parallel.py.
 
-A device holds ``columns`` rows of the weight, in the order of the axis. Of a call it computes its own share; three
-things are shared, all of them through :class:`Shard`, whose methods do nothing where there is no axis:
+A device holds ``columns`` rows of the weight, in the order of the axis, and computes its own share of a call. Three
+things are shared, all through :class:`Shard`, whose methods do nothing without an axis:
 
     the anchors    Σ over devices: the owner of a target's row knows its logit, the others add 0       [N]
     the sums       the largest anchor of a row, then Σ over devices of what is relative to it          [C], per chunk
     dX             Σ over devices, in the accumulation dtype; scattered where tokens are sharded       [N, D]
 
-dW and db are each device's own. Everything is deterministic: the collectives are, and no decision is a device's own.
+dW and db are each device's own. Everything is deterministic: the collectives are, and no device decides alone.
 
-Types under ``jax.shard_map(check_vma=True)``: what has been summed over an axis is the same on all of its devices, and
-JAX knows it; a gradient is summed over exactly those axes over which it varies and its argument does not.
+Types under ``jax.shard_map(check_vma=True)``: JAX knows that a sum over an axis is the same on all of its devices. A
+gradient is summed over exactly those axes over which it varies and its argument does not.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def tracked() -> bool:
 
 
 def vary_over(array: Array, axes: frozenset[str]) -> Array:
-    """``array``, with a type that also varies over ``axes``."""
+    """``array`` with a type that varies over ``axes`` too."""
     missing = tuple(sorted(axes - varying(array)))
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def matched(gradient: Array, axes: frozenset[str]) -> Array:
-    """``gradient`` summed over the axes over which it varies and its argument does not; that varies over ``axes``."""
+    """``gradient`` summed over the axes over which it varies and its argument does not. ``axes``: the argument's."""
     over = tuple(sorted(varying(gradient) - axes))
     return vary_over(lax.psum(gradient, over) if over else gradient, axes)
 
@@ -74,7 +74,7 @@ class Shard:
     columns: int = 0
     """Rows of the weight on every device."""
     vocab: int = 0
-    """How many ids there are. The devices' rows beyond them are padding."""
+    """How many ids there are. Rows beyond them are padding."""
     sequence_parallel: bool = False
     """Whether hidden is cut along its tokens over the same axis."""
     batch_axes: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class Shard:
         return jnp.clip(self.vocab - self.first(), 0, self.columns) if self.padded else None
 
     def weights(self, class_weight: Array | None, dtype: DTypeLike) -> Array | None:
-        """Class weights, 0 for padding, which so takes no part in label smoothing."""
+        """Class weights, with 0 for padding, so that padding takes no part in label smoothing."""
         limit = self.limit()
         if limit is None:
             return class_weight
@@ -116,8 +116,11 @@ class Shard:
         return lax.all_gather(hidden, self.axis_name, axis=0, tiled=True) if self.sequence_parallel else hidden
 
     def scratch_bytes(self, tokens: int, hidden: int, itemsize: int) -> int:
-        """Bytes that a device holds beyond its plan's promise: its share of dX before the sum, all tokens' hidden
-        states under sequence parallelism, and the anchors' vectors."""
+        """Bytes that a device holds beyond its plan's promise.
+
+        They are its share of dX before the sum, all tokens' hidden states under sequence parallelism, and the vectors
+        of the anchors.
+        """
         if not self.active:
             return 0
         wide = max(4, itemsize)
@@ -128,24 +131,24 @@ class Shard:
         return lax.psum(tree, self.axis_name) if self.active else tree
 
     def largest(self, tree: Tree) -> Tree:
-        """The largest one of the devices, element by element."""
+        """The devices' maximum, per element."""
         return lax.pmax(tree, self.axis_name) if self.active else tree
 
     def winner(self, argmax: Array, here: Array) -> Array:
-        """The lowest id with the maximum. ``argmax``: of this device's rows; ``here``: whether it has the maximum."""
+        """The lowest id with the maximum. ``argmax``: this device's; ``here``: whether this device has the maximum."""
         if not self.active:
             return argmax
         lowest = lax.pmin(jnp.where(here, argmax + self.first(), _LAST), self.axis_name)
-        return jnp.where(lowest == _LAST, 0, lowest)  # none where a logit is NaN
+        return jnp.where(lowest == _LAST, 0, lowest)  # no device has it where a logit is NaN
 
     def batch_total(self, tree: Tree) -> Tree:
         """Σ over the devices of the batch."""
         return lax.psum(tree, self.batch_axes) if self.batch_axes else tree
 
     def reduce_hidden(self, gradient: Array, axes: frozenset[str]) -> Array:
-        """dX from the devices' shares of it; ``axes``: over which hidden varies.
+        """dX from the devices' shares. ``axes``: the axes over which hidden varies.
 
-        Where JAX knows of hidden as varying over the axis, every device has its own, and so its own gradient.
+        If hidden varies over the vocabulary's axis, every device has its own hidden, and so its own gradient.
         """
         if not self.active:
             return gradient
@@ -159,7 +162,7 @@ WHOLE = Shard()
 
 
 def make_shard(axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool, columns: int) -> Shard:
-    """The slice of a call, its arguments checked. Raises ValueError or TypeError."""
+    """This device's slice, from checked arguments. Raises ValueError or TypeError."""
     spec.check_flags(sequence_parallel=sequence_parallel)
     if axis_name is None:
         for name, value in (("vocab", vocab), ("sequence_parallel", sequence_parallel or None)):
@@ -187,7 +190,7 @@ def make_shard(axis_name: AxisName | None, vocab: int | None, sequence_parallel:
 
 
 def gathered_info(info: ArrayInfo, shard: Shard) -> ArrayInfo:
-    """The shape and dtype of hidden after it has been gathered."""
+    """The shape and dtype of hidden once it is gathered."""
     if not shard.sequence_parallel:
         return info
     if len(info.shape) < 2:

@@ -1,9 +1,9 @@
-"""The functions of :mod:`logitless.jax_impl.api` on arrays that lie on a mesh: jax.shard_map done for the caller.
+"""The functions of :mod:`logitless.jax_impl.api` on arrays that lie on a mesh: jax.shard_map, done for the caller.
 
-Forward and backward are a jax.shard_map each, and no derivative is taken through either: what crosses the devices is
-written down here and in :mod:`logitless.jax_impl.distributed.parallel`, and the kernels, which JAX cannot check
-(``check_vma=False``), need not be. What the forward keeps for the backward stays where it was made: every array gets a
-first axis, one entry per device.
+Forward and backward are one jax.shard_map each, and no derivative is taken through either. All communication between
+devices is written here and in :mod:`logitless.jax_impl.distributed.parallel`. So JAX need not check the kernels, which
+it cannot (``check_vma=False``). What the forward keeps for the backward stays on its device: every such array gets a
+first axis with one entry per device.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Results = tuple[Array, TokenStats[Array] | Array | None]
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# Arguments of the functions inside jax.shard_map that the mesh says here.
+# Arguments of the functions inside jax.shard_map that follow from the mesh here.
 _OF_SHARD = ("axis_name", "vocab", "sequence_parallel")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which axes of a mesh cut what. Checked."""
+    """Which axes of a mesh cut which arguments. Checked."""
 
     mesh: Mesh
     vocab_axis: AxisName | None
@@ -82,7 +82,7 @@ class Layout:
         return math.prod(self.mesh.shape[name] for name in axes)
 
     def shard(self, rows: int) -> Shard:
-        """The slice of a device when the weight has ``rows`` rows in all."""
+        """A device's slice of a weight with ``rows`` rows in all."""
         if not self.vocab_axes:
             return Shard(batch_axes=self.data_axes)
         devices = self.devices(self.vocab_axes)
@@ -90,7 +90,7 @@ class Layout:
         return Shard(self.vocab_axes, devices, rows // devices, vocab, self.sequence_parallel, self.data_axes)
 
     def cuts(self) -> Arrays[tuple[str, ...]]:
-        """The axes that cut every argument along its first axis."""
+        """For each argument, the mesh axes that cut its first axis."""
         data, entries = self.data_axes, self.vocab_axes
         return Arrays(self.axes if self.sequence_parallel else data, entries, entries, data, data, entries, ())
 
@@ -98,7 +98,7 @@ class Layout:
         return Arrays(*(P(axes or None) for axes in self.cuts()))
 
     def check(self, arrays: RawArrays) -> None:
-        """Raise ValueError where a first axis cannot be cut."""
+        """Raise ValueError if a first axis cannot be cut."""
         for name, array, axes in zip(Arrays._fields, arrays, self.cuts(), strict=True):
             shape = tuple(getattr(array, "shape", ()))
             if array is None or not axes or (shape and shape[0] % self.devices(axes) == 0):
@@ -113,7 +113,7 @@ class Layout:
             raise ValueError(f"vocab: got {self.vocab!r}, allowed is 1 to the weight's {rows} rows")
 
     def placed(self, arrays: Arrays[Array]) -> Arrays[Array]:
-        """The arrays as they are to be cut, where the mesh's axes are Explicit; elsewhere the compiler moves them."""
+        """The arrays laid out as they will be cut, if the mesh has Explicit axes. Else the compiler moves them."""
         if AxisType.Explicit not in self.mesh.axis_types:
             return arrays
 
@@ -125,16 +125,16 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class _Setup:
-    """Everything about a call that is not an array: hashable."""
+    """Everything about a call that is not an array. Hashable."""
 
     layout: Layout
     rows: int
-    """Of the whole weight."""
+    """Rows of the whole weight."""
     request: Request
 
     @property
     def scalar(self) -> bool:
-        """Whether the loss is one number, summed over the data axes."""
+        """Whether the loss is one number, a sum over the data axes."""
         return self.request.reduction != "none"
 
     @property
@@ -214,7 +214,7 @@ def _run(layout: Layout, raw: RawArrays, request: Request) -> Results:
     layout.check(raw)
     checks.check_ids(raw.target, layout.vocab or raw.weight.shape[0], request.ignore_index)
     spec.check_backend(request.backend, BACKENDS)
-    checks.usable_backend(request.backend, raw)  # refused here, where it is known what the arrays lie on
+    checks.usable_backend(request.backend, raw)  # refuse here, where the arrays' devices are known
     setup, arrays = _Setup(layout, raw.weight.shape[0], request), layout.placed(as_jax(raw, raw.hidden.dtype))
     results: Results = _compiled(setup, arrays)
     return results
@@ -228,26 +228,26 @@ def sharded_linear_cross_entropy(
     vocab: int | None = None,
     sequence_parallel: bool = False,
 ) -> Callable[..., Array | tuple[Array, TokenStats[Array]]]:
-    """:func:`linear_cross_entropy` of arrays that lie on ``mesh``, each device working on its part of them.
+    """:func:`linear_cross_entropy` of arrays that lie on ``mesh``. Each device works on its part of them.
 
-    Returns a function with that function's arguments (without axis_name, vocab and sequence_parallel), results and
-    gradients, to be called outside of jax.shard_map: in jax.jit, or at once. The arrays are global ones; they are cut,
-    and moved if they lie otherwise, along their first axes:
+    Returns a function with the same arguments (without axis_name, vocab and sequence_parallel), results and gradients.
+    Call it outside of jax.shard_map, inside jax.jit or not. Its arrays are global. They are cut along their first axes,
+    and moved if they lie otherwise:
 
         hidden, target, token_weight        over data_axis (hidden over vocab_axis as well under sequence_parallel)
         weight, bias, class_weight          over vocab_axis
         the loss, the normalizer            on every device; reduction="none" and statistics as target
 
-    mean divides by the valid tokens of all devices. Gradients have their arguments' layout; dW and db are summed over
-    data_axis in the weight's dtype, dX over vocab_axis in the accumulation dtype. A ``plan`` is one device's.
+    mean divides by the valid tokens of all devices. Gradients have their arguments' layout. dW and db are summed over
+    data_axis in the weight's dtype, dX over vocab_axis in the accumulation dtype. A ``plan`` is for one device.
 
     Arguments:
         mesh: with Auto or Explicit axes.
         vocab_axis, data_axis: names of axes of the mesh, tuples of names, or None: not cut.
-        vocab: V where it is smaller than the weight's number of rows, which must be a multiple of the devices along
-            vocab_axis: the last rows are padding.
-        sequence_parallel: hidden is cut along its first axis over data_axis and vocab_axis, and gathered over
-            vocab_axis by every call.
+        vocab: V, if the weight's last rows are padding. The number of rows must be a multiple of the devices along
+            vocab_axis.
+        sequence_parallel: hidden is cut along its first axis over data_axis and vocab_axis. Every call gathers it over
+            vocab_axis.
 
     Raises ValueError or TypeError for an argument that does not fit the mesh; the returned function also as
     :func:`linear_cross_entropy`.

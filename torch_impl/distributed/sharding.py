@@ -1,7 +1,8 @@
-"""Calls that one device's graph cannot hold: a sharded vocabulary, DTensors, a buffer for dW, a deferred dW.
+"""Calls that a compiled graph cannot hold: a sharded vocabulary, DTensors, a buffer for dW, a deferred dW.
 
-Made ready as checks.py does, but for the parts: DTensors become local tensors, the ranks agree on what they were given,
-and the plan is for the largest shard. Then the same autograd functions run. torch.compile leaves its graph here.
+They are prepared as in checks.py, with three more steps. DTensors become local tensors, the ranks compare their
+arguments, and the plan is for the largest shard. Then the same autograd functions run. torch.compile leaves its graph
+here.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from logitless.torch_impl.distributed.parallel import Shard
 
 
 class _AddedToMainGrad(torch.autograd.Function):
-    """The weight itself, where Megatron's DistributedDataParallel waits for its gradient.
+    """The weight itself, for Megatron's DistributedDataParallel, which waits for the weight's gradient.
 
-    Megatron's hook runs when a parameter's .grad arrives, and with overlap_grad_reduce refuses None. As its own fused
-    kernels do: the parameter is marked, and gets a .grad that nobody reads, which the hook throws away.
+    Megatron's hook runs when a parameter's .grad arrives, and with overlap_grad_reduce it refuses None. So this does
+    what Megatron's own fused kernels do: it marks the parameter and gives it a .grad that the hook throws away.
     """
 
     @staticmethod
@@ -50,7 +51,7 @@ class _AddedToMainGrad(torch.autograd.Function):
 def values(
     arrays: Arrays, normalizer: Tensor | float | None, request: Request
 ) -> tuple[tuple[Tensor, ...], DeferredWeightGrad | None]:
-    """What :func:`autograd.values` gives, and what computes dW later, if asked for."""
+    """The results of :func:`autograd.values`, and what computes dW later, if asked for."""
     placed, call = _ready(arrays, normalizer, request)
     local, axis = placed.arrays, placed.token_axis
     if request.deferred:
@@ -60,12 +61,12 @@ def values(
         weight = _AddedToMainGrad.apply(local.weight, arrays.weight)  # type: ignore[no-untyped-call]
         local = local._replace(weight=weight)
     results = autograd.values(local, normalizer, call)
-    # The tokens' axes in the order they were given; a loss that is one number has none.
+    # The tokens' axes in the caller's order. A loss that is one number has none.
     return tuple(value.movedim(0, axis) if axis and value.dim() else value for value in results), call.deferred
 
 
 def _ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -> tuple[placements.Placed, Call]:
-    """Plain checked tensors, tokens' shared axis first, and the call on them. As :func:`checks.ready`."""
+    """The checked tensors, with the tokens' shared axis first, and the call on them. Like :func:`checks.ready`."""
     options = checks.loss_options(request)
     if request.group is not None:
         parallel.check_member(request.group)
@@ -98,7 +99,7 @@ def _ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) 
 def _checked(
     placed: placements.Placed, normalizer: Tensor | float | None, request: Request
 ) -> tuple[torch.dtype, Kind]:
-    """Every check that one rank can make alone; the dtype of the computation and the backend."""
+    """Make every check that one rank can make alone. Returns the dtype of the computation and the backend."""
     axis, hidden = placed.token_axis, placed.arrays.hidden
     ranks = 1 if axis is None else dist.get_world_size(placed.group)
     if axis is not None and isinstance(hidden, Tensor) and hidden.ndim < 2:
@@ -112,7 +113,7 @@ def _checked(
 
 
 def _check_buffer(into: object, weight: Tensor, dtype: torch.dtype, backend: Kind) -> None:
-    """accumulate_into: what dW may be added to."""
+    """Raise unless dW may be added to the tensor given as accumulate_into."""
     if not isinstance(into, Tensor):
         raise TypeError(f"accumulate_into: got {type(into).__name__}, allowed is a torch.Tensor")
     if into.shape != weight.shape:
@@ -150,7 +151,7 @@ def _dtype_of(tensor: Tensor | None) -> str:
 def _facts(
     placed: placements.Placed, dtype: torch.dtype, backend: Kind, request: Request, options: LossOptions
 ) -> dict[str, object]:
-    """What must be the same on every rank, words → value."""
+    """What must be the same on every rank, by its name in errors."""
     arrays = placed.tokens_first
     target = arrays.target
     ids: object = 0
@@ -184,7 +185,7 @@ FACTS = 18  # the length of _facts
 def _plan(
     arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: Kind, shard: Shard | None
 ) -> ChunkPlan:
-    """The plan for the largest shard, which every rank makes alike, cut to this rank's entries."""
+    """The plan for the largest shard, the same on every rank, cut to this rank's entries."""
     tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
     largest, budget = shard.largest if shard else vocab, request.memory_budget
     if request.plan is not None:
@@ -218,7 +219,7 @@ def _is_narrow(into: Tensor | None, dtype: torch.dtype) -> bool:
 
 
 def _check_adds(plan: ChunkPlan, request: Request, dtype: torch.dtype) -> None:
-    """A narrow buffer takes each entry's gradient in one addition, rounded once."""
+    """Raise ValueError if a narrow buffer would round a gradient more than once: it takes one addition per entry."""
     if request.into is not None and _is_narrow(request.into, dtype) and len(plan.token_slices) > 1:
         raise ValueError(
             f"plan: got one of {len(plan.token_slices)} chunks of tokens beside accumulate_into of "
