@@ -83,7 +83,7 @@ def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, in_place: b
 
     def launch(arguments: dict[str, Array]) -> Array:
         written = {"logits": reference(arguments["logits"])} if in_place else {}
-        return logits_kernels.gradient(row, arguments | written)
+        return logits_kernels.gradient(row, {**arguments, **written})
 
     dz: Array = one_by_one(launch)(arguments)
     return dz[:, : row.vocab]

@@ -26,7 +26,7 @@ from jax import Array, lax
 
 from logitless import spec
 from logitless.jax_impl.kernels.arithmetic import LOG2E, capped, sloped
-from logitless.jax_impl.kernels.launch import Ref, References, launch, load, written
+from logitless.jax_impl.kernels.launch import Arguments, Ref, References, launch, load, written
 from logitless.jax_impl.slices import Carry, Index
 
 THREADS = 128
@@ -188,7 +188,7 @@ def _added(lanes: dict[str, Array]) -> dict[str, Array]:
     return row_sums
 
 
-def sums(row: Row, arguments: dict[str, Array], *, statistics: bool, weighted: bool) -> dict[str, Array]:
+def sums(row: Row, arguments: Arguments, *, statistics: bool, weighted: bool) -> dict[str, Array]:
     """A row's target_logit, its anchor, and :func:`_row_sums` relative to it: [N] each. What stands where a token is
     ignored means nothing; nothing of its row is read.
 
@@ -233,7 +233,7 @@ def sums(row: Row, arguments: dict[str, Array], *, statistics: bool, weighted: b
 KNOWN = ("anchor", "log_total", "factor", "value")
 
 
-def gradient(row: Row, arguments: References) -> Array:
+def gradient(row: Row, arguments: Arguments) -> Array:
     """A row of the gradient, [N, width] in the logits' dtype; exactly 0 for an ignored token, of which nothing is read.
 
         (1 − (z / cap)²) (factor exp(z − anchor − log_total) − smooth k), and ``value`` at the target
@@ -242,8 +242,7 @@ def gradient(row: Row, arguments: References) -> Array:
     for :func:`sums`; anchor, log_total, factor, value and, with label smoothing, smooth [N] float32.
     """
     logits = arguments["logits"]
-    in_place = isinstance(logits, jax.Ref)
-    outputs = {} if in_place else {"out": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}
+    outputs = {} if isinstance(logits, jax.Ref) else {"out": jax.ShapeDtypeStruct(logits.shape, logits.dtype)}
 
     def body(r: References) -> None:
         number, out = lax.axis_index("program"), r["out" if "out" in r else "logits"]
@@ -273,7 +272,7 @@ def gradient(row: Row, arguments: References) -> Array:
         pl.when(target < 0)(lambda: _over(row, zeros, None))
 
     results = launch(body, arguments, outputs, name="logit_gradient", grid=logits.shape[0])
-    return written(logits) if in_place else results["out"]
+    return written(logits) if isinstance(logits, jax.Ref) else results["out"]
 
 
 def _piece_gradient(row: Row, known: dict[str, Array], target: Array, values: Array, k: Array | float) -> Array:

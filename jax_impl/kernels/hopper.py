@@ -41,6 +41,7 @@ from logitless.jax_impl.kernels.launch import (
     ACC,
     COLUMN_LAYOUT,
     ROW_LAYOUT,
+    Arguments,
     Ref,
     References,
     Scratch,
@@ -322,7 +323,7 @@ def _product(
         def _() -> None:
             plgpu.set_max_registers(tiles.loading_registers, action="decrease")
             each_tile(load)
-            for slot in range(stages):  # so nothing of the pair is on its way to this program any more
+            for slot in range(stages):  # until nothing of the pair is on its way to this program
                 plgpu.barrier_wait(free.at[slot])
 
         @pl.when(warpgroup < MULTIPLYING)
@@ -337,7 +338,7 @@ def _product(
             if in_turn:
                 pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
             each_tile(multiply)
-            if in_turn:  # the turn that would be next is waited for, by its warpgroup
+            if in_turn:  # the warpgroup whose turn would be next waits for it: a barrier's last phase counts, too
                 taken = pl.cdiv(pairs[0] * pairs[1] - lax.axis_index("program"), lax.axis_size("program"))
                 pl.when(lax.rem(taken, MULTIPLYING) == warpgroup)(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -349,7 +350,7 @@ def _staging(dtype: DTypeLike, width: int, height: int = WARPGROUP_ROWS) -> obje
 
 
 def _pieces(tile: _Tile, size: int, width: int) -> int:
-    """Of how many pieces of ``width`` columns a tile is stored, in a matrix of ``size`` columns.
+    """In how many pieces of ``width`` columns a tile is stored, in a matrix of ``size`` columns.
 
     Where the matrix is one piece wide, the pieces outside must not be stored: TMA is not told of an axis of length 1.
     """
@@ -368,8 +369,8 @@ def _store(
         slot = number % 2
         value, dtype = piece(number * width, width), staging["out"].dtype
         parts = parted(value, dtype) if "low" in to else (value.astype(dtype),)
-        # One piece may be on its way, but not from this slot. After an odd number of pieces it is: the
-        # last piece of the tile before has this slot.
+        # One piece may be on its way, but not from this slot. The last piece of the tile before may be in it, where the
+        # number of pieces is odd.
         plgpu.wait_smem_to_gmem(0 if number == 0 and pieces % 2 else 1, wait_read_only=True)
         for name, part in zip(to, parts, strict=True):
             staging[name][tile.warpgroup, slot] = part
@@ -436,7 +437,7 @@ class Logits:
         return (*names, *["logit_sum"] * self.sum_logits)
 
 
-def logits(config: Logits, arguments: References, outputs: Shapes) -> dict[str, Array]:
+def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, Array]:
     """Sums of the logits' rows, and a block of e, from z = f(x wᵀ + b), which is not stored.
 
     z covers the vocabulary entries start ≤ j < start + columns. Column tile n writes line n of each [n, rows] buffer.
@@ -660,7 +661,7 @@ def _gradient_scratch(staged: dict[str, DTypeLike], width: int, added: dict[str,
     return scratch
 
 
-def hidden(arguments: References, outputs: Shapes, *, adds: bool) -> dict[str, Array]:
+def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool) -> dict[str, Array]:
     """dX of a chunk from S vocabulary entries, by position.
 
         value = e w        with factor: factor ⊙ (e w) + rest ⊙ target_rows, for what e's target's element lacks
@@ -673,7 +674,7 @@ def hidden(arguments: References, outputs: Shapes, *, adds: bool) -> dict[str, A
         scale: [1] float32; smooth: [rows], weighted_rows: [tiles of D] float32, with label smoothing.
     ``outputs`` (or a reference, as with ``adds``): out [≥ first + C, D].
     """
-    staged = {"out": (outputs | arguments)["out"].dtype}
+    staged = {"out": {**outputs, **arguments}["out"].dtype}
     staged_columns = _staged_columns(staged, adds)
 
     def body(r: References) -> None:
@@ -723,7 +724,7 @@ def hidden(arguments: References, outputs: Shapes, *, adds: bool) -> dict[str, A
     return launch(body, arguments, outputs, name="hidden", grid=None, scratch=scratch)
 
 
-def weight(arguments: References, outputs: Shapes, *, columns: int, adds: bool) -> dict[str, Array]:
+def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool) -> dict[str, Array]:
     """dW of vocabulary entries start ≤ j < start + columns from a chunk.
 
         without scale:  sum = eᵀ x (+ sum with ``adds``)
@@ -741,7 +742,7 @@ def weight(arguments: References, outputs: Shapes, *, columns: int, adds: bool) 
     they are.
     """
     final = "scale" in arguments
-    parts = {"out": (outputs | arguments)["out"].dtype, "low": jnp.int8}
+    parts = {"out": {**outputs, **arguments}["out"].dtype, "low": jnp.int8}
     staged = {"out": parts["out"]} if final else parts
     staged_columns = _staged_columns(staged, adds)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +99,7 @@ class KernelCall:
         """Shape of e over ``columns`` vocabulary entries."""
         return jax.ShapeDtypeStruct((round_up(self.chunk, 8), round_up(columns, HOPPER.step)), self.dtype)
 
-    def config(self, mode: str, columns: int | None = None, **more: Any) -> hopper.Logits:
+    def config(self, mode: str, columns: int | None = None, **more: bool) -> hopper.Logits:
         """Of a first product; ``more``: what its epilogue sums."""
         o = self.options
         return hopper.Logits(mode, columns or self.vocab, o.logit_scale, o.softcap, group=self.group, **more)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -17,9 +18,11 @@ from logitless import spec
 from logitless.jax_impl.kernels.architecture import HOPPER, interpreted, pair, programs
 
 Ref = Any
-"""A reference of Pallas, or a part of one: JAX has no type for what indexing and ``.at`` do in a kernel."""
+"""A reference in a kernel, or a part of one: Mosaic GPU's functions ask for classes that JAX does not publish."""
 References = dict[str, Ref]
-"""References by name. As a kernel's arguments: arrays, and a jax.Ref where the kernel writes in place."""
+"""A kernel's references by name."""
+Arguments = Mapping[str, Array | jax.Ref]
+"""What a launch reads, by name, and a jax.Ref where it writes in place."""
 Shapes = dict[str, jax.ShapeDtypeStruct]
 Scratch = dict[str, object]
 """Shared memory and barriers by name."""
@@ -48,7 +51,7 @@ mlir.register_lowering(_on_cuda, _refuse)
 
 
 def launch(
-    body: Callable[[References], None], arguments: References, outputs: Shapes, *, name: str, grid: int | None,
+    body: Callable[[References], None], arguments: Arguments, outputs: Shapes, *, name: str, grid: int | None,
     scratch: Scratch | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """Run ``body`` on references by name. Where an argument is a jax.Ref, read what was written by :func:`written`.
@@ -68,16 +71,11 @@ def launch(
 
         pl.run_scoped(scoped, collective_axes="warpgroup" if grid is None else (), **(scratch or {}))
 
-    threads: dict[str, Any] = {}
-    if grid is None:
-        threads = {"num_threads": HOPPER.multiplying + 1, "thread_name": "warpgroup"}
-        if pair() > 1:
-            threads |= {"cluster": (pair(),), "cluster_names": ("pair",)}
     # Not plgpu.kernel: its rule for jax.vmap refuses references in jax 0.10.
     call = pl.kernel(
         kernel,
         out_type=tuple(outputs.values()),
-        mesh=plgpu.Mesh(grid=(programs() if grid is None else grid,), grid_names=("program",), **threads),
+        mesh=_persistent() if grid is None else plgpu.Mesh(grid=(grid,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=_PLGPU.InterpretGPUParams(detect_races=True) if interpreted() else None,
         name=name,
@@ -89,12 +87,19 @@ def launch(
     return dict(zip(outputs, lax.optimization_barrier(results), strict=True))
 
 
-def reference(value: Array) -> Ref:
+def _persistent() -> plgpu.Mesh:
+    """As many programs as run at once, in pairs if there are clusters, of one warpgroup more than multiply."""
+    threads = HOPPER.multiplying + 1
+    mesh = plgpu.Mesh(grid=(programs(),), grid_names=("program",), num_threads=threads, thread_name="warpgroup")
+    return mesh if pair() == 1 else dataclasses.replace(mesh, cluster=(pair(),), cluster_names=("pair",))
+
+
+def reference(value: Array) -> jax.Ref:
     """A jax.Ref for kernels to write to, behind a barrier as every other argument of theirs (:func:`launch`)."""
     return jax.new_ref(lax.optimization_barrier(value))
 
 
-def written(reference: Ref) -> Array:
+def written(reference: jax.Ref) -> Array:
     """What a jax.Ref holds after the kernels that write to it."""
     value: Array = lax.optimization_barrier(reference[...])
     return value

@@ -153,14 +153,14 @@ class GradientProducts:
 
 
 def _into(
-    kernel: Callable[[launch.References, launch.Shapes], dict[str, Array]], arguments: dict[str, Array],
+    kernel: Callable[[launch.Arguments, launch.Shapes], dict[str, Array]], arguments: dict[str, Array],
     outs: dict[str, Array | None], shapes: launch.Shapes,
 ) -> dict[str, Array]:  # fmt: skip
     """The kernel's results: ``outs`` written in place, or where there are none, new arrays of ``shapes``."""
     references = {name: launch.reference(out) for name, out in outs.items() if out is not None}
     if not references:
         return kernel(arguments, shapes)
-    kernel(arguments | references, {})
+    kernel({**arguments, **references}, {})
     return {name: launch.written(reference) for name, reference in references.items()}
 
 
@@ -187,8 +187,8 @@ def _add_targets(c: KernelCall, key: Array, token: Array, vectors: Factors, outs
     lists = {"token": token} | vectors._asdict()
     lists = {name: jnp.pad(vector, (0, more)) for name, vector in lists.items()} | {"x": c.hidden}
     references = {name: launch.reference(out) for name, out in outs.items()}
-    part = row_kernels.add_targets(keys | lists | references)
-    row_kernels.add_long_runs(keys | {"part": part} | references)
+    part = row_kernels.add_targets({**keys, **lists, **references})
+    row_kernels.add_long_runs({**keys, "part": part, **references})
     return {name: launch.written(out) for name, out in references.items()}
 
 

@@ -5,6 +5,8 @@ Each program is one warpgroup and owns some columns of some rows.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,13 +14,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.jax_impl.kernels.arithmetic import joined, parted
-from logitless.jax_impl.kernels.launch import Ref, References, Scratch, Shapes, launch
+from logitless.jax_impl.kernels.launch import Arguments, Ref, References, Scratch, Shapes, launch
 
 # Rows, and columns of D, that one program owns.
 RUN, RUN_COLUMNS = 32, 256
 
 
-def by_token(arguments: References, outputs: Shapes) -> dict[str, Array]:
+def by_token(arguments: Arguments, outputs: Shapes) -> dict[str, Array]:
     """dX by token, from dX by position: scale · (made_p + smooth_i weighted_rows) for p = position_i, 0 where p is −1.
 
     Arguments:
@@ -26,7 +28,7 @@ def by_token(arguments: References, outputs: Shapes) -> dict[str, Array]:
         smooth: [blocks of RUN], weighted_rows: [tiles of D] float32, with label smoothing.
     ``outputs`` (or a reference): out [N, D].
     """
-    by_position, out = arguments["made"], (outputs | arguments)["out"]
+    by_position, out = arguments["made"], {**outputs, **arguments}["out"]
     column_tiles = -(-by_position.shape[1] // RUN_COLUMNS)
     blocks = arguments["position"].shape[0] // RUN
 
@@ -72,9 +74,9 @@ def by_token(arguments: References, outputs: Shapes) -> dict[str, Array]:
 
 
 def _store_row(row: Ref, out: Ref, number: Array, column_tile: Array) -> None:
-    """[1, RUN_COLUMNS] to a row of ``out``, but no column that the matrix does not have.
+    """Store [1, RUN_COLUMNS] in a row of ``out``, without the columns that the matrix does not have.
 
-    A row that is one piece in memory is stored as so many bytes: a longer one would run on into the row below.
+    A row is one piece in memory and is stored as so many bytes: too long a one would run on into the row below.
     """
     full, rest = divmod(out.shape[1], RUN_COLUMNS)
     start = column_tile * RUN_COLUMNS
@@ -100,11 +102,11 @@ SUMMED_ROWS, SUMMED_COLUMNS, UNROLLED = 64, 256, 8
 SUMMED_STAGES = 4
 
 
-def column_sums(arguments: References) -> Array:
+def column_sums(arguments: Arguments) -> Array:
     """db_j = Σ_r factor_r e_rj in float32 over the chunk's rows, in their order: [tiles of S].
 
-    Arguments: rows [1] int32: how many rows of e there are; e [C, S]; factor [rows] float32, or none.
-    One program: SUMMED_COLUMNS columns, which it reads once.
+    Arguments: rows: [1] int32: how many rows e has; e: [C, S]; factor: [rows] float32, or none.
+    A program has SUMMED_COLUMNS columns, which it reads once.
     """
     tiles = -(-arguments["e"].shape[1] // SUMMED_COLUMNS)
 
@@ -150,7 +152,7 @@ def column_sums(arguments: References) -> Array:
 TARGET_VECTORS = ("factor", "value", "stored")
 
 
-def add_targets(arguments: References) -> Array:
+def add_targets(arguments: Arguments) -> Array:
     """Add what the products lack of the targets' elements of dW, relative to the unit:
 
         with low:     sum_k += Σ_{i: key_i = k} value_i x_i − stored_i · rounded(factor_i x_i)
@@ -246,9 +248,9 @@ def add_targets(arguments: References) -> Array:
     return launch(body, arguments, {"part": part}, name="add_targets", grid=grid, scratch=scratch)["part"]
 
 
-def _summed(arguments: References) -> tuple[str, ...]:
+def _summed(names: Container[str]) -> tuple[str, ...]:
     """The two matrices of a sum that the targets' elements are added to, or none."""
-    return ("out", "low") if "low" in arguments else ()
+    return ("out", "low") if "low" in names else ()
 
 
 def _put_target(r: References, place: Array | int, total: Array, target: Array, column_tile: Array) -> None:
@@ -266,7 +268,7 @@ def _put_target(r: References, place: Array | int, total: Array, target: Array, 
         _store_row(r[f"{name}_rows"].at[pl.ds(place, 1), :], r[name], target, column_tile)
 
 
-def add_long_runs(arguments: References) -> None:
+def add_long_runs(arguments: Arguments) -> None:
     """Add the runs that leave the block they begin in, from the parts that :func:`add_targets` left.
 
     Arguments: key, out and low as there, and part. A program has the run that begins in its block.

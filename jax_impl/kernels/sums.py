@@ -98,7 +98,7 @@ def chunk_sums(
     sums = _line_sums(rows, lines, anchor, target_logit)
     again, moved = _rescued(c, rows, sums, extremes)
     references = {name: launch.reference(value) for name, value in lines.items()}
-    hopper.logits(config, anchored(moved) | {"tiles": again} | references, {})
+    hopper.logits(config, {**anchored(moved), "tiles": again, **references}, {})
     lines = {name: launch.written(reference) for name, reference in references.items()}
     sums = _line_sums(rows, lines, moved, target_logit)
     weighted = jnp.where(rows.exists, lines["logit_sum"].sum(axis=0), 0.0) if sum_logits else None
