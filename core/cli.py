@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -58,22 +59,20 @@ def parse_bytes(text: str) -> int:
 
 def format_bytes(count: int) -> str:
     """1536 → ``1.5 KiB``: three digits, in the largest unit that leaves at least 1."""
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
+    size, unit = _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
     return f"{count} B" if unit == "B" else f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
 
 
 def format_flops(count: int) -> str:
     """2500000000 → ``2.5 GFLOP``."""
-    size, unit = float(count), ""
-    for larger in "kMGTPE":
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
+    size, unit = _scaled(count, 1000, ("", *"kMGTPE"))
     return f"{size:.3g} {unit}FLOP"
+
+
+def _scaled(count: int, step: int, units: Sequence[str]) -> tuple[float, str]:
+    """``count`` in the largest unit that leaves at least 1."""
+    power = sum(count >= step**larger for larger in range(1, len(units)))
+    return count / step**power, units[power]
 
 
 def _fail(message: str) -> NoReturn:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Generic, Literal, NamedTuple, get_args
 
-from logitless.scratch import TOKEN_TILE, VOCAB_TILE
+from logitless.scratch import TOKEN_TILE, VOCAB_TILE, slices
 from logitless.spec import (
     FLOAT_DTYPES,
     ITEMSIZE,
@@ -31,13 +31,13 @@ AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
 MASK_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", *FLOAT_DTYPES)
 
-# Differences of log-probabilities are cut off here before they are exponentiated: exp(20) and its products with
-# advantages and gradients stay finite in float32. verl cuts off at the same place.
+# Differences of log-probabilities are cut off here before the exponential. exp(20) and its products with advantages and
+# gradients stay finite in float32. verl cuts off at the same place.
 LARGEST_LOG_RATIO = 20.0
 
 # A tile of a distillation's logits has at most this many tokens and vocabulary entries.
 LARGEST_TILE = 2048
-# Matrices of the size of a tile, and copies of its rows of hidden and weight, that are live at once.
+# How many matrices of a tile's size, and how many copies of its rows of hidden and weight, are live at once.
 TILE_MATRICES = 8
 TILE_ROWS = 4
 
@@ -151,16 +151,14 @@ class Tile:
     """Bytes of an element of logits, sums and accumulators."""
 
     @property
-    def token_slices(self) -> list[tuple[int, int]]:
+    def token_slices(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of every chunk of tokens."""
-        size = self.token_chunk
-        return [(start, min(start + size, self.tokens)) for start in range(0, self.tokens, size)]
+        return slices(self.tokens, self.token_chunk)
 
     @property
-    def vocab_slices(self) -> list[tuple[int, int]]:
+    def vocab_slices(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of every block of the vocabulary."""
-        size = self.vocab_chunk
-        return [(start, min(start + size, self.vocab)) for start in range(0, self.vocab, size)]
+        return slices(self.vocab, self.vocab_chunk)
 
     @property
     def scratch_bytes(self) -> int:
@@ -207,7 +205,7 @@ def check_pairs(target: ArrayInfo) -> None:
 
 
 def check_constant(name: str, info: ArrayInfo, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check an array of known numbers: floating, of one of the shapes (words → shape)."""
+    """Check an array of known numbers: floating, with one of the shapes (name in errors → shape)."""
     check_dtype(name, info, FLOAT_DTYPES)
     if info.shape not in shapes.values():
         allowed = " or ".join(f"{words} {shape}" for words, shape in shapes.items())
@@ -241,5 +239,5 @@ def check_sides(hidden: ArrayInfo, weight: ArrayInfo, teacher_hidden: ArrayInfo,
 
 
 def of_teacher(words: str) -> str:
-    """What an error says of a linear function's arrays, said of the teacher's."""
+    """An error's text about hidden, weight and bias, as a text about the teacher's."""
     return re.sub(r"\b(hidden|weight|bias)\b", r"teacher_\1", words)

@@ -51,7 +51,8 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _slices(length: int, size: int) -> tuple[tuple[int, int], ...]:
+def slices(length: int, size: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of every chunk of ``size``. The last one may be shorter."""
     return tuple((start, min(start + size, length)) for start in range(0, length, size))
 
 
@@ -93,12 +94,12 @@ class Cut:
     @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of every token chunk."""
-        return _slices(self.tokens, self.token_chunk)
+        return slices(self.tokens, self.token_chunk)
 
     @property
     def vocab_slices(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of every vocabulary block."""
-        return _slices(self.vocab, self.vocab_chunk)
+        return slices(self.vocab, self.vocab_chunk)
 
     def lent_slices(self, row_bytes: int) -> tuple[tuple[int, int, bool], ...]:
         """(start, stop, lent) of the kernels' slices where dW, of ``row_bytes`` a row, lends its memory (0: none).

@@ -1,12 +1,12 @@
 """The target-anchored chunk in jax.numpy, for any device that XLA compiles for. Mirror of torch_impl/eager.py.
 
-Two verbs (docs/design.md): :func:`token_sums` reads the logits block by block and keeps sums per token only;
-:func:`loss_gradients` and :func:`known_gradients` give dX, dW and db as well. All work on flat arrays ([N, D], [V, D])
-in the accumulation dtype (float64 for float64 input, else float32). Chunks and blocks are loops with static sizes; a
-ragged last one is a loop of its own; E, dX and dW are carried through the loops and updated in place.
+Two verbs (docs/design.md): :func:`token_sums` reads the logits block by block and keeps only sums per token.
+:func:`loss_gradients` and :func:`known_gradients` also give dX, dW and db. All work on flat arrays ([N, D], [V, D]) in
+the accumulation dtype (float64 for float64 input, else float32). Chunks and blocks are loops with static sizes, and a
+ragged last one is a loop of its own. The loops carry E, dX and dW and update them in place.
 
-Rounding: logits, exponentials and sums are float32. A block of the logits' gradient is rounded to the input dtype on
-its way into the products (the platform is not known when a function is traced), which accumulate in float32.
+Rounding: logits, exponentials and sums are float32. A block of the logits' gradient is rounded to the input dtype
+before the products, because a traced function does not know its platform. The products accumulate in float32.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from logitless.spec import LOWEST_GAP, LossOptions
 
 
 def _target_logits(x: Array, inputs: Inputs, first: Index, options: LossOptions) -> Array:
-    """The anchors a_i = z_{i, y_i}: one dot product per token; NaN for an id outside the vocabulary."""
+    """The anchors a_i = z_{i, y_i}, one dot product per token. NaN for an id outside the vocabulary."""
     tokens = x.shape[0]
     if inputs.shared is not None:
         return take(inputs.shared.target_logit, first, tokens)
@@ -80,7 +80,7 @@ def _start(
 
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
-    """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
+    """Every token's lse, nll and, if asked for, statistics. 2·N·D·V flops, one block [C, B] of logits at a time."""
     smoothing, shard = _smoothing_of(inputs, options, plan), inputs.shard
     sum_logits = options.label_smoothing > 0 and not options.separable
 
@@ -142,11 +142,11 @@ def _smoothing_of(inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> Smoo
 
 
 State = tuple[Gradients, Array]
-"""The gradients as far as they are, and Σ_i g_i x_i for label smoothing."""
+"""The gradients so far, and Σ_i g_i x_i for label smoothing."""
 
 
 class _Accumulators:
-    """How dX, dW and db are gathered, block by block; the arrays themselves are carried as :class:`Gradients`."""
+    """How dX, dW and db accumulate, block by block. The loops carry the arrays themselves, as :class:`Gradients`."""
 
     def __init__(
         self,
@@ -158,18 +158,19 @@ class _Accumulators:
         hidden_dtype: DTypeLike,
         unit: Array,
     ) -> None:
-        """``unit``: as large as the matrix's elements get."""
+        """``unit``: the size of the matrix's largest elements."""
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
         self.dtype, self.hidden_dtype = inputs.accumulation_dtype, hidden_dtype
         self.low = inputs.hidden.dtype != self.dtype
-        # Several chunks add to dW in the accumulation dtype; a single one finishes each block in the weight's.
+        # Several chunks add to dW in the accumulation dtype. A single chunk finishes each block in the weight's dtype.
         self.direct = plan.weight_accumulator or not self.low
-        # Low-precision operands: the largest factor is taken out of the matrix and put back in float32. float16 could
-        # not hold it (loss scaling, class weights), and 1/N would round all targets' elements to the same side.
+        # Low-precision operands: the matrix is divided by the largest factor, and the products are multiplied by it in
+        # float32. float16 could not hold it (loss scaling, class weights). 1/N would round all targets' elements to the
+        # same side.
         self.unit = unit if self.low and plan.tokens else None
 
     def start(self) -> State:
-        """Zeros for what is wanted, and Σ_i g_i x_i for smoothing."""
+        """Zeros for the wanted gradients, and for Σ_i g_i x_i."""
         vocab, size = self.inputs.weight.shape
         weight_dtype = self.dtype if self.direct else self.inputs.weight.dtype
         zeros = Gradients(
@@ -182,14 +183,14 @@ class _Accumulators:
     def add_chunk(
         self, state: State, first: Index, x: Array, factor: Array, matrix: Callable[[Index, int], Array]
     ) -> State:
-        """The products of the tokens from ``first``. matrix(start, size): their block of E, which lacks ``factor``."""
+        """Add the products of the tokens from ``first``. matrix(start, size): their block of E, without ``factor``."""
         gradients, smooth_x = state
         tokens = x.shape[0]
         g = take(self.g, first, tokens)
         if self.smoothing is not None:
             smooth_x = smooth_x + g @ x.astype(self.dtype)
         # float32 operands: the factor goes to the rows of dX and of x, never to the matrix. Low-precision operands: the
-        # matrix is rounded anyway, so it is rounded once, factor included, and x is read as it came.
+        # matrix is rounded once, with the factor in it, and x stays as it is.
         element_factor = factor if self.unit is None else factor / self.unit
         scaled_x = x if self.low else x * factor[:, None]
 
@@ -219,7 +220,7 @@ class _Accumulators:
         return Gradients(hidden, weight, bias), smooth_x
 
     def _finish_hidden(self, part: Array, factor: Array, g: Array) -> Array:
-        """Row factors on dX, and smoothing's share of it."""
+        """dX with its row factors and smoothing's share."""
         if not self.low:
             part = part * factor[:, None]
         elif self.unit is not None:
@@ -229,7 +230,7 @@ class _Accumulators:
         return part
 
     def _finish_weight(self, part: Array, smooth_x: Array, start: Index, size: int) -> Array:
-        """What a block of dW still lacks when all tokens are in it."""
+        """A block of dW with its unit and smoothing's share, once all tokens are in it."""
         if self.unit is not None:
             part = part * self.unit
         if self.smoothing is not None:
@@ -255,25 +256,27 @@ def unavailable(device: jax.Device | None, dtype: str) -> str | None:
 
 
 def one_pass(dtype: jnp.dtype, options: LossOptions) -> bool:
-    """Whether a chunk's matrix can be scaled into ``dtype``'s range before lse is known: float16's is too small for
-    what a z-loss, 2 λ lse, may make of it."""
+    """Whether a chunk's matrix can be scaled into ``dtype``'s range before lse is known.
+
+    A z-loss multiplies it by 2 λ lse, for which float16's range is too small.
+    """
     return bool(dtype != jnp.float16 or not options.z_loss)
 
 
 def holds(dtype: jnp.dtype) -> bool:
-    """Whether exponentials can wait for an upstream gradient per token: here gradients are made at once, or anew."""
+    """Whether exponentials can wait for an upstream gradient per token. These gradients are made at once or anew."""
     return False
 
 
 def token_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:
-    """Exponentials that wait for upstream gradients per token: not here, see :func:`holds`."""
+    """Never called, see :func:`holds`."""
     raise NotImplementedError
 
 
 def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
-    """What :func:`loss_gradients` left, times the upstream scalar."""
+    """The gradients of :func:`loss_gradients`, times the upstream scalar."""
     return Gradients(*(None if part is None else part.astype(upstream.dtype) * upstream for part in held))
 
 
@@ -297,7 +300,7 @@ def _held_exponentials(
         return put(e, block, start, axis=1), running
 
     e, running = for_slices(plan.vocab, plan.vocab_chunk, logits, (e, running))
-    # The exponentials that are held are relative to the same anchor on all devices.
+    # On all devices the held exponentials have the same anchor.
     running = running.extremes(inputs.shard).rescue()
     return for_slices(plan.vocab, plan.vocab_chunk, exponentials, (e, running))
 
@@ -305,14 +308,14 @@ def _held_exponentials(
 def loss_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:
-    """Sums and gradients in one pass, 6·N·D·V flops: the exponentials of a chunk are held, anchored at the target.
+    """Sums and gradients in one pass, 6·N·D·V flops. A chunk's exponentials are held, anchored at the target.
 
-    g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored. For a plan in one pass and
-    separable options.
+    For a plan in one pass and separable options. g [N]: upstream gradient times normalizer, token weight and
+    logit_scale, 0 where ignored.
     """
     dtype = inputs.accumulation_dtype
     smoothing = _smoothing_of(inputs, options, plan)
-    # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
+    # dX waits for the upstream scalar in the accumulation dtype, like dW (weight_accumulator).
     unit = numerics.loss_unit(XP, inputs, options, g)
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, unit)
 
@@ -341,7 +344,7 @@ def loss_gradients(
         return put_sums(all_sums, part, first), state, e
 
     empty = empty_sums(inputs, options.label_smoothing > 0, statistics)
-    # The one C × V matrix, for every chunk: a ragged last one uses its first rows.
+    # All chunks use one C × V matrix. A ragged last chunk uses its first rows.
     carry = (empty, accumulators.start(), jnp.zeros((plan.token_chunk, plan.vocab), dtype))
     all_sums, state, _ = for_slices(plan.tokens, plan.token_chunk, chunk, carry)
     return all_sums, accumulators.finish(state)
@@ -351,7 +354,7 @@ def _known_block(
     z: Array, known: KnownRows, first: Index, target: Array, start: Index, k: Array | None, options: LossOptions,
     limit: Array | None,
 ) -> Array:  # fmt: skip
-    """The matrix of :class:`KnownRows` from a block of logits."""
+    """A block of the matrix of :class:`KnownRows`, from its logits."""
     tokens = z.shape[0]
 
     def column(values: Array) -> Array:
@@ -376,12 +379,12 @@ def _known_block(
 def known_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Array, needs: Needs
 ) -> Gradients:
-    """Gradients when lse is known, 6·N·D·V flops, either order of the plan: one block [C, B] at a time.
+    """Gradients when lse is known, 6·N·D·V flops, for both orders of the plan. One block [C, B] at a time.
 
-    g [N]: as for :func:`loss_gradients`; here only label smoothing's rank-one part and the matrix's unit read it.
+    g [N] as for :func:`loss_gradients`. Only label smoothing's rank-one part and the matrix's unit read it.
     """
     smoothing = _smoothing_of(inputs, options, plan)
-    # Devices' shares of dX are rounded after they are summed.
+    # The devices' shares of dX are rounded after their sum.
     hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
     known = known.of(XP, inputs.valid)
     unit = known.unit(XP) if inputs.hidden.dtype == jnp.float16 else numerics.largest_factor(XP, g)

@@ -192,13 +192,8 @@ def _train_all(
         TORCH_LOGITLESS: train_torch(torch_model.logitless_loss),
         TORCH_FULL: train_torch(torch_model.full_logits_loss),
     }
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
+    description, loss = TextColumn("{task.description}"), TextColumn("loss {task.fields[loss]}")
+    columns = (description, BarColumn(), MofNCompleteColumn(), loss, TimeElapsedColumn())
     trainings: dict[str, TrainingRun] = {}
     with Progress(*columns, console=console) as progress:
         tasks = {
@@ -208,8 +203,8 @@ def _train_all(
         for name, task in tasks.items():
             progress.start_task(task)
 
-            def on_step(step: int, loss: float, task: TaskID = task) -> None:
-                progress.update(task, completed=step + 1, loss=f"{loss:.4f}")
+            def on_step(step: int, value: float, task: TaskID = task) -> None:
+                progress.update(task, completed=step + 1, loss=f"{value:.4f}")
 
             trainings[name] = trainers[name](on_step)
     return trainings
@@ -338,12 +333,11 @@ def _table(result: DemoResult) -> Table:
     for name in RUN_NAMES:
         table.add_column(name.replace(", ", "\n"), justify="right", no_wrap=True)
     table.add_column("largest\ndifference", justify="right", no_wrap=True)
-    losses = result.losses
+    losses, runs = result.losses, result.runs
     for step in np.unique(np.linspace(0, result.settings.steps - 1, 7).round().astype(int)):
         at_step = losses[:, step]
         table.add_row(f"loss at step {step + 1}", *(f"{loss:.6f}" for loss in at_step), f"{np.ptp(at_step):.1e}")
     table.add_row("all steps", "", "", "", f"{np.ptp(losses, axis=0).max():.1e}", end_section=True)
-    runs = result.runs
     table.add_row("median time per step", *(f"{run.training.median_step_s:.3f} s" for run in runs), end_section=True)
     table.add_row("scratch of the loss", *(_mib(run.scratch_bytes) for run in runs))
     table.add_row("with full logits", *(_mib(run.full_logits_scratch_bytes) for run in runs))
