@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
-from typing import Any
+from typing import Any  # options, which the loss checks
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,7 @@ def profile_saved_residuals(function: Callable[..., object], *arguments: object,
 
 
 def profile_losses(
-    hidden: Array,
-    weight: Array,
-    target: Array,
-    bias: Array | None = None,
-    **options: Any,  # the loss checks them
+    hidden: Array, weight: Array, target: Array, bias: Array | None = None, **options: Any
 ) -> dict[str, SavedTensors]:
     """What the loss keeps for its backward, with full logits and without: {"full logits": ..., "logitless": ...}.
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar  # Any: options, whose names are checked here and values by the call
 
 import jax
 from jax import Array, lax
@@ -202,12 +202,11 @@ _sharded.defvjp(_sharded_forward, _sharded_backward, symbolic_zeros=True)
 _compiled = jax.jit(_sharded, static_argnums=0)
 
 
-def _request(function: Callable[..., object], options: dict[str, Any], **fixed: Any) -> Request:
-    """The request of a call of ``function`` with these keyword arguments."""
+def _check_options(function: Callable[..., object], options: Iterable[str]) -> None:
+    """Raise TypeError unless ``function`` has these arguments on a mesh too."""
     for name in options:
         if name in _OF_SHARD or name not in signature(function).parameters:
             raise TypeError(f"{function.__name__}() on a mesh got an unexpected keyword argument {name!r}")
-    return Request(**options, **fixed)
 
 
 def _run(layout: Layout, raw: RawArrays, request: Request) -> Results:
@@ -255,21 +254,14 @@ def sharded_linear_cross_entropy(
     layout = Layout(mesh, vocab_axis, data_axis, vocab, sequence_parallel)
 
     def loss(
-        hidden: Array,
-        weight: Array,
-        target: Array,
-        bias: Array | None = None,
-        *,
-        token_weight: Array | None = None,
-        class_weight: Array | None = None,
-        normalizer: Array | float | None = None,
-        return_stats: bool = False,
+        hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, token_weight: Array | None = None,
+        class_weight: Array | None = None, normalizer: Array | float | None = None, return_stats: bool = False,
         **options: Any,
-    ) -> Array | tuple[Array, TokenStats[Array]]:
-        request = _request(linear_cross_entropy, options, statistics=return_stats)
+    ) -> Array | tuple[Array, TokenStats[Array]]:  # fmt: skip
+        _check_options(linear_cross_entropy, options)
         # A normalizer may be a number.
         raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)  # type: ignore[arg-type]
-        loss, stats = _run(layout, raw, request)
+        loss, stats = _run(layout, raw, Request(statistics=return_stats, **options))
         return (loss, stats) if isinstance(stats, TokenStats) else loss
 
     return loss
@@ -287,10 +279,11 @@ def sharded_linear_log_probs(
     layout = Layout(mesh, vocab_axis, data_axis, vocab, sequence_parallel)
 
     def log_probs(
-        hidden: Array, weight: Array, target: Array, bias: Array | None = None, **options: Any
-    ) -> tuple[Array, Array | None]:
-        fixed = {"reduction": "none", "statistics": options.pop("with_entropy", False), "log_probs": True}
-        request = _request(linear_log_probs, options, **fixed)
+        hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, with_entropy: bool = False,
+        **options: Any,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
+        _check_options(linear_log_probs, options)
+        request = Request(reduction="none", statistics=with_entropy, log_probs=True, **options)
         log_prob, entropy = _run(layout, Arrays(hidden, weight, bias, target), request)
         assert not isinstance(entropy, TokenStats)
         return log_prob, entropy
