@@ -5,8 +5,8 @@ Plain operations: the extra flops of a second pass, and the accumulators that ev
     tokens:  passes + (chunks − 1) · T / N          passes = 1, or 4/3 when lse must come first
     vocab:   4/3    + (chunks − 1) · T / V          T = tokens whose products take as long as one such read and write
 
-Kernels: instead of bare flops, the turns that their products' tiles take on the multiprocessors, and what the small
-launches around a chunk take.
+Kernels: not flops but the turns that the products' tiles take on the multiprocessors, plus the time of the small
+launches around a chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from logitless.scratch import Cut
 
 
 def relative_cost(cut: Cut, device: Device) -> float:
-    """The formula of this module."""
+    """The modelled time, by the formula of this module."""
     length = cut.tokens if cut.order == "tokens" else cut.vocab
     if not cut.kernels:
         passes = 1.0 if cut.one_pass else 4.0 / 3.0
@@ -33,7 +33,7 @@ def relative_cost(cut: Cut, device: Device) -> float:
 
 
 def _depth(cut: Cut) -> float:
-    """The turns of every product, times its depth."""
+    """Σ over the products of turns times depth."""
     if cut.order == "tokens":
         depth = sum(_block_depth(cut, stop - start, cut.vocab) for start, stop in cut.token_slices)
     else:

@@ -1,23 +1,23 @@
-"""The chunk plan: how many tokens, or how much of the vocabulary, are worked on at a time. The choice of it.
+"""Choosing the chunk plan: how many tokens, or how much of the vocabulary, a call works on at a time.
 
-Pure integers in, a frozen dataclass out; no array library, no device. Both frameworks carry out the same plan. What a
-plan promises is in :mod:`logitless.scratch`, what it costs in :mod:`logitless.cost`.
+Integers in, a frozen dataclass out, without an array library or a device. Both frameworks carry out the same plan.
+:mod:`logitless.scratch` says what a plan promises, :mod:`logitless.cost` what it costs.
 
 Two orders (docs/design.md):
 
-``tokens``  chunks of C tokens, the whole vocabulary each. In one pass the C × V exponentials are held, 6·N·D·V flops;
-            a dW accumulator [V, D] is needed only when there is more than one chunk and dW's own buffer is not precise
-            enough to add in (the kernels keep 24 bits of a sum, and the upper 16 of them there all the same).
-``vocab``   first the statistics of all tokens (2·N·D·V), then slices of the vocabulary, 6 more. Holds N × slice; dX is
-            accumulated, each slice of dW is finished at once, so nothing of size V × D exists beside the gradient.
-            (Where dW can lend its memory, slices are larger: ``lent_slices``.)
+``tokens``  chunks of C tokens with the whole vocabulary. One pass holds the C × V exponentials: 6·N·D·V flops. It needs
+            a dW accumulator [V, D] only if there are several chunks and dW's own buffer is not precise enough to add
+            in. (The kernels keep 24 bits of a sum, the upper 16 of them in dW's buffer.)
+``vocab``   first the statistics of all tokens (2·N·D·V flops), then slices of the vocabulary (6 more). It holds
+            N × slice and accumulates dX. Each slice of dW is finished at once, so nothing of size V × D exists beside
+            the gradient. (Slices are larger if dW can lend its memory: ``lent_slices``.)
 
-The kernel backends hold exponentials in the input dtype and leave the last chunk's products to the backward, so that a
-plan of one chunk needs no accumulator at all. There an upstream gradient per token can wait for the same plan: all
-tokens' exponentials are held until it arrives (``hold``), 6·N·D·V flops instead of 8.
+The kernel backends hold exponentials in the input dtype. They leave the last chunk's products to the backward, so a
+plan of one chunk needs no accumulator. Such a plan can also wait for an upstream gradient per token (``hold``): all
+tokens' exponentials are held until it arrives, for 6·N·D·V flops instead of 8.
 
-The plan chosen is the one with the smallest scratch among those within 3 % (kernels in one pass: 0.5 %) of the cheapest
-that fits the budget.
+Of the plans that fit the budget and cost at most 3 % (kernels in one pass: 0.5 %) more than the cheapest, the one with
+the smallest scratch is chosen.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from logitless.spec import FLOAT_DTYPES, check_flags
 
 ORDERS = ("tokens", "vocab")
 
-# A default plan may cost this much more than the fastest one, if it holds less. The kernels' in one pass is finer: they
-# are chosen for speed. (Their values per token, in two passes at 8192 × 4096 × 131072 on an H200, take 1 % longer in
-# slices of 280 MiB than in 1156 MiB, where the formula says 2 %.)
+# A default plan may cost this much more than the fastest one, if it holds less. The bound for kernels in one pass is
+# tighter, because they are chosen for speed. (Their values per token, in two passes at 8192 × 4096 × 131072 on an H200,
+# take 1 % longer in slices of 280 MiB than in 1156 MiB. The formula says 2 %.)
 COST_SLACK = 1.03
 FUSED_COST_SLACK = 1.005
 
@@ -45,11 +45,11 @@ TOKENS_ORDER_BLOCK = 2048
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan(Cut):
-    """How a call is cut. Made by :func:`plan`, carried out by ``linear_cross_entropy(plan=...)`` of both frameworks."""
+    """How a call is cut. Made by :func:`plan`, used by ``linear_cross_entropy(plan=...)`` of both frameworks."""
 
     @property
     def fused(self) -> bool:
-        """Whether ``scratch_bytes`` is that of the kernel backends ("triton", "pallas") or of the portable ones."""
+        """Whether ``scratch_bytes`` is for the kernel backends ("triton", "pallas"), not the portable ones."""
         return self.kernels
 
     @property
@@ -79,7 +79,7 @@ class ChunkPlan(Cut):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a plan is chosen for, checked. See :func:`plan` for the fields."""
+    """What a plan is asked for, checked. See :func:`plan` for the fields."""
 
     tokens: int
     hidden: int
@@ -119,7 +119,7 @@ class Request:
 
     @property
     def in_one_pass(self) -> bool:
-        """Whether gradients may follow at once; the kernels know lse first in float16."""
+        """Whether gradients may follow at once. In float16 the kernels need lse first."""
         return self.one_pass and not (self.kernels and self.dtype == "float16")
 
     @property
@@ -261,7 +261,7 @@ def _check_integer(name: str, value: object, low: int) -> None:
 
 
 def _balanced_sizes(length: int, tile: int) -> list[int]:
-    """Every chunk size that cuts ``length`` into equal chunks rounded up to ``tile``: no runt but by that rounding."""
+    """Every size of equal chunks of ``length``, rounded up to ``tile``. Only rounding makes a last chunk shorter."""
     if length <= tile:
         return [max(1, length)]
     tiles = math.ceil(length / tile)
@@ -270,12 +270,12 @@ def _balanced_sizes(length: int, tile: int) -> list[int]:
 
 
 def _with_whole_turns(sizes: list[int], length: int) -> list[int]:
-    """Beside equal chunks also larger ones, and a smaller last one, whose tiles fill the multiprocessors better."""
+    """Also larger chunks, with a smaller last one, whose tiles fill the multiprocessors better."""
     rounded = (round_up(size, TOKEN_TILE * more) for size in sizes for more in (2, 4, 8, 16))
     return sorted({*sizes, *(size for size in rounded if size < length)})
 
 
 def _spread_counts(tiles: int) -> list[int]:
-    # Above 4096 tiles the sizes lie so close that a geometric ladder (1 % steps) loses nothing.
+    # Above 4096 tiles the sizes are so close that steps of 1 % lose nothing.
     steps = math.ceil(math.log(tiles) / math.log(1.01))
     return sorted({min(tiles, round(1.01**step)) for step in range(steps + 1)} | {tiles})

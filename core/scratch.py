@@ -1,7 +1,7 @@
 """How a call is cut into chunks, and the scratch that each kind of backend promises for it.
 
 A promise counts every byte beyond inputs and gradients that is live at any time, forward and backward, for any option.
-tests/test_memory.py holds the backends to it.
+tests/test_memory.py checks that the backends keep it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from logitless.spec import ITEMSIZE
 Order = Literal["tokens", "vocab"]
 Kind = Literal["triton", "pallas", "eager", "xla"]
 
-# Chunks and blocks are multiples of these (but for the last): the tile of the GPU kernels, whole vectors on a CPU.
+# Chunks and blocks, except the last, are multiples of these: the GPU kernels' tile, and whole vectors on a CPU.
 TOKEN_TILE = 128
 VOCAB_TILE = 128
 
@@ -26,21 +26,21 @@ ROW_ALIGNMENT_BYTES = 128
 # The Pallas kernels work on matrices whose sizes are multiples of these.
 PADDED_HIDDEN, PADDED_VOCAB = 64, 8
 
-# Where several chunks add up to dW, the rows of its lower bits start on such a boundary (bytes, one for each element).
+# If several chunks add up to dW, the rows of its lower bits (one byte per element) start on such a boundary.
 LOW_ROW_ALIGNMENT = 16
 
 # The rows w[y] of the anchors' dot products are gathered for this many tokens at a time.
 ANCHOR_ROWS = 512
 
-# Rows of the weight that are summed at a time for label smoothing with class weights.
+# Label smoothing with class weights sums this many rows of the weight at a time.
 SMOOTHING_BLOCK = 256
 
-# The kernels' partial sums: entries of the vocabulary that one of them covers, and how many kinds there are at most.
-# (Pallas' tiles of 192 columns have one kind only, so that this covers them.)
+# The kernels' partial sums: how many entries of the vocabulary one covers, and how many kinds there are at most.
+# (Pallas has tiles of 192 columns too, but then one kind only, so this is enough.)
 _LINE_COLUMNS = {"bfloat16": 256, "float16": 256, "float32": 64, "float64": 64}
 _PARTIAL_SUMS = 6
 
-# Vectors of length N (8 bytes each) that live through a call: ids, anchors, sums, losses, factors, statistics.
+# Vectors of length N (8 bytes per element) that live through a call: ids, anchors, sums, losses, factors, statistics.
 _ROW_VECTORS = 24
 # Vectors of length V: class weights and bias in the accumulation dtype, the bias gradient, a block's column numbers.
 _VOCAB_VECTORS = 4
@@ -66,19 +66,19 @@ class Cut:
     dtype: str
     order: Order
     one_pass: bool
-    """True: exponentials of a whole chunk are held and both gradients follow at once. False: lse is known first.
-    (Beside an upstream gradient per token a plan of the kernels in one chunk can be True: then that chunk waits.)"""
+    """True: a whole chunk's exponentials are held, and both gradients follow at once. False: lse is known first.
+    (With an upstream gradient per token, a one-chunk plan of the kernels can be True: then the chunk waits for it.)"""
     token_chunk: int
     """Tokens worked on at a time (all of them in the vocab order)."""
     vocab_chunk: int
     """Vocabulary entries worked on at a time (in the tokens order: the block of portable elementwise work)."""
     kind: Kind = "xla"
-    """The backend whose scratch is promised. XLA's promise is the largest of plain operations' and holds for "eager"
-    too; "triton" and "pallas" carry out each other's plans, but only their own keep the promise."""
+    """The backend that the promise is for. A promise for "xla" holds for "eager" too. "triton" and "pallas" run each
+    other's plans, but keep the promise only for their own."""
 
     @property
     def kernels(self) -> bool:
-        """Whether the backend is one of the kernels'."""
+        """Whether the backend has kernels."""
         return self.kind in ("triton", "pallas")
 
     @property
@@ -102,12 +102,12 @@ class Cut:
         return slices(self.vocab, self.vocab_chunk)
 
     def lent_slices(self, row_bytes: int) -> tuple[tuple[int, int, bool], ...]:
-        """(start, stop, lent) of the kernels' slices where dW, of ``row_bytes`` a row, lends its memory (0: none).
+        """(start, stop, lent) of the kernels' slices, if dW lends its memory. ``row_bytes``: of a row of dW; 0: none.
 
-        In the vocab order a slice's rows of dW are written once, after its products. Until then the matrix of an
-        earlier slice may lie in them, so that about N : D shares the rows that are left between matrix and slice. Such
-        slices are larger than the plan's own, which follow when little is left. Their sizes fill whole turns of the
-        kernels' programs. In the tokens order there is one, the whole vocabulary, and nothing is lent.
+        In the vocab order, a slice's rows of dW are written once, after its products. Until then an earlier slice's
+        matrix may lie in them. The rows that are left are shared between matrix and slice about as N : D. Such slices
+        are larger than the plan's own, which follow when few rows are left. Their sizes fill whole turns of the
+        kernels' programs. In the tokens order the whole vocabulary is one slice, and nothing is lent.
         """
         slices: list[tuple[int, int, bool]] = []
         start = 0
@@ -120,7 +120,7 @@ class Cut:
         return tuple(slices)
 
     def _lent_columns(self, rows: int, row_bytes: int) -> int:
-        """Columns of the largest matrix that fits into the last of ``rows`` rows of dW, behind as many rows."""
+        """Columns of the largest matrix that fits into the end of dW's ``rows`` rows, behind as many rows."""
         tile_rows, tile_columns = HOPPER.tile
         column_bytes = self.token_chunk * ITEMSIZE[self.dtype]
         tiles = max(0, rows * row_bytes - ROW_ALIGNMENT_BYTES) // (column_bytes + row_bytes) // tile_columns
@@ -141,15 +141,15 @@ class Cut:
 
     @property
     def low_precision(self) -> bool:
-        """Whether the dtype is narrower than what is accumulated in."""
+        """Whether the dtype is narrower than the accumulation dtype."""
         return ITEMSIZE[self.dtype] < self.accumulation_itemsize
 
     @property
     def weight_accumulator(self) -> bool:
         """Whether dW needs a buffer in the accumulation dtype beside the gradient.
 
-        Several token chunks add up in it; and gradients made in the forward wait in it for the upstream scalar, so that
-        they are rounded once, with the scalar, in the last cast. (Then dX waits in the accumulation dtype as well.)
+        Several token chunks add up in it. Gradients made in the forward wait in it for the upstream scalar, and so are
+        rounded only once, in the last cast. (Then dX waits in the accumulation dtype as well.)
         """
         return self.low_precision and (self.one_pass or len(self.token_slices) > 1)
 
@@ -160,7 +160,7 @@ class Cut:
 
     @property
     def splits_hidden(self) -> bool:
-        """Whether the kernels split tiles of dX along the vocabulary: the last turn of the programs would be idle."""
+        """Whether the kernels split tiles of dX along the vocabulary, because the programs' last turn would be idle."""
         if self.kind == "pallas":  # its kernels never do
             return False
         tiles, at_once = self.hidden_tiles(min(self.token_chunk, self.tokens)), HOPPER.multiprocessors
@@ -196,14 +196,14 @@ def _triton(cut: Cut) -> int:
         vectors += HOPPER.multiprocessors * math.prod(HOPPER.tile) * 4
     if cut.one_pass:
         return matrix + operand + lines + sums + smoothing + vectors
-    # Where lse is known and there is one chunk of tokens, dX's own buffer holds the operand until dX is written.
+    # If lse is known and there is one chunk of tokens, dX's buffer holds the operand until dX is written.
     lent = cut.token_chunk >= cut.tokens and cut.hidden * item % 16 == 0
     backward = matrix + (max(sums, operand) if lent else sums + operand)
     return max(operand + lines + smoothing, backward) + vectors
 
 
 def _pallas(cut: Cut) -> int:
-    """As :func:`_triton`, in whole tiles, with copies of what is no multiple of them."""
+    """As :func:`_triton`, in whole tiles. Arrays whose sizes are no multiples of a tile are copied."""
     item = ITEMSIZE[cut.dtype]
     rows, size = round_up(cut.token_chunk, HOPPER.tile[0]), round_up(cut.hidden, HOPPER.tile[1])
     hidden, vocab = round_up(cut.hidden, PADDED_HIDDEN), round_up(cut.vocab, PADDED_VOCAB)
@@ -227,8 +227,8 @@ def _pallas(cut: Cut) -> int:
         sums += cut.tokens * hidden * 4
     if cut.one_pass:
         return copies + matrix + operand + lines + sums + vectors
-    # While slices of the vocabulary are worked on, the operand lies where dX will be, if it has dX's shape. (On
-    # several devices it does not; there Shard.scratch_bytes counts dX's float32 share beside, which follows.)
+    # During the slices of the vocabulary the operand lies where dX will be, if it has dX's shape. (On several devices
+    # it has another. There Shard.scratch_bytes counts dX's float32 share, which is written later.)
     lent = cut.fused_columns < cut.vocab and cut.tokens % 8 == 0 and hidden == cut.hidden
     return copies + max(operand + lines, matrix + (max(sums, operand) if lent else sums + operand)) + vectors
 
@@ -238,12 +238,12 @@ def _eager(cut: Cut) -> int:
     several = cut.token_chunk < cut.tokens
     row, narrow = cut.hidden * item, cut.hidden * ITEMSIZE[cut.dtype] if low else 0
     block = cut.token_chunk * cut.vocab_chunk * item
-    upcast = cut.vocab_chunk * row if low else 0  # the weight's block, where operands are converted
-    # dX and dW in the accumulation dtype. While blocks are worked on, the gradients' own buffers are not there yet.
+    upcast = cut.vocab_chunk * row if low else 0  # the weight's block, if operands are converted
+    # dX and dW in the accumulation dtype. During the blocks the gradients' own buffers do not exist yet.
     sums = cut.vocab * row if cut.weight_accumulator else 0
     sums += cut.tokens * row if cut.one_pass and low else 0
     early = sums - sums * ITEMSIZE[cut.dtype] // item
-    # Of a chunk's tokens: x, x times its factors, and dX before it is rounded. The next chunk begins beside them.
+    # For a chunk's tokens: x, x times its factors, and dX before rounding. The next chunk begins while they are live.
     rows = cut.token_chunk * row
     kept = rows * (3 if low and not cut.one_pass else 2)
     begun = (kept if several else 0) + cut.token_chunk * (row + narrow)
@@ -263,7 +263,7 @@ def _eager(cut: Cut) -> int:
 def _xla(cut: Cut) -> int:
     item = cut.accumulation_itemsize
     held = cut.token_chunk * cut.row_stride * item if cut.one_pass else 0
-    # A block's logits and two elementwise temporaries, a ragged last block's, and one where operands are converted.
+    # A block's logits, two elementwise temporaries, a ragged last block, and one more if operands are converted.
     block = (5 if cut.low_precision else 4) * cut.token_chunk * cut.vocab_chunk * item
     weight_block = 2 * cut.vocab_chunk * cut.hidden * item  # the weight's block upcast, its gradient's product
     token_rows = (3 if cut.low_precision else 2) * cut.token_chunk * cut.hidden * item  # x, scaled x, dX if low

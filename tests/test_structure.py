@@ -23,7 +23,7 @@ CIRCLES: list[list[str]] = []
 PRIVATE_REACHES: dict[str, list[str]] = {}
 LONG: set[str] = set()
 WIDE: set[str] = set()
-MOST_ANYS = 156  # goal: 250
+MOST_ANYS = 154  # goal: 250
 
 
 def inside(*packages: str) -> list[structure.Module]:
