@@ -1,7 +1,7 @@
 """The mathematics of a token's row, and of losses on log-probabilities, written once for PyTorch and JAX.
 
 ``xp`` is the array namespace: ``torch`` or ``jax.numpy``. Nothing here imports either, looks at a value, or touches the
-N × V matrix: vectors go in and come out. The float64 reference (:mod:`logitless.reference`) judges this module, and so
+N × V matrix: vectors go in and come out. The float64 reference (:mod:`logitless.reference`) checks this module, so it
 does not use it.
 
 With p the probabilities of token i and y its target, the gradient of a loss in the logits is (docs/design.md)
@@ -150,7 +150,7 @@ class KnownRows(NamedTuple, Generic[A]):
     sigma: A | None = None
 
     def of(self, xp: Namespace[A], valid: A) -> KnownRows[A]:
-        """The rows of tokens that count: the others' are 0 whatever their logits are, −inf in every class too."""
+        """The rows, 0 for tokens that do not count, whatever their logits are, even −inf in every class."""
         rest = {name: values for name, values in self._asdict().items() if name != "anchor" and values is not None}
         rest = {name: xp.where(valid, values, 0.0) for name, values in rest.items()}
         return KnownRows(anchor=xp.where(valid, self.anchor, NO_ROW), **rest)
@@ -262,9 +262,9 @@ def sloped(xp: Namespace[A], target: A, target_logit: A, options: LossOptions) -
 
 
 def largest_factor(xp: Namespace[A], values: A) -> A:
-    """max |value|, taken out of what is rounded and put back in float32; 1 where all are 0 or there is none.
+    """max |value| of the finite values; 1 if all are 0 or there is none.
 
-    Of the finite values: one token's inf or NaN must not reach the others' rows.
+    Rounded values are divided by it, and multiplied again in float32. One token's inf or NaN must not reach other rows.
     """
     sizes = xp.nan_to_num(xp.abs(values), nan=0.0, posinf=0.0)
     largest = xp.amax(sizes) if values.shape[0] else sizes.sum()

@@ -34,12 +34,12 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 TARGET_DTYPES = ("int32", "int64")
-# Of a number of items that comes as an array.
+# Dtypes of a count that comes as an array.
 COUNT_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
-# A row whose largest logit exceeds its target's by more than this (in nats) is anchored at its maximum instead:
-# exp(40) and its inverse times any upstream gradient are far from the limits of float32 and bfloat16.
+# A row whose largest logit exceeds its target's by more than this (in nats) is anchored at its maximum instead.
+# exp(40), its inverse, and both times any upstream gradient are far from the limits of float32 and bfloat16.
 RESCUE_NATS = 40.0
 
 # Where the target's logit is −inf the anchor starts here: finite, and below any logit that counts.
@@ -48,13 +48,13 @@ LOWEST_ANCHOR = -1e30
 # The anchor of a row that does not count: its exponentials are 0.
 NO_ROW = 1e30
 
-# z − anchor is cut off here where it is multiplied by exp(z − anchor), which is 0 there: 0 · −inf would be NaN.
+# z − anchor is cut off here before it is multiplied by exp(z − anchor), which is 0 there. 0 · −inf would be NaN.
 LOWEST_GAP = -1e4
 
-# logit_scale, softcap and temperature: float32 can do what is done with them, quotients of two included.
+# Limits of logit_scale, softcap and temperature. float32 can hold quotients of two of them.
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-15, 1e15
 
-# α_i is kept at least this far from zero, relative to β_i, where it divides (signed class weights, z-loss at lse < 0).
+# A divisor α_i is kept at least this far from zero, relative to β_i (signed class weights, z-loss at lse < 0).
 ALPHA_FLOOR = 2.0**-20
 
 
@@ -258,7 +258,7 @@ def check_logits(
 
 
 def check_counted(target: ArrayInfo, token_weight: ArrayInfo | None, class_weight: ArrayInfo | None) -> None:
-    """Check the arrays that mean's denominator is made of: target [...], token_weight [...], class_weight [V]."""
+    """Check the arrays of mean's denominator: target [...], token_weight [...], class_weight [V]."""
     check_dtype("target", target, TARGET_DTYPES)
     _check_weights("token_weight", token_weight, target.shape, "target's shape")
     if class_weight is not None and len(class_weight.shape) != 1:
@@ -313,7 +313,7 @@ def needs_cuda(device: str) -> str:
 
 
 def out_of_range_error(position: tuple[int, ...], target: int, vocab: int, ignore_index: int) -> ValueError:
-    """The error for a target outside the vocabulary, found where looking costs no synchronisation."""
+    """The error for a target outside the vocabulary. It is looked for only where that costs no synchronisation."""
     where = ", ".join(map(str, position))
     return ValueError(
         f"target: got id {target} at index ({where}), allowed are 0 to {vocab - 1} and ignore_index = {ignore_index}"
@@ -335,5 +335,5 @@ def check_gather(input: ArrayInfo, index: ArrayInfo, pad_to_multiple: object) ->
 
 
 def index_error(position: int, index: int, rows: int) -> ValueError:
-    """The error for an index outside the rows, found where looking costs no synchronisation."""
+    """The error for an index outside the rows. It is looked for only where that costs no synchronisation."""
     return ValueError(f"index: got {index} at position {position}, allowed are 0 to {rows - 1}")

@@ -115,7 +115,7 @@ def info(array: RawArray) -> ArrayInfo:
 
 
 def check_types(arrays: Mapping[str, object], optional: tuple[str, ...] = ()) -> None:
-    """Every array is one of JAX's or NumPy's, and none would be rounded on its way in; None only where it may be."""
+    """Check that all arrays are JAX's or NumPy's and that none would be rounded. Only ``optional`` ones may be None."""
     for name, array in arrays.items():
         if array is None and name in optional:
             continue
@@ -134,7 +134,7 @@ def check_type(name: str, array: object) -> None:
 
 
 def check_arrays(raw: RawArrays, shard: Shard) -> None:
-    """Types, sizes and dtypes, and how the arrays lie on the devices of an axis."""
+    """Check types, sizes and dtypes, and how the arrays lie on the devices of an axis."""
     arrays = raw._asdict()
     del arrays["normalizer"]
     check_types(arrays, ("bias", "token_weight", "class_weight"))
@@ -146,7 +146,7 @@ def check_arrays(raw: RawArrays, shard: Shard) -> None:
 
 
 def check_counted(target: RawArray, token_weight: RawArray | None, class_weight: RawArray | None) -> None:
-    """Types, sizes and dtypes of what mean's denominator is made of."""
+    """Check types, sizes and dtypes of the arrays of mean's denominator."""
     arrays = {"target": target, "token_weight": token_weight, "class_weight": class_weight}
     check_types(arrays, ("token_weight", "class_weight"))
     spec.check_counted(
@@ -160,9 +160,9 @@ def check_normalizer(normalizer: object, reduction: str) -> None:
 
 
 def check_ids(target: RawArray, vocab: int, ignore_index: int) -> None:
-    """Look at the ids where looking waits for nothing; elsewhere an id outside makes that token's loss NaN.
+    """Raise ValueError for an id outside, where looking at the ids waits for nothing. Else that token's loss is NaN.
 
-    A NumPy array is always looked at, before it is converted: int64 would be wrapped to int32.
+    A NumPy array is always looked at before it is converted, because int64 would wrap to int32.
     """
     ids = readable(target)
     if ids is None:
@@ -174,7 +174,7 @@ def check_ids(target: RawArray, vocab: int, ignore_index: int) -> None:
 
 
 def readable(array: RawArray) -> NDArray[np.integer] | None:
-    """The values where looking waits for nothing, else None."""
+    """The values, if looking at them waits for nothing, else None."""
     if isinstance(array, jax.core.Tracer):
         return None
     if isinstance(array, jax.Array) and not (
@@ -185,7 +185,7 @@ def readable(array: RawArray) -> NDArray[np.integer] | None:
 
 
 def check_constants(primals: object) -> None:
-    """Raise ValueError where a constant is differentiated."""
+    """Raise ValueError if a constant is differentiated."""
     for name in ("token_weight", "class_weight", "normalizer"):
         leaf = getattr(primals, name)
         if leaf is not None and leaf.perturbed:
@@ -200,7 +200,7 @@ def check_constants(primals: object) -> None:
 
 
 def check_tracked(call: Call, needs: Needs) -> None:
-    """Raise ValueError where gradients are wanted and JAX does not say which of them must be summed."""
+    """Raise ValueError if gradients are wanted and JAX does not say which of them must be summed."""
     if call.shard.active and any(needs) and not parallel.tracked():
         raise ValueError(
             f"axis_name: got {call.shard.axis_name!r} of a jax.shard_map with check_vma=False, allowed for gradients "
@@ -209,7 +209,7 @@ def check_tracked(call: Call, needs: Needs) -> None:
 
 
 def _check_placement(shard: Shard, raw: RawArrays) -> None:
-    """Raise ValueError where JAX knows (check_vma=True) that an array is on the devices in another way than it must."""
+    """Raise ValueError if JAX knows (check_vma=True) that an array lies on the devices in a wrong way."""
     if not shard.active or not parallel.tracked():
         return
     names = set(parallel.names_of(shard.axis_name))
@@ -236,8 +236,7 @@ def _check_placement(shard: Shard, raw: RawArrays) -> None:
 
 
 def _check_uncut(raw: RawArrays) -> None:
-    """Raise ValueError where an array's type says that Explicit axes of a mesh cut it: loops over parts of it have none
-    that JAX could derive."""
+    """Raise ValueError if Explicit axes of a mesh cut an array: JAX cannot derive the types of loops over its parts."""
     for name, array in raw._asdict().items():
         sharding = getattr(jax.typeof(array), "sharding", None) if isinstance(array, jax.Array) else None
         if sharding is not None and any(axis is not None for axis in sharding.spec):

@@ -40,7 +40,7 @@ NO_COTANGENTS: Arrays[Array | None] = Arrays(None, None, None, None)
 
 
 class Known(NamedTuple):
-    """What the backward makes the gradients from, unless the forward has made them."""
+    """What the backward computes the gradients from, unless the forward has computed them."""
 
     arrays: Arrays[Array]
     sums: TokenSums
@@ -50,7 +50,7 @@ class Known(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Like:
-    """What a gradient must look like: its argument's shape and dtype, and the axes over which that varies."""
+    """An argument's shape and dtype, and the axes over which it varies. Its gradient must match."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -75,7 +75,7 @@ def likes_of(arrays: Arrays[Array]) -> Likes:
 
 
 def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> Inputs:
-    """The flat arrays, with what the devices share before the first product. ``shared``: where it is known already."""
+    """The flat arrays, and what the devices share before the first product. ``shared``: if it is known already."""
     shard, options = call.shard, call.options
     inputs = Inputs.of(arrays, options.ignore_index, shard)
     if not shard.active:
@@ -95,7 +95,7 @@ def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> 
 
 
 def values_and_needs(primals: Arrays[CustomVJPPrimal]) -> tuple[Arrays[Array], Needs]:
-    """The arrays without JAX's marks, and which gradients are wanted. A constant must not be differentiated."""
+    """The arrays without JAX's marks, and which gradients are wanted. Raises ValueError for a constant's gradient."""
     checks.check_constants(primals)
     hidden, weight, bias = (leaf is not None and leaf.perturbed for leaf in primals[:3])
     return values_of(primals), Needs(hidden, weight, bias)
@@ -126,7 +126,7 @@ def arrived(cotangent: Cotangent) -> Array | None:
 
 @jax.custom_jvp
 def differentiable_once(arrays: Tree) -> Tree:
-    """The arrays themselves; a second derivative is refused. Slices of them move as bits, which have no derivative."""
+    """The arrays themselves. A second derivative is refused: slices of them move as bits, which have no derivative."""
     return arrays
 
 
