@@ -176,11 +176,6 @@ RUNNERS: dict[str, Runner] = {
     "torch_in_jax": torch_in_jax,
 }
 NEEDS = {
-    "reference": (),
-    "eager": ("torch",),
-    "triton": ("torch",),
-    "xla": ("jax",),
-    "pallas": ("jax",),
-    "jax_in_torch": ("torch", "jax"),
-    "torch_in_jax": ("torch", "jax"),
-}
+    "reference": (), "eager": ("torch",), "triton": ("torch",), "xla": ("jax",), "pallas": ("jax",),
+    "jax_in_torch": ("torch", "jax"), "torch_in_jax": ("torch", "jax"),
+}  # fmt: skip

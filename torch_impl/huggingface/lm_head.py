@@ -185,13 +185,9 @@ class LogitOptions(TypedDict):
 
 def logit_options(owner: nn.Module) -> LogitOptions:
     """The options from the owner of the head or its configuration."""
-    scale = 1.0
-    for name in MULTIPLIERS:
-        value = _setting(owner, name)
-        scale *= 1.0 if value is None else value
-    for name in DIVISORS:
-        value = _setting(owner, name)
-        scale /= 1.0 if value is None else value
+    # A setting is never 0.
+    scale = math.prod(_setting(owner, name) or 1.0 for name in MULTIPLIERS)
+    scale /= math.prod(_setting(owner, name) or 1.0 for name in DIVISORS)
     caps = [value for value in (_setting(owner, name) for name in SOFTCAPS) if value is not None]
     return {"logit_scale": scale, "softcap": caps[0] if caps else None}
 
