@@ -3,6 +3,7 @@ gpu and case markers."""
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -53,7 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Interpret quicker, where the collected tests have torch imported."""
+    """Leave the imported modules out of garbage collections, which the tests of memory ask for again and again, and
+    interpret quicker where the collected tests have torch imported."""
+    gc.collect()
+    gc.freeze()
     if "torch" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
         from interpreter import replace_the_language_once_a_launch
 
