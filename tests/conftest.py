@@ -64,6 +64,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         replace_the_language_once_a_launch()
 
 
+def pytest_unconfigure() -> None:
+    """Frozen objects would outlive the interpreter, and nanobind says so of each."""
+    gc.unfreeze()
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """The seed that repeats the run, and whether slow tests are left out."""
     lines = [f"random problems: LOGITLESS_FUZZ_SEED={os.environ['LOGITLESS_FUZZ_SEED']}"]
