@@ -99,6 +99,13 @@ def _first_gpu_is_current(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module")
+def few_objects() -> None:
+    """Leave what earlier tests have put into caches out of garbage collections."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
 def checked_accesses() -> Iterator[None]:
     """Check what interpreted Triton kernels read and write (tests/accesses.py)."""
     from implementations import INTERPRETS

@@ -24,9 +24,10 @@ from logitless.hardware import HOPPER  # noqa: E402
 from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
 from logitless.torch_impl.kernels import launch  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
-)
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"),
+    pytest.mark.usefixtures("few_objects"),
+]
 IMPL = TorchTriton()
 
 
