@@ -19,3 +19,4 @@ class _Tracebacks:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         if report.failed and terminal is not None:
             terminal.write_line(f"\n{report.nodeid}, {report.when}:\n{report.longreprtext}")
+            terminal.flush()  # who ends this process may leave no time for it
