@@ -53,11 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+def leave_out_of_collections() -> None:
+    """Leave every object that there is now out of garbage collections."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave the imported modules out of garbage collections, which the tests of memory ask for again and again, and
     interpret quicker where the collected tests have torch imported."""
-    gc.collect()
-    gc.freeze()
+    leave_out_of_collections()
     if "torch" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
         from interpreter import replace_the_language_once_a_launch
 
@@ -101,8 +106,7 @@ def _first_gpu_is_current(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="module")
 def few_objects() -> None:
     """Leave what earlier tests have put into caches out of garbage collections."""
-    gc.collect()
-    gc.freeze()
+    leave_out_of_collections()
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ def replace_the_language_once_a_launch() -> None:
     """Look through triton.language once for each module that a launch's functions are from."""
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_LangPatchScope"):  # an older Triton, whose interpreter stays as slow as it is
+        return
     replace, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     seen: set[int] = set()
 
