@@ -240,8 +240,8 @@ def _product(
         warpgroup = lax.axis_index("warpgroup")
         rows = pl.ds(0 if in_turn else warpgroup * height, height)
 
-        def each_tile(work: Callable[[_Tile, Array], None]) -> None:
-            """work(tile, its first step's number) for the program's tiles."""
+        def each_tile(work: Callable[[_Tile, Array, Index], None]) -> None:
+            """work(tile, its first step's number, its steps for listed rows) for the program's tiles."""
 
             @plgpu.nd_loop((pairs[0] * pairs[1],), collective_axes="program", init_carry=jnp.int32(0))
             def _(info: plgpu.NDLoopInfo, carry: Array) -> Array:
@@ -251,17 +251,15 @@ def _product(
                 m = row_tile(jnp.minimum(i, counts[0] - 1))
                 owner = lax.rem(info.local_index, MULTIPLYING) if in_turn else warpgroup
                 tile = _Tile(m, n, owner, width, exists, height)
+                more = 0 if listed is None else listed.steps(tile)  # asked for long before it is needed
                 own = (warpgroup == MULTIPLYING) | (warpgroup == owner) if in_turn else True
-                pl.when(own)(lambda: work(tile, carry))
-                return carry + all_steps(tile)
-
-        def all_steps(tile: _Tile) -> Array:
-            return jnp.asarray(steps if listed is None else steps + listed.steps(tile))
+                pl.when(own)(lambda: work(tile, carry, more))
+                return carry + steps + more
 
         def loaded(tile: _Tile, slot: Array) -> Ref:
             return ready.at[tile.warpgroup * stages + slot if in_turn else slot]
 
-        def load(tile: _Tile, number: Array) -> None:
+        def load(tile: _Tile, number: Array, more: Index) -> None:
             def step(k: Array, own: Ref, shared: Ref) -> None:
                 slot = lax.rem(number + k, stages)
                 plgpu.barrier_wait(free.at[slot])
@@ -278,9 +276,9 @@ def _product(
 
             lax.fori_loop(0, steps, own_step, None)
             if listed is not None:
-                lax.fori_loop(0, listed.steps(tile), functools.partial(listed_step, listed), None)
+                lax.fori_loop(0, more, functools.partial(listed_step, listed), None)
 
-        def multiply(tile: _Tile, number: Array) -> None:
+        def multiply(tile: _Tile, number: Array, more: Index) -> None:
             @functools.partial(pl.run_scoped, total=ACC((height, width), jnp.float32))
             def accumulate(total: Ref) -> None:
                 begun = begin(tile)
@@ -311,12 +309,12 @@ def _product(
 
                 lax.fori_loop(0, steps, own_step, None)
                 if listed is not None:
-                    lax.fori_loop(0, listed.steps(tile), functools.partial(listed_step, listed), asked)
+                    lax.fori_loop(0, more, functools.partial(listed_step, listed), asked)
                 if in_turn:
                     plgpu.barrier_arrive(turn.at[1 - tile.warpgroup])
                 value = total[...]
-                last = lax.rem(number + all_steps(tile) + stages - 1, stages)
-                pl.when(all_steps(tile) > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
+                last = lax.rem(number + steps + more + stages - 1, stages)
+                pl.when(steps + more > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
                 pl.when(tile.exists)(lambda: epilogue(tile, begun, value))
 
         @pl.when(warpgroup == MULTIPLYING)
