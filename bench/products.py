@@ -62,7 +62,7 @@ def products(arrays: Any, step: Step) -> dict[str, Product]:
     if set(counts.values()) != {1}:
         raise ValueError(f"step: got {counts} launches of the products, allowed is one of each")
     ours = {product: launches[0] for product, launches in launched.items()}
-    x, e = ours["dW"].args[2:4]  # of add_weight(self, first, x, e, entries, scale)
+    x, e = ours["dW"].args[2:4]  # of add_weight(self, first, x, e, entries, scale, targets)
     hidden, weight = arrays.x.detach(), arrays.w.detach()
     kept = x.clone(), e.clone()  # x with the row factors, as dW reads it; the first product has it without
     z, dx, dw = torch.empty_like(e), torch.empty_like(hidden), torch.empty_like(weight)

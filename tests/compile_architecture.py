@@ -28,14 +28,15 @@ def compiled() -> dict[str, Any]:
     architecture.major_of = lambda index: 42  # type: ignore[assignment]
     found = architecture.architecture_of(torch.bfloat16, 0, True)
     products, tiles = found.products(), found.tiles[WEIGHT]
-    kind = WeightKind(final=True, parted=False, reads=False, smooth=False)
+    kind = WeightKind(final=True, parted=False, reads=False, smooth=False, targets=False)
     asked: Any = SimpleNamespace(tma=True, precision="ieee")
     own = products.weight(asked, tiles, kind, None, True)
     kernel = products.weight_kernel
     names = kernel.arg_names
     switches = {name: False for name in names if name.isupper()} | {"FINAL": True, "GROUP": 8, "PROGRAMS": 108}
     constants: dict[str, Any] = switches | {name: value for name, value in own.values.items() if name in names}
-    unread = ("sum_ptr", "low_ptr", "low_desc", "class_weight_ptr", "smooth_x_ptr", "is_target_ptr")
+    unread = ("sum_ptr", "low_ptr", "low_desc", "class_weight_ptr", "smooth_x_ptr")
+    unread += ("key_ptr", "token_ptr", "value_ptr", "bounds_ptr", "hidden_ptr")
     constants |= dict.fromkeys(unread)
     blocks = {
         "e_desc": (tiles.bk, tiles.bm),

@@ -32,7 +32,7 @@ READS = {
     "SUM_LOGITS": ("logit_sum_ptr",),
     "ROWS": ("factor_ptr", "target_value_ptr"),
     "SMOOTH": ("smooth_ptr", "weighted_rows_ptr", "smooth_x_ptr"),
-    "TARGETS": ("is_target_ptr",),
+    "TARGETS": ("key_ptr", "token_ptr", "value_ptr", "bounds_ptr", "hidden_ptr"),
     "SPLIT": ("parts_ptr",),
     "PACE": ("progress_ptr",),
 }
@@ -118,8 +118,8 @@ CONFIGURATIONS = {
     "hidden sum": lambda: hidden("bf16", False, ROWS=True),
     "hidden sum, add": lambda: hidden("bf16", False, ADD=True),
     "weight": lambda: weight("bf16", True, 1),
-    "weight on targets": lambda: weight("bf16", True, 4, TARGETS=True),
-    "weight on targets, all": lambda: weight("bf16", True, 4, TARGETS=True, SMOOTH=True, HAS_CLASS=True),
+    "weight and targets": lambda: weight("bf16", True, 1, TARGETS=True),
+    "weight and targets, all": lambda: weight("bf16", True, 4, TARGETS=True, SMOOTH=True, HAS_CLASS=True),
     "weight, all": lambda: weight("bf16", True, 4, ADD=True, SMOOTH=True, HAS_CLASS=True),
     "weight into, add": lambda: weight("bf16", True, 2, ADD=True, INTO=True),
     "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
@@ -127,7 +127,7 @@ CONFIGURATIONS = {
     "weight sum, add": lambda: weight("bf16", False, 2, ADD=True),
     "weight parted": lambda: weight("bf16", False, 8, PARTED=True),
     "weight parted, added": lambda: weight("bf16", False, 8, PARTED=True, ADD=True),
-    "weight from parts": lambda: weight("bf16", True, 8, PARTED=True, ADD=True, SMOOTH=True),
+    "weight from parts": lambda: weight("bf16", True, 8, PARTED=True, ADD=True, SMOOTH=True, TARGETS=True),
 }
 
 
@@ -135,6 +135,7 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     kernel, t, names = what["kernel"], what["tiles"], what["kernel"].arg_names
     constants = (
         {k: v for k, v in hopper.PRODUCTS.constants(t).items() if k in names}
+        | hopper.PRODUCTS.registers(what["constants"].get("TARGETS", False))
         | what["constants"]
         | {"GROUP": 8, "PROGRAMS": 132}
     )
@@ -143,8 +144,9 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     unread = [pointer for option, pointers in READS.items() if not constants.get(option, True) for pointer in pointers]
     fixed = {"anchor_ptr", "row_target_ptr"}
     constants |= {name: None for name in (*unread, *what["none"]) if name in names and name not in fixed}
-    own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr")}
+    own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr", "hidden_ptr")}
     whole = ("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "progress_ptr")
+    whole += ("key_ptr", "token_ptr", "bounds_ptr")
     narrow = constants.get("FINAL") and t is not HOPPER.tiles[WEIGHT_SUM]
     out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
     if constants.get("INTO"):
@@ -152,12 +154,12 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     if constants.get("PARTED"):
         out |= {"sum_ptr": "*i16", "low_ptr": "*i8"} | ({} if narrow else {"out_ptr": "*i16"})
     kinds = own | dict.fromkeys(whole, "*i32") | out | what["blocks"]
-    kinds |= {"is_target_ptr": "*i8", "scale": "fp32", "cap": "fp32"}
+    kinds |= {"scale": "fp32", "cap": "fp32"}
     signature = {
         n: "constexpr" if n in constants else kinds.get(n, "*fp32" if n.endswith("_ptr") else "i32") for n in names
     }
     paths = {(names.index(name),): value for name, value in constants.items()}
-    even = [n for n in names if signature[n].startswith("*") or n == "size"]
+    even = [n for n in names if signature[n].startswith("*") or n in ("size", "hidden_stride")]
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in even}
     source = GluonASTSource(kernel, signature, paths, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

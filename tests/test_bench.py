@@ -114,7 +114,7 @@ def test_products_alone_have_the_operands_of_the_step() -> None:
     made = products.products(arrays, step())
     assert list(made) == ["first product", "dW", "dX"]
     z = (x @ w.t()).detach()
-    others = torch.softmax(z, 1) - torch.nn.functional.one_hot(y, 130)  # the targets are in the matrix
+    others = torch.softmax(z, 1) * (1 - torch.nn.functional.one_hot(y, 130))  # the targets are not in the matrix
     # Rows of dX are relative to each row's anchor, and some rows are rescued and have another.
     shown = {"first product": torch.clone, "dW": torch.clone, "dX": torch.nn.functional.normalize}
     expected = {"first product": z, "dW": others.t() @ x.detach(), "dX": shown["dX"](others @ w.detach())}

@@ -28,9 +28,9 @@ PLAIN = (
     "weight",
 )
 PLAIN += ("weight sum", "weight sum, add")
-PLAIN += ("weight on targets", "weight into, add", "weight parted", "weight parted, added")
+PLAIN += ("weight and targets", "weight into, add", "weight parted", "weight parted, added")
 OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all", "weight into narrow")
-OTHERS += ("weight on targets, all",)
+OTHERS += ("weight and targets, all",)
 OTHERS += ("weight from parts",)
 
 

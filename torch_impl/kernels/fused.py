@@ -7,8 +7,8 @@ the last, its products; the last chunk's products wait for the upstream scalar, 
 the epilogue of its last product. A plan with a single chunk needs no accumulator for that at all.
 
 Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
-into the products, which accumulate in float32; what that rounding left out of the target's element, and of its share of
-dW, is added in float32, before dW is rounded.
+into the products, which accumulate in float32. The target's element is stored nowhere: it is added in float32, to dX in
+the product's epilogue and to dW as part of its last product, before either is rounded.
 """
 
 from __future__ import annotations
@@ -124,8 +124,6 @@ def loss_gradients(
                 products.add(first, x, e, slice(0, c.vocab), factors, None)
         result = sums.result()
         del sums  # its partial sums make room
-        if c.chunk < c.tokens:
-            products.add_targets(factors, None)
     return result, Held(products, factors, slices[-1][0], x, e)
 
 

@@ -32,10 +32,8 @@ def held_layout(
         "unit": ((), full),
         "g": ((tokens,), full),
         "factor": ((padded,), full),
-        "target_rest": ((padded,), full),
-        "token_factor": ((tokens,), full),
+        "target_value": ((padded,), full),
         "token_value": ((tokens,), full),
-        "token_stored": ((tokens,), full),
         "x": ((chunk, row_stride(size, dtype)), dtype),
         "e": ((chunk, row_stride(vocab, dtype)), dtype),
     }
@@ -64,13 +62,8 @@ class Held:
         """dX, dW and db with the upstream scalar; may be called once."""
         p, c = self.products, self.products.call
         scale = p.unit * upstream
-        single = c.chunk >= c.tokens  # of several chunks the sum has them
         with c.on_device():
-            if single and p.starts_from_targets:
-                p.add_targets(self.factors, scale)
             p.add(self.first, self.x, self.e, slice(0, c.vocab), self.factors, scale)
-            if single and not p.starts_from_targets:
-                p.add_targets(self.factors, scale)
             return p.finish(scale, self.first)
 
     def tensors(self, layout: dict[str, Any]) -> list[Tensor]:
@@ -78,8 +71,7 @@ class Held:
         p, c, f, s = self.products, self.products.call, self.factors, self.products.smoothing
         every: dict[str, Any] = {
             "row_target": c.row_target, "unit": p.unit, "g": p.g,
-            "factor": f.factor, "target_rest": f.target_rest, "token_factor": f.token_factor,
-            "token_value": f.token_value, "token_stored": f.token_stored, "x": _whole_rows(self.x),
+            "factor": f.factor, "target_value": f.target_value, "token_value": f.token_value, "x": _whole_rows(self.x),
             "e": _whole_rows(self.e), "weight": c.weight, "smooth_x": p.smooth_x, "hidden_sum": p.hidden_sum,
             "weight_sum": p.weight_sum, "high": p.high, "low": p.low, "bias": p.bias,
         }  # fmt: skip
@@ -112,7 +104,7 @@ def held_gradients(
     products.smooth_x = held.get("smooth_x")
     if "bias" in held:
         products.bias = held["bias"].clone()
-    names = ("factor", "target_rest", "token_factor", "token_value", "token_stored")
+    names = ("factor", "target_value", "token_value")
     factors = Factors(held["g"], None, None, *(held[name] for name in names))
     first = plan.token_slices[-1][0] if plan.token_slices else 0
     return Held(products, factors, first, held["x"][:, : c.size], held["e"][:, : c.vocab]).finish(upstream)

@@ -60,6 +60,11 @@ KNOWN = gl.constexpr(kernels.KNOWN.value)
 CORRECTED_ANCHOR = gl.constexpr(1e20)
 MOST_PARTS = gl.constexpr(kernels.MOST_PARTS.value)
 BIGGEST_INDEX = gl.constexpr(kernels.BIGGEST_INDEX.value)
+TARGET_GRAIN = gl.constexpr(kernels.TARGET_GRAIN.value)
+TARGET_STEP = gl.constexpr(kernels.TARGET_STEP.value)
+# Steps of gathered hidden states that are in shared memory at once, and the warps that gather them.
+TARGET_SLOTS = gl.constexpr(2)
+GATHERING_WARPS = gl.constexpr(2)
 # Looks at the others' progress before a program stops to wait for them: about a millisecond.
 PATIENCE = gl.constexpr(2000)
 
@@ -552,18 +557,18 @@ def logits_kernel(
 
 
 @gluon.jit
-def scale_rows(value, row, column, mask, exists, factor_ptr, target_rest_ptr, row_target_ptr, all_w_ptr, w_stride):
-    """factor ⊙ value + target_rest ⊙ w_y: the row factors, and what e's rounding left out of the target's element."""
+def scale_rows(value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr, w_stride):
+    """factor ⊙ value + target_value ⊙ w_y: the row factors, and the target's element, which is 0 in e."""
     value = value * gl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
     target = gl.load(row_target_ptr + row, mask=exists, other=0).to(gl.int64)
     w_place = all_w_ptr + gl.maximum(target, 0)[:, None] * w_stride + column[None, :]
-    share = gl.load(target_rest_ptr + row, mask=exists, other=0.0)
+    share = gl.load(target_value_ptr + row, mask=exists, other=0.0)
     return value + share[:, None] * gl.load(w_place, mask=mask, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def hidden_piece(
-    value, m, n, inner_top, inner_left, rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+    value, m, n, inner_top, inner_left, rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
     row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, SPLIT: gl.constexpr,
@@ -583,7 +588,7 @@ def hidden_piece(
     else:
         if ROWS:
             value = scale_rows(
-                value, row, column, mask, exists, factor_ptr, target_rest_ptr, row_target_ptr, all_w_ptr, w_stride
+                value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr, w_stride
             )
         if FINAL:
             position = first + row
@@ -601,7 +606,7 @@ def hidden_piece(
 
 @gluon.jit
 def hidden_tiles(
-    sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+    sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
     row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
     count_ptr, first, chunk, columns, size, w_stride, HALF: gl.constexpr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
@@ -629,7 +634,7 @@ def hidden_tiles(
         for q in gl.static_range(PIECES):
             value = hidden_piece(
                 piece_of(whole, q, PIECES), m, n, gl.to_tensor(HALF * (BM // 2)), gl.to_tensor(q * (BN // PIECES)),
-                rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr,
+                rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
                 scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
                 ADD, FINAL, ROWS, SMOOTH, BM, BN, SPLIT,
             )  # fmt: skip
@@ -641,7 +646,7 @@ def hidden_tiles(
 
 @gluon.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
-    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, count_ptr,
+    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
     first, chunk, columns, size, w_stride, all_w_ptr, parts_ptr, sum_desc, progress_ptr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
@@ -663,13 +668,13 @@ def hidden_kernel(
     gl.warp_specialize(
         [
             (hidden_tiles, (
-                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
                 count_ptr, first, chunk, columns, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,
             )),
             (hidden_tiles, (
-                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
                 count_ptr, first, chunk, columns, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,
@@ -684,18 +689,77 @@ def hidden_kernel(
 
 
 @gluon.jit
-def rows_of_targets(out_ptr, place, is_target, column, size):
-    """The piece's rows of out where ``is_target`` (of the whole tile's rows) says that they hold something, else 0."""
-    rows: gl.constexpr = gl.SliceLayout(1, place.type.layout)
-    mask = gl.convert_layout(is_target, rows, assert_trivial=True)[:, None] & (column < size)[None, :]
-    return gl.load(out_ptr + place, mask=mask, other=0.0).to(gl.float32)
+def targets_of(bounds_ptr, m, BM: gl.constexpr):
+    """Where the targets of row tile m begin and end in the sorted list (products.Targets)."""
+    place = bounds_ptr + m * (BM // TARGET_GRAIN)
+    return gl.load(place), gl.load(place + BM // TARGET_GRAIN)
+
+
+@gluon.jit
+def load_targets(
+    gathered, filled, spent, token_ptr, bounds_ptr, hidden_ptr, hidden_stride, count_ptr, first, chunk, columns, size,
+    TARGETS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """The gathering warps: hidden states of the tokens whose targets lie in a tile, TARGET_STEP tokens a step."""
+    if TARGETS:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [GATHERING_WARPS, 1], [1, 0])
+        _rows, row_tiles, column_tiles, _steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
+        step = 0
+        for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+            m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+            begin, end = targets_of(bounds_ptr, m, BM)
+            column = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+            for place in range(begin, end, TARGET_STEP):
+                i = place + gl.arange(0, TARGET_STEP, layout=gl.SliceLayout(1, layout))
+                token = gl.load(token_ptr + i, mask=i < end, other=0).to(gl.int64)
+                mask = (i < end)[:, None] & (column < size)[None, :]
+                x = gl.load(hidden_ptr + token[:, None] * hidden_stride + column[None, :], mask=mask, other=0.0)
+                slot = step % TARGET_SLOTS
+                mbarrier.wait(spent.index(slot), ((step // TARGET_SLOTS) & 1) ^ 1)
+                gathered.index(slot).store(x)
+                fence_async_shared()
+                mbarrier.arrive(filled.index(slot))
+                step += 1
+
+
+@gluon.jit
+def target_step(key_ptr, value_ptr, place, end, left: gl.constexpr):
+    """Entries and values of the next TARGET_STEP places; −1 and 0 behind the last."""
+    i = place + gl.arange(0, TARGET_STEP, layout=gl.SliceLayout(0, left))
+    return gl.load(key_ptr + i, mask=i < end, other=-1), gl.load(value_ptr + i, mask=i < end, other=0.0)
+
+
+@gluon.jit
+def multiply_targets(
+    total, gathered, filled, spent, key_ptr, value_ptr, key, value, begin, end, done, top, left: gl.constexpr
+):
+    """total + Σ value_i x_i over the places begin ≤ i < end, each in its target's row; and how many steps are done.
+
+    ``key`` and ``value`` are the first step's. value goes in as two bf16 numbers, so that nothing of it is lost; the
+    hidden state x_i is exact.
+    """
+    entry = top + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, left))
+    for place in range(begin, end, TARGET_STEP):
+        a = gl.where(entry[:, None] == key[None, :], value[None, :], 0.0)
+        key, value = target_step(key_ptr, value_ptr, place + TARGET_STEP, end, left)
+        high = a.to(gathered.dtype)
+        low = (a - high.to(gl.float32)).to(gathered.dtype)
+        slot = done % TARGET_SLOTS
+        mbarrier.wait(filled.index(slot), (done // TARGET_SLOTS) & 1)
+        total = warpgroup_mma(high, gathered.index(slot), total, is_async=True)
+        total = warpgroup_mma(low, gathered.index(slot), total, is_async=True)
+        total = warpgroup_mma_wait(0, deps=[total])
+        mbarrier.arrive(spent.index(slot))
+        done += 1
+    return total, done
 
 
 @gluon.jit
 def weight_tiles(
-    out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr, scale_ptr,
-    class_weight_ptr, smooth_x_ptr, is_target_ptr, out_ptr, count_ptr, first, chunk, start, columns, size,
-    HALF: gl.constexpr, ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr,
+    out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent, sum_ptr,
+    low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr, first, chunk, start,
+    columns, size, HALF: gl.constexpr, ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr,
     SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
@@ -704,18 +768,31 @@ def weight_tiles(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     # A float32 buffer is added to by the memory, too; a narrow one is read, so that its sum is rounded once.
     IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+    tiles = row_tiles * column_tiles
+    if TARGETS:
+        target_steps = 0
+        m, _n = tile_of(gl.minimum(gl.program_id(0), tiles - 1), row_tiles, column_tiles, GROUP)
+        begin, end = targets_of(bounds_ptr, m, BM)
+    for tile in range(gl.program_id(0), tiles, PROGRAMS):
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         turns = tile // PROGRAMS
         top = m * BM + HALF * (BM // 2)
-        if TARGETS:  # asked for before the products, so that the epilogue does not wait for it
-            row = top + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, layout))
-            is_target = gl.load(is_target_ptr + start + row, mask=row < columns, other=0) != 0
+        if TARGETS:  # asked for a tile ahead and before the products, so that nobody waits for memory behind them
+            key, value = target_step(key_ptr, value_ptr, begin, end, left)
+            later, _n = tile_of(gl.minimum(tile + PROGRAMS, tiles - 1), row_tiles, column_tiles, GROUP)
+            next_begin, next_end = targets_of(bounds_ptr, later, BM)
         whole = multiply(
             e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, True, True, BM, BN, STAGES, SKEW,
             layout,
         )  # fmt: skip
+        if TARGETS:
+            whole, target_steps = multiply_targets(
+                whole, gathered, filled, spent, key_ptr, value_ptr, key, value, begin, end, target_steps, top, left
+            )
+            begin = next_begin
+            end = next_end
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
             if FINAL or (PARTED and ADD):
@@ -740,8 +817,6 @@ def weight_tiles(
                 value = value * gl.load(scale_ptr)
                 if INTO and not IN_MEMORY:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
-                if TARGETS:
-                    value += rows_of_targets(out_ptr, place, is_target, column, size)
             if PARTED and not FINAL:
                 bits = rounded(value)
                 put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False)
@@ -754,15 +829,19 @@ def weight_tiles(
 @gluon.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    is_target_ptr, first, chunk, start, columns, size,
+    key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, first, chunk, start, columns, size, hidden_stride,
     ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
     HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
-    STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
-    PARTS: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+    PIECES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """kernels.weight_kernel, with the same arguments: dW of vocabulary entries from a chunk. A sum in one matrix is
-    added to by the memory itself, so that no group waits for what it held."""
+    added to by the memory itself, so that no group waits for what it held.
+
+    With TARGETS a fourth group of warps gathers the hidden states of a tile's targets, a tile ahead of the products.
+    ``filled[s]``: slot s of them was gathered; ``spent[s]``: both groups have multiplied it.
+    """
     e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BK, BM // 2], e_desc.layout)
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout)
     staging = gl.allocate_shared_memory(out_desc.dtype, [2, BM // 2, BN // PARTS], out_desc.layout)
@@ -770,33 +849,43 @@ def weight_kernel(
     if PARTED and not FINAL:
         low_staging = gl.allocate_shared_memory(low_desc.dtype, [2, BM // 2, BN // PARTS], low_desc.layout)
     ready, free, turn = barriers(STAGES)
+    gathered = x_smem
+    filled = ready
+    spent = free
+    if TARGETS:
+        gathered = gl.allocate_shared_memory(x_desc.dtype, [TARGET_SLOTS, TARGET_STEP, BN], x_desc.layout)
+        filled, spent, _turn = barriers(TARGET_SLOTS)
     gl.warp_specialize(
         [
             (weight_tiles, (
-                out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
-                scale_ptr, class_weight_ptr, smooth_x_ptr, is_target_ptr, out_ptr, count_ptr, first, chunk, start,
-                columns, size, 0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
+                out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
+                sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr,
+                first, chunk, start, columns, size, 0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (weight_tiles, (
-                out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, sum_ptr, low_ptr,
-                scale_ptr, class_weight_ptr, smooth_x_ptr, is_target_ptr, out_ptr, count_ptr, first, chunk, start,
-                columns, size, 1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
+                out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
+                sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr,
+                first, chunk, start, columns, size, 1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, None, count_ptr, first, chunk, columns, size,
                 True, True, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
             )),
+            (load_targets, (
+                gathered, filled, spent, token_ptr, bounds_ptr, hidden_ptr, hidden_stride, count_ptr, first, chunk,
+                columns, size, TARGETS, BM, BN, BK, GROUP, PROGRAMS,
+            )),
         ],
-        [4, 1], [REGISTERS, 24],
+        [4, 1, GATHERING_WARPS], [REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How the three products are launched
 
-# Registers of a thread of the second multiplying group; the first has what is left, 248.
+# Registers of a thread of the second multiplying group; the first has what is left of 504 beside the loading one's 24.
 GROUP_REGISTERS = 232
 
 
@@ -841,10 +930,14 @@ class Hopper:
         if kind.parted and not kind.final:
             described = self.describe(low, t.block_rows, t.block_columns)
         values = {"PARTS": parts, "PIECES": pieces, "low_desc": described}
-        return WeightLaunch(self.constants(t) | values, True)
+        return WeightLaunch(self.constants(t) | self.registers(kind.targets) | values, True)
 
     def constants(self, t):
         return t.sizes | {"STAGES": t.stages, "SKEW": t.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}
+
+    def registers(self, gathers):
+        """Of dW's groups. Gathering hidden states takes more of them than asking the accelerator."""
+        return {"REGISTERS": 224, "LOADING_REGISTERS": 56} if gathers else {"LOADING_REGISTERS": 24}
 
 
 PRODUCTS = Hopper()

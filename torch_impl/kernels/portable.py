@@ -45,9 +45,10 @@ MOST_PARTS = tl.constexpr(8)
 # A row's target that another rank of a sharded call has; −1 is an id outside the vocabulary.
 ELSEWHERE = tl.constexpr(-2)
 
-# The largest target's value that is stored in e: every |T| of one device is below, and no product of it overflows.
-LARGEST_STORED = tl.constexpr(2.0**60)
-
+# Sorted targets: entries of the vocabulary from one bound to the next (products.Targets), as many as a tile has at
+# least, and places of the list that a product takes at a time.
+TARGET_GRAIN = tl.constexpr(16)
+TARGET_STEP = tl.constexpr(16)
 
 LOW_ROW_ALIGNMENT = tl.constexpr(scratch.LOW_ROW_ALIGNMENT)
 
@@ -427,20 +428,17 @@ def finish_kernel(
     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, order_ptr, count_ptr,
     anchor_ptr, row_anchor_ptr, list_ptr, flagged_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr, row_target_ptr, record_ptr,
     out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr,
-    out_lowest_ptr, factor_ptr, target_rest_ptr, token_factor_ptr, token_value_ptr, token_stored_ptr, e_ptr,
-    first, chunk, lines, e_stride, keep, z_loss, cap,
+    out_lowest_ptr, factor_ptr, target_value_ptr, token_value_ptr, first, chunk, lines, keep, z_loss, cap,
     FLAGGED: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr, RECORD: tl.constexpr, SHARED: tl.constexpr,
-    STORE: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
+    BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """BR rows: sum the column tiles' lines in order; write what the forward knows of each token; and with FACTORS
 
         factor = u = g α / (e_y + s)      value = u T,   T = ((α − β) e_y − β s) / α
 
-    With STORE the target's element of e becomes ``stored``, T rounded to e's dtype: where gradients cancel, dW must
-    hold the targets before it is rounded. target_rest = value − u · stored is what that rounding left out. factor,
-    value and stored by token are for the targets' share of dW. Without STORE, or where T has no place in e (of a
-    sharded call), stored is 0.
+    value is the target's element of the gradient, which is 0 in e: dX's epilogue adds it by position, dW's product by
+    token.
 
     A row whose sum passed the threshold goes to ``list`` instead, and comes back with FLAGGED set, anchored anew.
     row_anchor is the anchor that the exponentials were taken at.
@@ -535,25 +533,15 @@ def finish_kernel(
             if HAS_CAP:
                 share = share * (1.0 - (target_logit / cap) * (target_logit / cap))
             u = tl.load(g_ptr + token, mask=done, other=0.0) * alpha / total
-            target = tl.load(row_target_ptr + row, mask=done, other=-1)
             value = u * share
             if SHARED:
                 own = tl.load(share_ptr + row, mask=done, other=0.0)
                 u = u * own
+                target = tl.load(row_target_ptr + row, mask=done, other=-1)
                 value = tl.where(target != ELSEWHERE, value, 0.0)
-                share = share / own
-            stored = tl.zeros((BR,), tl.float32)
-            if STORE:
-                fits = (target >= 0) & (tl.abs(share) < LARGEST_STORED)
-                element = tl.where(fits, share, 0.0).to(e_ptr.dtype.element_ty)
-                place = e_ptr + row.to(tl.int64) * e_stride + tl.maximum(target, 0)
-                tl.store(place, element, mask=done & (target >= 0))
-                stored = element.to(tl.float32)
             tl.store(factor_ptr + row, u, mask=done)
-            tl.store(target_rest_ptr + row, value - u * stored, mask=done)
-            tl.store(token_factor_ptr + token, u, mask=done)
+            tl.store(target_value_ptr + row, value, mask=done)
             tl.store(token_value_ptr + token, value, mask=done)
-            tl.store(token_stored_ptr + token, stored, mask=done)
 
 
 @triton.jit
@@ -643,13 +631,13 @@ def programs_of(row_tiles, column_tiles, GROUP: tl.constexpr, PROGRAMS: tl.const
 
 @triton.jit
 def put_hidden(
-    value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, scale_ptr,
+    value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, scale_ptr,
     smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
     ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
     """e w of some rows and columns of a chunk's dX, to where it goes:
 
-    with ROWS: value = factor ⊙ (e w) + target_rest ⊙ w_y (what e's rounding left out of the target's element)
+    with ROWS: value = factor ⊙ (e w) + target_value ⊙ w_y (the target's element, which is 0 in e)
     not FINAL: sum[p] = value (+ sum[p] with ADD)          [N, D] float32, by position
     FINAL:     out[order[p]] = scale · (value + sum[p] with ADD + smooth_p Σ_j k_j w_j)
     """
@@ -659,7 +647,7 @@ def put_hidden(
         value = value * tl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
         target = tl.load(row_target_ptr + row, mask=exists, other=0).to(tl.int64)
         w_place = all_w_ptr + tl.maximum(target, 0)[:, None] * w_stride + column[None, :]
-        share = tl.load(target_rest_ptr + row, mask=exists, other=0.0)
+        share = tl.load(target_value_ptr + row, mask=exists, other=0.0)
         value += share[:, None] * tl.load(w_place, mask=mask, other=0.0).to(tl.float32)
     position = first + row
     place = position.to(tl.int64)[:, None] * size + column[None, :]
@@ -678,7 +666,7 @@ def put_hidden(
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
-    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, count_ptr,
+    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
     first, chunk, columns, size, w_stride, all_w_ptr,
     ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
@@ -702,14 +690,14 @@ def hidden_kernel(
         value += part
         put_hidden(
             value, m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), rows, sum_ptr, out_ptr, factor_ptr,
-            target_rest_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
+            target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
             first, size, w_stride, ADD, FINAL, ROWS, SMOOTH,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def combine_hidden_kernel(
-    parts_ptr, sum_ptr, out_ptr, factor_ptr, target_rest_ptr, row_target_ptr, order_ptr, count_ptr,
+    parts_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr, first, chunk, columns, size, w_stride, all_w_ptr,
     ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -730,7 +718,7 @@ def combine_hidden_kernel(
             place = parts_ptr + (part * left + index) * (BM * BN)
             value += tl.load(place + row[:, None] * BN + column[None, :])
         put_hidden(
-            value, m * BM + row, n * BN + column, rows, sum_ptr, out_ptr, factor_ptr, target_rest_ptr,
+            value, m * BM + row, n * BN + column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
             row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
             ADD, FINAL, ROWS, SMOOTH,
         )  # fmt: skip
@@ -789,10 +777,32 @@ def joined(high, low):
     return ((high.to(tl.int32) << 16) | ((low.to(tl.int32) & 0xFF) << 8)).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def add_targets(total, begin, end, entry, column, key_ptr, token_ptr, value_ptr, hidden_ptr, hidden_stride, size):
+    """total [entries, columns] + Σ value_i hidden_i over the places begin ≤ i < end of the sorted targets.
+
+    value goes in as two numbers of the operands' dtype, so that nothing of it is lost; hidden is exact there.
+    """
+    for place in range(begin, end, TARGET_STEP):
+        i = place + tl.arange(0, TARGET_STEP)
+        mine = i < end
+        key = tl.load(key_ptr + i, mask=mine, other=-1)
+        token = tl.load(token_ptr + i, mask=mine, other=0).to(tl.int64)
+        x_place = hidden_ptr + token[:, None] * hidden_stride + column[None, :]
+        x = tl.load(x_place, mask=mine[:, None] & (column < size)[None, :], other=0.0)
+        value = tl.load(value_ptr + i, mask=mine, other=0.0)
+        a = tl.where(entry[:, None] == key[None, :], value[None, :], 0.0)
+        high = a.to(x.dtype)
+        total = dot(high, x, total, "ieee")
+        if x.dtype != tl.float32:
+            total = dot((a - high.to(tl.float32)).to(x.dtype), x, total, "ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    is_target_ptr, first, chunk, start, columns, size,
+    key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, first, chunk, start, columns, size, hidden_stride,
     ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, PARTED: tl.constexpr, SMOOTH: tl.constexpr,
     HAS_CLASS: tl.constexpr, TARGETS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -804,7 +814,7 @@ def weight_kernel(
     FINAL:     out = scale · (eᵀ x + sum with ADD − k_j Σ_i smooth_i x_i)
     INTO too:  out = sum + scale · (eᵀ x − k_j Σ_i smooth_i x_i), in sum's own dtype; sum is out
     PARTED:    the sum has 24 bits of float32, in two matrices: the upper 16 (sum) and the next 8 (low)
-    TARGETS:   rows of out where is_target is not 0 hold a sum as with INTO; the other rows hold nothing yet
+    TARGETS:   eᵀ x has Σ value_i hidden_i added, over the tokens of each entry (products.Targets): e is 0 there
 
     low_desc is what hopper.py writes the lower bits through.
     """
@@ -823,6 +833,12 @@ def weight_kernel(
         value += part
         entry = m * BM + tl.arange(0, BM)
         column = n * BN + tl.arange(0, BN)
+        if TARGETS:
+            value = add_targets(
+                value, tl.load(bounds_ptr + m * (BM // TARGET_GRAIN)),
+                tl.load(bounds_ptr + (m + 1) * (BM // TARGET_GRAIN)), entry, column, key_ptr, token_ptr, value_ptr,
+                hidden_ptr, hidden_stride, size,
+            )  # fmt: skip
         mask = (entry < columns)[:, None] & (column < size)[None, :]
         place = (start + entry).to(tl.int64)[:, None] * size + column[None, :]
         if PARTED:
@@ -843,9 +859,6 @@ def weight_kernel(
             value = value * tl.load(scale_ptr)
         if INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        if TARGETS:
-            is_target = tl.load(is_target_ptr + start + entry, mask=entry < columns, other=0) != 0
-            value += tl.load(out_ptr + place, mask=mask & is_target[:, None], other=0.0).to(tl.float32)
         if PARTED and not FINAL:
             bits = rounded(value)
             tl.store(sum_ptr + place, upper_bits(bits), mask=mask)
@@ -858,10 +871,15 @@ def weight_kernel(
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def column_sums_kernel(
-    matrix_ptr, factor_ptr, order_ptr, count_ptr, out_ptr, first, chunk, stride, columns,
-    BY_TOKEN: tl.constexpr, HAS_FACTOR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    matrix_ptr, factor_ptr, order_ptr, count_ptr, out_ptr, key_ptr, value_ptr, bounds_ptr,
+    first, chunk, stride, columns,
+    BY_TOKEN: tl.constexpr, HAS_FACTOR: tl.constexpr, TARGETS: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BC columns: out[j] += Σ_r factor_r matrix[r, j] over the chunk's rows; factor by token where BY_TOKEN."""
+    """BC columns: out[j] += Σ_r factor_r matrix[r, j] over the chunk's rows; factor by token where BY_TOKEN.
+
+    TARGETS: and Σ value_i over the tokens whose target is j (products.Targets).
+    """
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     total = tl.zeros((BR, BC), tl.float32)
@@ -876,6 +894,13 @@ def column_sums_kernel(
                 index = tl.load(order_ptr + first + row, mask=row < rows, other=0)
             part = part * tl.load(factor_ptr + index, mask=row < rows, other=0.0)[:, None]
         total += part
+    if TARGETS:
+        end = tl.load(bounds_ptr + (tl.program_id(0) + 1) * (BC // TARGET_GRAIN))
+        for begin in range(tl.load(bounds_ptr + tl.program_id(0) * (BC // TARGET_GRAIN)), end, BR):
+            place = begin + tl.arange(0, BR)
+            key = tl.load(key_ptr + place, mask=place < end, other=-1)
+            value = tl.load(value_ptr + place, mask=place < end, other=0.0)
+            total += tl.where(key[:, None] == column[None, :], value[:, None], 0.0)
     mask = column < columns
     tl.store(out_ptr + column, tl.load(out_ptr + column, mask=mask, other=0.0) + tl.sum(total, 0), mask=mask)
 
@@ -896,148 +921,6 @@ def sort_kernel(key_ptr, sorted_ptr, token_ptr, tokens, BI: tl.constexpr, BJ: tl
         place += tl.sum(((other[None, :] < key[:, None]) | equal_before).to(tl.int32), 1)
     tl.store(sorted_ptr + place, key, mask=i < tokens)
     tl.store(token_ptr + place, i, mask=i < tokens)
-
-
-@triton.jit
-def run_sum(
-    key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, place, limit, target, column, hidden_stride,
-    size, WEIGHT: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Over the places from ``place`` on that hold ``target``, before ``limit``: what e and the rounded operand u ⊙ x of
-    the product lack of Σ value_i x_i and of Σ value_i; and their end."""
-    total = tl.zeros((BC,), tl.float32)
-    shares = 0.0
-    begin = place
-    more = True
-    while more:
-        index = begin + tl.arange(0, BR)
-        mine = tl.load(key_ptr + index, mask=index < limit, other=-1) == target
-        token = tl.load(token_ptr + index, mask=mine, other=0).to(tl.int64)
-        factor = tl.load(factor_ptr + token, mask=mine, other=0.0)
-        value = tl.load(value_ptr + token, mask=mine, other=0.0)
-        stored = tl.load(stored_ptr + token, mask=mine, other=0.0)
-        if WEIGHT:
-            x_place = hidden_ptr + token[:, None] * hidden_stride + column[None, :]
-            x = tl.load(x_place, mask=mine[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
-            operand = (x * factor[:, None]).to(hidden_ptr.dtype.element_ty).to(tl.float32)
-            total += tl.sum(x * value[:, None] - operand * stored[:, None], 0)
-        shares += tl.sum(value - factor * stored, 0)
-        found = tl.sum(mine.to(tl.int32), 0)
-        more = found == BR
-        begin += found
-    return total, shares, begin
-
-
-@triton.jit
-def add_row(
-    total, shares, target, column, size, scale_ptr, weight_ptr, low_ptr, is_target_ptr, bias_ptr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, PARTED: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
-    """dW[target] += (scale ·) total in float32, rounded to dW's dtype; db[target] += shares.
-
-    PARTED: dW is a sum of 24 bits in two matrices. FIRST: dW[target] holds nothing yet, is_target becomes 1.
-    """
-    if WEIGHT:
-        if SCALED:
-            total = total * tl.load(scale_ptr)
-        mask = column < size
-        place = weight_ptr + target.to(tl.int64) * size + column
-        if PARTED:
-            low_place = low_ptr + target.to(tl.int64) * low_stride(size) + column
-            bits = rounded(total + joined(tl.load(place, mask=mask, other=0), tl.load(low_place, mask=mask, other=0)))
-            tl.store(place, upper_bits(bits), mask=mask)
-            tl.store(low_place, lower_bits(bits), mask=mask)
-        else:
-            if FIRST:
-                tl.store(is_target_ptr + target, 1, mask=tl.program_id(1) == 0)
-            else:
-                total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-            tl.store(place, total.to(weight_ptr.dtype.element_ty), mask=mask)
-    if BIAS:
-        if tl.program_id(1) == 0:
-            tl.store(bias_ptr + target, tl.load(bias_ptr + target) + shares)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def add_targets_kernel(
-    key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, scale_ptr, weight_ptr, low_ptr, is_target_ptr,
-    bias_ptr, part_ptr, part_share_ptr, tokens, vocab, hidden_stride, size,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, PARTED: tl.constexpr, FIRST: tl.constexpr,
-    RUN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """What the products lack of the targets' elements of dW and db, in float32:
-
-        dW_y += (scale ·) Σ_{i: y_i = y} value_i x_i − stored_i · rounded(u_i x_i)
-        db_y += Σ value_i − u_i stored_i
-
-    The products have stored_i from e. Both terms are as large as the others' sum, which cancels them where a head
-    predicts its targets well; the difference is as small as one rounding. So a dW of 16 bits must have it before it is
-    rounded: a sum of several chunks gets it (PARTED), or dW's rows hold it for the only product to add (FIRST).
-
-    key: the tokens' targets, sorted; token: the tokens in that order, so that every sum has the order of the tokens.
-    One program, one place of the list and BC of D: where a run of one target begins, and at every RUN-th place, it sums
-    up to the next RUN-th place. A run that ends there is added at once; the pieces of a longer one are left in ``part``
-    (two rows for every RUN places: the piece from its first place on, and the piece that leaves it at the end).
-    """
-    place = tl.program_id(0)
-    target = tl.load(key_ptr + place)
-    before = tl.load(key_ptr + place - 1, mask=place > 0, other=-1)
-    begins = target != before
-    aligned = place % RUN == 0
-    if (target < vocab) & (begins | aligned):
-        column = tl.program_id(1) * BC + tl.arange(0, BC)
-        limit = tl.minimum((place // RUN + 1) * RUN, tokens)
-        total, shares, end = run_sum(
-            key_ptr, token_ptr, factor_ptr, value_ptr, stored_ptr, hidden_ptr, place, limit, target, column,
-            hidden_stride, size, WEIGHT, BR, BC,
-        )  # fmt: skip
-        after = tl.load(key_ptr + end, mask=end < tokens, other=-1)
-        if begins & (after != target):
-            add_row(
-                total, shares, target, column, size, scale_ptr, weight_ptr, low_ptr, is_target_ptr, bias_ptr,
-                WEIGHT, BIAS, SCALED, PARTED, FIRST,
-            )  # fmt: skip
-        else:
-            piece = 2 * (place // RUN) + tl.where(aligned, 0, 1)
-            if WEIGHT:
-                tl.store(part_ptr + piece.to(tl.int64) * size + column, total, mask=column < size)
-            if tl.program_id(1) == 0:
-                tl.store(part_share_ptr + piece, shares)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def add_long_runs_kernel(
-    key_ptr, scale_ptr, weight_ptr, low_ptr, is_target_ptr, bias_ptr, part_ptr, part_share_ptr, tokens, vocab, size,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, PARTED: tl.constexpr, FIRST: tl.constexpr,
-    RUN: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """One program, one block of RUN places and BC of D: a run that begins in it and leaves it, from its pieces."""
-    block = tl.program_id(0)
-    last = (block + 1) * RUN - 1
-    if last + 1 < tokens:
-        target = tl.load(key_ptr + last)
-        leaves = (target < vocab) & (tl.load(key_ptr + last + 1) == target)
-        first = tl.load(key_ptr + block * RUN)
-        before = tl.load(key_ptr + block * RUN - 1, mask=block > 0, other=-1)
-        if leaves & ((first != target) | (before != target)):
-            column = tl.program_id(1) * BC + tl.arange(0, BC)
-            piece = 2 * block + tl.where(first == target, 0, 1)
-            total = tl.zeros((BC,), tl.float32)
-            shares = 0.0
-            next_block = block + 1
-            more = True
-            while more:
-                if WEIGHT:
-                    total += tl.load(part_ptr + piece.to(tl.int64) * size + column, mask=column < size, other=0.0)
-                shares += tl.load(part_share_ptr + piece)
-                piece = 2 * next_block
-                start = next_block * RUN
-                more = tl.load(key_ptr + start, mask=start < tokens, other=-1) == target
-                next_block += 1
-            add_row(
-                total, shares, target, column, size, scale_ptr, weight_ptr, low_ptr, is_target_ptr, bias_ptr,
-                WEIGHT, BIAS, SCALED, PARTED, FIRST,
-            )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""dX, dW and db of a call: the second and third product, and what the targets' elements lack."""
+"""dX, dW and db of a call: the second and third product, and the targets' elements."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from logitless.scratch import LOW_ROW_ALIGNMENT, round_up
 from logitless.torch_impl.call import Gradients, Needs
 from logitless.torch_impl.chunk import Smoothing
-from logitless.torch_impl.kernels.kernel_call import KernelCall, at_end, column_block
+from logitless.torch_impl.kernels.kernel_call import KernelCall, at_end
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.sums import Factors
 from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM, WeightKind
@@ -21,11 +22,11 @@ from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGH
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels
 
-# Places of the sorted targets that one program may sum.
-TARGET_RUN = 32
 # Tokens up to which targets are sorted by counting, in one launch: 28 µs for so many, where torch.sort takes 50; for
 # twice as many 99 and 53.
 MOST_RANKED = 8192
+# Entries of the vocabulary whose targets one program of the bias gradient looks for: the largest block that does.
+VOCAB_BLOCK = 256
 
 
 def is_parted(needs: Needs, several: bool) -> bool:
@@ -40,15 +41,40 @@ def low_layout(vocab: int, size: int) -> tuple[tuple[int, int], torch.dtype]:
     return (vocab, round_up(size, LOW_ROW_ALIGNMENT)), torch.int8
 
 
-def sorted_targets(c: KernelCall) -> tuple[Tensor, Tensor]:
-    """The targets in ascending order, and their tokens. Tokens of one target keep their own order."""
-    if c.tokens > MOST_RANKED:
-        return torch.sort(c.inputs.key, stable=True)
-    key, token = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int32)
-    c.launch(
-        kernels.sort_kernel, cdiv(c.tokens, 16), key_ptr=c.inputs.key, sorted_ptr=key, token_ptr=token, BI=16, BJ=512
-    )
-    return key, token
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """The targets' elements of the gradient, sorted by target. Tokens of one target keep their own order, so that every
+    sum has one; what is not in the vocabulary comes last."""
+
+    key: Tensor  # [N] int32: the targets, ascending
+    token: Tensor  # [N]: whose target that is
+    value: Tensor  # [N]: its element, relative to the unit
+    bounds: Tensor  # int32: the first place whose target is at least 0, TARGET_GRAIN, 2 · TARGET_GRAIN, …
+
+    @classmethod
+    def of(cls, c: KernelCall, by_token: Tensor) -> Targets:
+        """by_token: every token's element."""
+        key, token = c.inputs.key, None
+        if c.tokens > MOST_RANKED:
+            key, token = torch.sort(key, stable=True)
+        else:
+            key, token = torch.empty_like(key), torch.empty_like(key)
+            c.launch(
+                kernels.sort_kernel, cdiv(c.tokens, 16), key_ptr=c.inputs.key, sorted_ptr=key, token_ptr=token, BI=16,
+                BJ=512,
+            )  # fmt: skip
+        end = round_up(c.vocab, VOCAB_BLOCK)
+        edges = torch.arange(0, end + 1, kernels.TARGET_GRAIN.value, dtype=torch.int32, device=c.device)
+        bounds = torch.searchsorted(key, edges.clamp_(max=c.vocab), out_int32=True)
+        return cls(key, token, by_token.index_select(0, token), bounds)
+
+    @property
+    def pointers(self) -> dict[str, Tensor | None]:
+        """By the kernels' names for them."""
+        return {"key_ptr": self.key, "token_ptr": self.token, "value_ptr": self.value, "bounds_ptr": self.bounds}
+
+
+NO_TARGETS: Mapping[str, Tensor | None] = dict.fromkeys(("key_ptr", "token_ptr", "value_ptr", "bounds_ptr"))
 
 
 class GradientProducts:
@@ -62,7 +88,6 @@ class GradientProducts:
         self.high: Tensor | None = None
         self.low: Tensor | None = None
         self.parts: Tensor | None = None
-        self.is_target: Tensor | None = None  # [V]: whether dW's row holds what its targets' elements lack
         # Under sequence parallelism dX is what comes back from the sum over the ranks.
         self.hidden = self._new(c.tokens, None if c.shard.sequence_parallel else needs.hidden)
         self.weight = self._new(c.vocab, needs.weight) if needs.into is None else needs.into
@@ -73,12 +98,6 @@ class GradientProducts:
 
     def _new(self, rows: int, dtype: torch.dtype | None) -> Tensor | None:
         return None if dtype is None else self.call.empty(rows, self.call.size, dtype)
-
-    @property
-    def starts_from_targets(self) -> bool:
-        """Whether dW's rows hold what the targets' elements lack before the only product, which adds and rounds it."""
-        rounds = self.weight is not None and self.weight.itemsize == 2 and self.needs.into is None
-        return rounds and self.call.chunk >= self.call.tokens
 
     @property
     def lent(self) -> Tensor | None:
@@ -99,7 +118,7 @@ class GradientProducts:
     def add_smooth_x(self, first: int, x: Tensor) -> None:
         """Σ_i g_i x_i of the chunk, from x as it came."""
         if self.smooth_x is not None:
-            self._column_sums(x, self.g, first, self.smooth_x, by_token=True)
+            self._column_sums(x, self.g, first, self.smooth_x, None, by_token=True)
 
     def scale_operand(self, first: int, x: Tensor, factors: Factors) -> None:
         """u ⊙ x of the chunk, for dW."""
@@ -110,22 +129,27 @@ class GradientProducts:
                 x_stride=x.stride(0), BLOCK=c.block,
             )  # fmt: skip
 
-    def _column_sums(self, matrix: Tensor, factor: Tensor | None, first: int, out: Tensor, by_token: bool) -> None:
-        c = self.call
+    def _column_sums(
+        self, matrix: Tensor, factor: Tensor | None, first: int, out: Tensor, targets: Targets | None, by_token: bool
+    ) -> None:
+        c, block = self.call, VOCAB_BLOCK
         c.launch(
-            kernels.column_sums_kernel, cdiv(matrix.shape[1], 256), matrix_ptr=matrix, factor_ptr=factor, out_ptr=out,
+            kernels.column_sums_kernel, cdiv(matrix.shape[1], block), matrix_ptr=matrix, factor_ptr=factor, out_ptr=out,
             first=first, stride=matrix.stride(0), columns=matrix.shape[1], BY_TOKEN=by_token,
-            HAS_FACTOR=factor is not None, BR=16, BC=256, STAGES=4, num_warps=4,
+            HAS_FACTOR=factor is not None, TARGETS=targets is not None, BR=16, BC=block, STAGES=4, num_warps=4,
+            **(NO_TARGETS if targets is None else targets.pointers),
         )  # fmt: skip
 
     def add(
         self, first: int, x: Tensor, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None
     ) -> None:
         """The products of a block e over ``entries``; scale: this is the last block of a result, and what it lacks."""
-        c = self.call
+        c, targets = self.call, None
+        if scale is not None and factors is not None and c.tokens and (self.needs.weight or self.bias is not None):
+            targets = Targets.of(c, factors.token_value)  # of all chunks
         if self.bias is not None:
             factor = None if factors is None else factors.factor[first:]
-            self._column_sums(e, factor, first, self.bias[entries], by_token=False)
+            self._column_sums(e, factor, first, self.bias[entries], targets, by_token=False)
         if self.needs.hidden and c.shard.split and c.tokens:  # on its way to the others while dW is made
             self.add_hidden(first, e, entries, factors, None)
             if entries.stop == c.vocab:
@@ -133,7 +157,7 @@ class GradientProducts:
         # dW first: x may lie where dX will be.
         if self.needs.weight:
             last = scale is not None and (first + c.chunk >= c.tokens or self.needs.into is not None)
-            self.add_weight(first, x, e, entries, scale if last else None)
+            self.add_weight(first, x, e, entries, scale if last else None, targets)
         if self.needs.hidden and not c.shard.split:
             last = scale is not None and entries.stop == c.vocab
             self.add_hidden(first, e, entries, factors, scale if last else None)
@@ -160,7 +184,7 @@ class GradientProducts:
             "sum_ptr": self.hidden_sum,
             "out_ptr": self.hidden,
             "factor_ptr": factors.factor[first:] if factors else None,
-            "target_rest_ptr": factors.target_rest[first:] if factors else None,
+            "target_value_ptr": factors.target_value[first:] if factors else None,
             "row_target_ptr": c.row_target[first:],
             "scale_ptr": scale,
             "smooth_ptr": self.smooth_rows,
@@ -183,15 +207,16 @@ class GradientProducts:
             combined = results | t.sizes | {"parts_ptr": own.parts, "SLICE": rows, "num_warps": 8}
             c.launch(kernels.combine_hidden_kernel, c.programs * t.bm // rows, **combined)
 
-    def add_weight(self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None) -> None:
+    def add_weight(
+        self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None, targets: Targets | None
+    ) -> None:
         c, into, final = self.call, self.needs.into is not None, scale is not None
         smooth = self.smoothing is not None and not (into and first + c.chunk < c.tokens)
         out: Any = self.weight if final else self._weight_accumulator()
         parted = self.parted and (first > 0 or not final)
         t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
-        targets = self.is_target is not None
-        reads = targets or (first > 0 if not into else out.dtype != torch.float32)
-        kind = WeightKind(final, parted, reads, smooth)
+        reads = first > 0 if not into else out.dtype != torch.float32
+        kind = WeightKind(final, parted, reads, smooth, targets is not None)
         aligned = (c.size * out.element_size()) % 16 == 0
         own = c.products.weight(c, t, kind, self.low, aligned)
         c.launch(
@@ -200,8 +225,9 @@ class GradientProducts:
             sum_ptr=out if into else self.high if parted else self.weight_sum, low_ptr=self.low if parted else None,
             out_desc=c.describe(out[entries], t.block_rows, t.block_columns) if own.by_descriptor else None,
             out_ptr=out, scale_ptr=scale, smooth_x_ptr=self.smooth_x_scaled if final and smooth else None,
-            is_target_ptr=self.is_target, first=first, start=entries.start, columns=entries.stop - entries.start,
-            ADD=first > 0 or into, FINAL=final, INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets, GROUP=t.group,
+            first=first, start=entries.start, columns=entries.stop - entries.start, ADD=first > 0 or into, FINAL=final,
+            INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets is not None, GROUP=t.group,
+            **(NO_TARGETS if targets is None else targets.pointers),
         )  # fmt: skip
 
     def _weight_accumulator(self) -> Tensor:
@@ -224,50 +250,6 @@ class GradientProducts:
         if self.smoothing is None or self.smooth_x is None:
             return None
         return self.smooth_x * self.smoothing.factor
-
-    def add_targets(self, factors: Factors, scale: Tensor | None) -> None:
-        """Add what the products lack of the targets' elements of dW and db.
-
-        Without ``scale`` it goes into the sum of several chunks. With it, it goes into dW: into the finished one, or
-        into the rows that the only product will add.
-        """
-        c = self.call
-        first = scale is not None and self.starts_from_targets
-        out = self.weight if scale is not None else self.high if self.parted else self.weight_sum
-        if (out is None and self.bias is None) or not c.tokens:
-            return
-        if first:
-            self.is_target = torch.zeros(c.vocab, dtype=torch.int8, device=c.device)
-        low = self.low if scale is None else None
-        key, token = sorted_targets(c)  # what is not in the vocabulary comes last
-        block = column_block(c.size, 4096)
-        blocks = cdiv(c.tokens, TARGET_RUN)
-        share = c.empty(2 * blocks)
-        part = share if out is None else c.empty(2 * blocks, c.size)
-        values = {
-            "key_ptr": key,
-            "scale_ptr": scale,
-            "weight_ptr": out,
-            "low_ptr": low,
-            "is_target_ptr": self.is_target,
-            "bias_ptr": self.bias,
-            "part_ptr": part,
-            "part_share_ptr": share,
-            "WEIGHT": out is not None,
-            "BIAS": self.bias is not None,
-            "SCALED": scale is not None,
-            "PARTED": low is not None,
-            "FIRST": first,
-            "RUN": TARGET_RUN,
-            "BC": block,
-            "num_warps": 8 if block > 1024 else 4,
-        }
-        by_column = cdiv(c.size, block) if out is not None else 1
-        c.launch_on(
-            kernels.add_targets_kernel, (c.tokens, by_column), **values, token_ptr=token,
-            factor_ptr=factors.token_factor, value_ptr=factors.token_value, stored_ptr=factors.token_stored, BR=4,
-        )  # fmt: skip
-        c.launch_on(kernels.add_long_runs_kernel, (blocks, by_column), **values)
 
     def _finish_hidden(self, out: Tensor, scale: Tensor, done_from: int, smooth: bool) -> None:
         c, s = self.call, self.smoothing

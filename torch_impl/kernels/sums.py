@@ -30,16 +30,14 @@ class Factors:
     class_weight: Tensor | None  # k_y, [N] by token
     smooth: Tensor | None  # (ε/V) K
     factor: Tensor  # u
-    target_rest: Tensor  # of u T, what e's element leaves out
-    token_factor: Tensor  # u, by token
-    token_value: Tensor  # u T, by token
-    token_stored: Tensor  # T as e has it, by token
+    target_value: Tensor  # the target's element of the gradient, u T; e is 0 there
+    token_value: Tensor  # u T by token
 
     def times(self, by_token: Tensor, by_position: Tensor) -> Factors:
         """For upstream gradients that many times as large."""
         return dataclasses.replace(
-            self, g=self.g * by_token, factor=self.factor * by_position, target_rest=self.target_rest * by_position,
-            token_factor=self.token_factor * by_token, token_value=self.token_value * by_token,
+            self, g=self.g * by_token, factor=self.factor * by_position, target_value=self.target_value * by_position,
+            token_value=self.token_value * by_token,
         )  # fmt: skip
 
 
@@ -51,8 +49,7 @@ def relative_factors(c: KernelCall) -> Factors:
         smooth = share if isinstance(share, Tensor) else torch.full((), share, device=c.device)  # no copy from the host
     padded = c.row_target.shape[0]
     k = inputs.token_class_weight()
-    by_token = (c.empty(c.tokens) for _ in range(3))
-    return Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), *by_token)
+    return Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
 
 
 def known_by_position(c: KernelCall, known: KnownRows, unit: Tensor) -> dict[str, Tensor | None]:
@@ -126,12 +123,12 @@ class Sums:
         split = self.call.shard.split
         record = self.call.empty(parallel.RECORD_FIELDS, self.call.chunk) if split else None
         own = None if split else factors
-        self._finish(first, e, own, flagged=False, record=record)
+        self._finish(first, own, flagged=False, record=record)
         self._rescue(first, x, e, maximum=True)
         self._rescue(first, x, e, maximum=False)
-        self._finish(first, e, own, flagged=True, record=record)
+        self._finish(first, own, flagged=True, record=record)
         if record is not None:
-            self._finish(first, e, factors, flagged=False, lines=self._exchange(record))
+            self._finish(first, factors, flagged=False, lines=self._exchange(record))
 
     def _exchange(self, record: Tensor) -> parallel.Lines:
         """The records of all ranks; ``record`` [7, C] is this one's."""
@@ -143,7 +140,7 @@ class Sums:
         return parallel.exchange(self.call.shard, mine)
 
     def _finish(
-        self, first: int, e: Tensor | None, factors: Factors | None, flagged: bool, record: Tensor | None = None,
+        self, first: int, factors: Factors | None, flagged: bool, record: Tensor | None = None,
         lines: parallel.Lines | None = None,
     ) -> None:  # fmt: skip
         c, o, f = self.call, self.call.options, factors
@@ -157,11 +154,11 @@ class Sums:
             anchor_ptr=c.anchor[first:], row_anchor_ptr=self.highest if lines is None else lines.anchor,
             list_ptr=self.list, flagged_ptr=self.flagged,
             share_ptr=None if lines is None else lines.share.contiguous(), row_target_ptr=c.row_target[first:],
-            record_ptr=record, e_ptr=e, e_stride=0 if e is None else e.stride(0), first=first,
+            record_ptr=record, first=first,
             lines=self.lines if lines is None else c.shard.ranks, keep=1.0 - o.label_smoothing, z_loss=o.z_loss,
             FLAGGED=flagged, STATISTICS=self.statistics, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
             HAS_CLASS=f is not None and f.class_weight is not None, SMOOTH=f is not None and f.smooth is not None,
-            RECORD=record is not None, SHARED=lines is not None, STORE=f is not None, BR=16, BL=128,
+            RECORD=record is not None, SHARED=lines is not None, BR=16, BL=128,
         )  # fmt: skip
 
     def _written(self, first: int, factors: Factors | None) -> dict[str, Tensor | None]:
@@ -180,10 +177,8 @@ class Sums:
             "k_ptr": f.class_weight if f else None,
             "smooth_ptr": f.smooth if f else None,
             "factor_ptr": f.factor[first:] if f else None,
-            "target_rest_ptr": f.target_rest[first:] if f else None,
-            "token_factor_ptr": f.token_factor if f else None,
+            "target_value_ptr": f.target_value[first:] if f else None,
             "token_value_ptr": f.token_value if f else None,
-            "token_stored_ptr": f.token_stored if f else None,
         }
 
     def _rescue(self, first: int, x: Tensor, e: Tensor | None, maximum: bool) -> None:

@@ -93,6 +93,8 @@ class WeightKind:
     """What is there is read before the result is written."""
     smooth: bool
     """Label smoothing's rank-one part is taken away."""
+    targets: bool
+    """The targets' elements are added."""
 
 
 class Operands(Protocol):
