@@ -133,8 +133,8 @@ CONFIGURATIONS = {
 
 def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     kernel, t, names = what["kernel"], what["tiles"], what["kernel"].arg_names
-    own = hopper.PRODUCTS.constants(t) | hopper.PRODUCTS.registers(what["constants"].get("TARGETS", False))
-    constants = {k: v for k, v in own.items() if k in names} | what["constants"] | {"GROUP": 8, "PROGRAMS": 132}
+    launched = hopper.PRODUCTS.constants(t) | hopper.PRODUCTS.registers(what["constants"].get("TARGETS", False))
+    constants = {k: v for k, v in launched.items() if k in names} | what["constants"] | {"GROUP": 8, "PROGRAMS": 132}
     if "PACE" in names:
         constants["PACE"] = t.pace
     unread = [pointer for option, pointers in READS.items() if not constants.get(option, True) for pointer in pointers]

@@ -7,8 +7,8 @@ the last, its products; the last chunk's products wait for the upstream scalar, 
 the epilogue of its last product. A plan with a single chunk needs no accumulator for that at all.
 
 Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
-into the products, which accumulate in float32. The target's element is stored nowhere: it is added in float32, to dX in
-the product's epilogue and to dW as part of its last product, before either is rounded.
+into the products, which accumulate in float32. e is 0 at the target. The target's element is kept in float32 beside it,
+and added before a gradient is rounded: to dX in the product's epilogue, to dW in its last product.
 """
 
 from __future__ import annotations

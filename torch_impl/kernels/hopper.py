@@ -736,7 +736,7 @@ def multiply_targets(
 ):
     """total + Σ value_i x_i over the places begin ≤ i < end, each in its target's row; and how many steps are done.
 
-    ``key`` and ``value`` are the first step's. value goes in as two bf16 numbers, so that nothing of it is lost; the
+    ``key`` and ``value`` are the first step's. value goes in as two bf16 numbers, which loses 2⁻¹⁸ of it at most. The
     hidden state x_i is exact.
     """
     entry = top + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, left))

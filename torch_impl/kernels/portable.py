@@ -781,7 +781,7 @@ def joined(high, low):
 def add_targets(total, begin, end, entry, column, key_ptr, token_ptr, value_ptr, hidden_ptr, hidden_stride, size):
     """total [entries, columns] + Σ value_i hidden_i over the places begin ≤ i < end of the sorted targets.
 
-    value goes in as two numbers of the operands' dtype, so that nothing of it is lost; hidden is exact there.
+    value goes in as two numbers of the operands' dtype: in bfloat16 that loses 2⁻¹⁸ of it at most. hidden is exact.
     """
     for place in range(begin, end, TARGET_STEP):
         i = place + tl.arange(0, TARGET_STEP)

@@ -25,8 +25,8 @@ with contextlib.suppress(ImportError):  # without triton, fused.unavailable() sa
 # Tokens up to which targets are sorted by counting, in one launch: 28 µs for so many, where torch.sort takes 50; for
 # twice as many 99 and 53.
 MOST_RANKED = 8192
-# Entries of the vocabulary whose targets one program of the bias gradient looks for: the largest block that does.
-VOCAB_BLOCK = 256
+# Columns that one program of kernels.column_sums_kernel sums: as many as the tallest tile of dW has entries, or more.
+COLUMN_BLOCK = 256
 
 
 def is_parted(needs: Needs, several: bool) -> bool:
@@ -39,6 +39,17 @@ def is_parted(needs: Needs, several: bool) -> bool:
 def low_layout(vocab: int, size: int) -> tuple[tuple[int, int], torch.dtype]:
     """Shape and dtype of the matrix of the sum's lower 8 bits. A row is padded, so that it starts on a boundary."""
     return (vocab, round_up(size, LOW_ROW_ALIGNMENT)), torch.int8
+
+
+def sorted_targets(c: KernelCall) -> tuple[Tensor, Tensor]:
+    """The targets in ascending order, and their tokens. Tokens of one target keep their own order."""
+    if c.tokens > MOST_RANKED:
+        return torch.sort(c.inputs.key, stable=True)
+    key, token = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int32)
+    c.launch(
+        kernels.sort_kernel, cdiv(c.tokens, 16), key_ptr=c.inputs.key, sorted_ptr=key, token_ptr=token, BI=16, BJ=512
+    )
+    return key, token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,17 +65,10 @@ class Targets:
     @classmethod
     def of(cls, c: KernelCall, by_token: Tensor) -> Targets:
         """by_token: every token's element."""
-        key, token = c.inputs.key, None
-        if c.tokens > MOST_RANKED:
-            key, token = torch.sort(key, stable=True)
-        else:
-            key, token = torch.empty_like(key), torch.empty_like(key)
-            c.launch(
-                kernels.sort_kernel, cdiv(c.tokens, 16), key_ptr=c.inputs.key, sorted_ptr=key, token_ptr=token, BI=16,
-                BJ=512,
-            )  # fmt: skip
-        end = round_up(c.vocab, VOCAB_BLOCK)
+        key, token = sorted_targets(c)
+        end = round_up(c.vocab, COLUMN_BLOCK)  # whole tiles and blocks
         edges = torch.arange(0, end + 1, kernels.TARGET_GRAIN.value, dtype=torch.int32, device=c.device)
+        # What is not in the vocabulary lies behind the last bound: its hidden states may be no numbers.
         bounds = torch.searchsorted(key, edges.clamp_(max=c.vocab), out_int32=True)
         return cls(key, token, by_token.index_select(0, token), bounds)
 
@@ -132,11 +136,11 @@ class GradientProducts:
     def _column_sums(
         self, matrix: Tensor, factor: Tensor | None, first: int, out: Tensor, targets: Targets | None, by_token: bool
     ) -> None:
-        c, block = self.call, VOCAB_BLOCK
+        c, columns = self.call, matrix.shape[1]
         c.launch(
-            kernels.column_sums_kernel, cdiv(matrix.shape[1], block), matrix_ptr=matrix, factor_ptr=factor, out_ptr=out,
-            first=first, stride=matrix.stride(0), columns=matrix.shape[1], BY_TOKEN=by_token,
-            HAS_FACTOR=factor is not None, TARGETS=targets is not None, BR=16, BC=block, STAGES=4, num_warps=4,
+            kernels.column_sums_kernel, cdiv(columns, COLUMN_BLOCK), matrix_ptr=matrix, factor_ptr=factor, out_ptr=out,
+            first=first, stride=matrix.stride(0), columns=columns, BY_TOKEN=by_token, HAS_FACTOR=factor is not None,
+            TARGETS=targets is not None, BR=16, BC=COLUMN_BLOCK, STAGES=4, num_warps=4,
             **(NO_TARGETS if targets is None else targets.pointers),
         )  # fmt: skip
 
