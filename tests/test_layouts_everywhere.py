@@ -76,6 +76,13 @@ def outcome(made: Made, function: Any, arguments: dict[str, Any]) -> list[Any]:
     return [np.asarray(each) for each in (*results(differentiable), *grads.values())]
 
 
+def rounding(a: Any, b: Any, layout: str) -> bool:
+    """Whether nothing but rounding differs; beside a weight of one value dhidden is 0, and both are rounding."""
+    if layout in REPEATED and np.abs(b).max(initial=0) <= TINY["float32"]:
+        return bool(np.abs(a).max(initial=0) <= TINY["float32"])
+    return error(a, b) <= TINY["float32"]
+
+
 def backends(framework: str, name: str) -> list[str | None]:
     if "backend" not in parameters_of(framework, name):
         return [None]
@@ -114,7 +121,7 @@ def test_a_layout_changes_nothing(framework: str, name: str, parameter: str, res
                 plain = outcome(made, function, arguments | {parameter: copy})
             for a, b in zip(one, plain, strict=True):
                 assert (a is None) == (b is None)
-                assert a is None or error(a, b) <= TINY["float32"], layout
+                assert a is None or rounding(a, b, layout), layout
 
 
 OF_THE_VOCABULARY = {"weight", "bias", "class_weight", "teacher_weight", "teacher_bias", "accumulate_into"}
