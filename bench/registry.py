@@ -31,8 +31,8 @@ from bench import machine, shapes
 from bench.checkout import ROOT, packages
 
 MODULES = (
-    "check", "compare", "energy", "gist", "hf", "sharded", "bridges", "logits", "portable", "fuzz", "sanitize",
-    "real_head", "report",
+    "architectures", "check", "compare", "energy", "gist", "hf", "sharded", "bridges", "logits", "portable", "fuzz",
+    "sanitize", "real_head", "report",
 )  # fmt: skip
 RESULTS = ROOT / "bench" / "results"
 

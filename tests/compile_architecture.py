@@ -24,8 +24,8 @@ CAPABILITY = 80  # its code is like an Ampere GPU's
 
 def compiled() -> dict[str, Any]:
     """The kernel that a bfloat16 call finds on such a GPU, compiled."""
-    architecture.ARCHITECTURES.insert(0, imaginary(Imaginary(), "half", 42))
-    architecture.major_of = lambda index: 42  # type: ignore[assignment]
+    architecture.ARCHITECTURES.insert(0, imaginary(Imaginary(), "half", ("42.",)))
+    architecture.chip_of = lambda index: "42.0"  # type: ignore[assignment]
     found = architecture.architecture_of(torch.bfloat16, 0, True)
     products, tiles = found.products(), found.tiles[WEIGHT]
     kind = WeightKind(final=True, parted=False, reads=False, smooth=False, targets=False)

@@ -32,6 +32,6 @@ class Imaginary(Portable):
         return launch
 
 
-def imaginary(products: Imaginary, arithmetic: str, major: int | None) -> Architecture:
+def imaginary(products: Imaginary, arithmetic: str, chips: tuple[str, ...] | None) -> Architecture:
     tiles = dict.fromkeys(KERNELS, Tiles(32, 64, 32, stages=2, warps=4))
-    return Architecture("imaginary", lambda: products, tiles, (arithmetic,), major)
+    return Architecture("imaginary", lambda: products, tiles, arithmetic, chips)

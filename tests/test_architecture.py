@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -16,8 +17,10 @@ from implementations import TorchTriton, assert_within, problem_named, run_case 
 from logitless import plan  # noqa: E402
 from logitless.torch_impl.kernels import architecture, tiles  # noqa: E402
 
+INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here")
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU")
+
+@INTERPRETED
 def test_a_step_runs_by_a_registered_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """The record alone says which products a call takes and how large their tiles are."""
     products = Imaginary()
@@ -38,24 +41,55 @@ def test_its_kernels_compile_with_its_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "major", "descriptors", "name"),
+    ("dtype", "chip", "aligned", "name"),
     [
-        ("bfloat16", 9, True, "hopper"),
-        ("bfloat16", 9, False, "portable, 16 bits"),
+        ("bfloat16", "9.0", True, "hopper"),
+        ("bfloat16", "9.0", False, "portable, 16 bits"),
         ("float16", None, True, "portable, 16 bits"),
-        ("float32", 9, True, "portable, float32"),
+        ("float32", "9.0", True, "portable, float32"),
+        ("bfloat16", "8.0", True, "ampere"),
+        ("bfloat16", "8.9", True, "small"),
+        ("float16", "12.0", True, "small"),
+        ("bfloat16", "8.9", False, "unaligned"),
+        ("bfloat16", "10.0", True, "blackwell"),
+        ("bfloat16", "gfx942", True, "cdna"),
+        ("float32", "gfx950", True, "pointers, float32"),
     ],
 )
 def test_the_record_of_a_call(
-    dtype: str, major: int | None, descriptors: bool, name: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, chip: str | None, aligned: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(architecture, "major_of", lambda index: major)
-    found = architecture.architecture_of(getattr(torch, dtype), 0, descriptors)
+    monkeypatch.setattr(architecture, "chip_of", lambda index: chip)
+    found = architecture.architecture_of(getattr(torch, dtype), 0, aligned)
     assert found.name == name
     assert set(found.tiles) == set(tiles.KERNELS)
 
 
+@INTERPRETED
+@pytest.mark.parametrize("order", ["default", "vocab", pytest.param("tokens", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("chip", "dtype", "hidden"),
+    [
+        ("8.0", "float16", 40),
+        ("8.0", "float32", 40),
+        ("10.0", "float16", 40),
+        pytest.param("8.9", "float16", 40, marks=pytest.mark.slow),
+        pytest.param("8.9", "float16", 37, marks=pytest.mark.slow),
+        pytest.param("gfx942", "float16", 40, marks=pytest.mark.slow),
+    ],
+)
+def test_every_record_computes_right(
+    chip: str, dtype: str, hidden: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tiles and its way to read operands, interpreted."""
+    monkeypatch.setattr(architecture, "chip_of", lambda index: chip)
+    problem = dataclasses.replace(problem_named("odd_all"), hidden=hidden).with_dtype(dtype)
+    sizes = {"tokens": problem.tokens, "hidden": hidden, "vocab": problem.vocab, "dtype": dtype}
+    chosen = None if order == "default" else plan(**sizes, fused=True, order=order, chunk=128)
+    assert_within(problem, run_case(TorchTriton(), problem.case(), plan=chosen))
+
+
 def test_without_gluon_the_portable_file_has_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architecture, "major_of", lambda index: 9)
+    monkeypatch.setattr(architecture, "chip_of", lambda index: "9.0")
     monkeypatch.setattr(architecture, "has_products", lambda products: products.__name__ != "_hopper")
     assert architecture.architecture_of(torch.bfloat16, 0, True).name == "portable, 16 bits"

@@ -308,7 +308,7 @@ def test_what_indexes_in_a_rehearsal_is_an_index() -> None:
     for make in makers:
         for _ in range(20):
             torch.full_like(make(), 7)  # what the next tensor finds in its memory
-            with rehearsal._IndexesAreZero():
+            with rehearsal.IndexesAreZero():
                 assert not make().any()
 
 

@@ -21,6 +21,7 @@ from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.call import Arrays, Request
 from logitless.torch_impl.compiled import tracing, transforms
 from logitless.torch_impl.distributed import sharding
+from logitless.torch_impl.kernels import first_check
 
 
 def linear_cross_entropy(
@@ -77,8 +78,8 @@ def linear_cross_entropy(
             axes, constant.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
         memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
-        backend: "triton" (kernels: bfloat16, float16, float32 on a CUDA GPU of compute capability 9.x, or CPU
-            tensors under TRITON_INTERPRET=1), "eager" (plain operations, anywhere), or None: the first that runs.
+        backend: "triton" (kernels: bfloat16, float16, float32 on a GPU of docs/chips.md, or CPU tensors under
+            TRITON_INTERPRET=1), "eager" (plain operations, anywhere), or None: the first that runs.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
         process_group: the torch.distributed ranks that share the vocabulary: weight, bias and class_weight are this
             rank's consecutive entries [V_r, ...], in the order of the ranks, of any sizes; hidden and target are the
@@ -183,7 +184,7 @@ def _values(arrays: Arrays, normalizer: Tensor | float | None, request: Request)
     """The loss and, if asked for, the statistics; or log-probabilities and, if asked for, entropies."""
     arrays, request = Arrays(*arrays), Request(*request)
     tracing.check_transforms("linear_log_probs" if request.log_probs else "linear_cross_entropy")
-    arrays, call = checks.ready(arrays, normalizer, request)
+    plain, call = first_check.checked(lambda: checks.ready(arrays, normalizer, request))
     if tracing.in_transform():
-        return transforms.values(arrays, normalizer, call)
-    return autograd.values(arrays, normalizer, call)
+        return transforms.values(plain, normalizer, call)
+    return autograd.values(plain, normalizer, call)

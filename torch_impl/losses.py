@@ -28,6 +28,7 @@ from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.call import XP, Arrays, Request
 from logitless.torch_impl.compiled import tracing
 from logitless.torch_impl.distillation import Distillation, DivergenceFunction, Heads
+from logitless.torch_impl.kernels import first_check
 
 
 def dpo_loss(
@@ -284,7 +285,7 @@ def _logsumexp(
         "none", -100, 0.0, 0.0, options.logit_scale, options.softcap, temperature=1.0, plan=None,
         memory_budget=memory_budget, backend=backend, statistics=False,
     )  # fmt: skip
-    plain, call = checks.ready(arrays, None, request)
+    plain, call = first_check.checked(lambda: checks.ready(arrays, None, request))
     detached: Any = [None if array is None else array.detach() for array in plain]  # from forward mode, too
     return steps.logsumexp(Arrays(*detached), call), call.compute_dtype
 

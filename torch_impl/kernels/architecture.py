@@ -1,8 +1,10 @@
 """One record a GPU architecture: the file that has its products, their tiles, and what both need of the GPU.
 
-A new architecture is a new file beside portable.py and hopper.py, with the three products and a class of
-:class:`Products` that launches them, and a row in :data:`ARCHITECTURES`. Everything here is a function of dtype and
-device, so that no call tunes anything.
+A new architecture is a row in :data:`ARCHITECTURES`. If the portable kernels are not good enough there, it is a new
+file beside portable.py and hopper.py too, with the three products and a class of :class:`Products` that launches them.
+Everything here is a function of dtype and device, so that no call tunes anything.
+
+A *chip* is named by its compute capability ("8.0", "9.0") or, for AMD, by its target ("gfx942").
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from logitless.torch_impl.kernels.tiles import (
     HIDDEN_SUM,
     KERNELS,
     LOGITS,
+    LOGITS_MORE,
     SQUARE_GROUP,
     WEIGHT,
     WEIGHT_SUM,
@@ -35,16 +38,23 @@ class Architecture:
     """Imports the file when it is wanted."""
     tiles: Mapping[str, Tiles]
     """By the names in :data:`KERNELS`."""
-    arithmetic: tuple[str, ...]
-    """Of the operands that it takes: "half", "tf32" and "ieee" (see :func:`arithmetic_of`)."""
-    major: int | None = None
-    """Its compute capability's first number; None: any GPU, and the interpreter."""
-    descriptors: bool = False
-    """Whether every operand must be readable by descriptor: rows start on 16 bytes."""
+    arithmetic: str
+    """Of the operands that it takes: "half" (16 bits), or how it multiplies float32, "tf32" or "ieee"."""
+    chips: tuple[str, ...] | None = None
+    """What the names of its chips begin with; None: any GPU, and the interpreter."""
+    aligned: bool = False
+    """Whether it only takes operands whose rows start on 16 bytes."""
+    descriptors: bool = True
+    """Whether tiles are read and written by descriptor. Else by pointers, for chips without tensor memory access."""
 
-    def takes(self, arithmetic: str, major: int | None, descriptors: bool) -> bool:
-        here = self.major is None or self.major == major
-        return here and arithmetic in self.arithmetic and (descriptors or not self.descriptors)
+    def takes(self, arithmetic: str, chip: str | None, aligned: bool) -> bool:
+        here = self.chips is None or (chip is not None and chip.startswith(self.chips))
+        return here and arithmetic == self.arithmetic and (aligned or not self.aligned)
+
+    @property
+    def precision(self) -> str:
+        """Of products, as Triton calls it; those of 16 bits do not read it."""
+        return "tf32" if self.arithmetic == "tf32" else "ieee"
 
 
 def _portable() -> Products:
@@ -59,6 +69,21 @@ def _hopper() -> Products:
     return hopper.PRODUCTS
 
 
+def _tiles(logits: Tiles, more: Tiles, hidden: Tiles, weight: Tiles) -> dict[str, Tiles]:
+    """A record's tiles, where sums have the same ones as results."""
+    return {LOGITS: logits, LOGITS_MORE: more, HIDDEN: hidden, HIDDEN_SUM: hidden, WEIGHT: weight, WEIGHT_SUM: weight}
+
+
+def _by_pointers(
+    name: str, chips: tuple[str, ...], tiles: dict[str, Tiles], aligned: bool = True, arithmetic: str = "half"
+) -> Architecture:
+    """The portable products."""
+    return Architecture(name, _portable, tiles, arithmetic, chips, aligned, descriptors=False)
+
+
+# What is not Hopper: compiled, and held against plain operations at the first call (first_check.py).
+OTHERS = ("8.", "10.", "12.", "gfx942", "gfx950")
+
 # A call takes the first record that fits its operands and its GPU.
 ARCHITECTURES = [
     Architecture(
@@ -67,51 +92,148 @@ ARCHITECTURES = [
         # Three stages leave shared memory for a tile of results on its way out. With them keeping step made a step of
         # several chunks 1 to 1.5 % slower.
         {
-            LOGITS: Tiles(128, 256, 64, halves=2, skew=1, group=SQUARE_GROUP),
+            **dict.fromkeys((LOGITS, LOGITS_MORE), Tiles(128, 256, 64, halves=2, skew=1, group=SQUARE_GROUP)),
             HIDDEN: Tiles(128, 256, 64, halves=2, skew=1, group=4, stages=4, pace=4),
             HIDDEN_SUM: Tiles(128, 256, 64, halves=2, skew=1, group=4, split=True),
             WEIGHT: Tiles(128, 256, 64, halves=2, skew=1),
             WEIGHT_SUM: Tiles(128, 256, 64, halves=2, skew=1, split=True),
         },
-        arithmetic=("half",),
-        major=9,
-        descriptors=True,
+        arithmetic="half",
+        chips=("9.",),
+        aligned=True,
+    ),
+    # By pointers, without a spilled register, in no more shared memory than a chip has: 163 KiB (8.0, 8.7), 99 KiB
+    # (8.6, 8.9, 12.x), 64 KiB (gfx942), 160 KiB (gfx950). The first product's tile of 16 bits has 256 columns
+    # everywhere: a plan's promise counts its partial sums.
+    _by_pointers(
+        "ampere",
+        ("8.0", "8.7"),
+        _tiles(
+            Tiles(128, 256, 64),
+            Tiles(64, 256, 64, stages=4),
+            Tiles(128, 128, 64, group=4, stages=4),
+            Tiles(128, 128, 32),
+        ),
+    ),
+    _by_pointers(
+        "small",
+        ("8.", "12."),
+        _tiles(
+            Tiles(128, 256, 32, stages=4),
+            Tiles(64, 256, 64),
+            Tiles(128, 128, 64, group=4),
+            Tiles(128, 128, 32),
+        ),
+    ),
+    _by_pointers(
+        "cdna",
+        ("gfx942", "gfx950"),
+        _tiles(
+            Tiles(128, 256, 32, stages=2),
+            Tiles(64, 256, 64, stages=2),
+            Tiles(128, 128, 64, group=4, stages=2),
+            Tiles(128, 128, 32, stages=2),
+        ),
+    ),
+    # A result of 256 columns leaves too few registers beside it, but for the first product's plain epilogue.
+    Architecture(
+        "blackwell",
+        _portable,
+        _tiles(
+            Tiles(128, 256, 64, warps=16, split=True, flatten=True),
+            Tiles(64, 256, 64),
+            Tiles(128, 128, 64, group=4, stages=4),
+            Tiles(128, 128, 64),
+        ),
+        arithmetic="half",
+        chips=("10.",),
+        aligned=True,
+    ),
+    # Where rows start anywhere, elements are read one by one, through registers.
+    _by_pointers(
+        "unaligned",
+        OTHERS,
+        _tiles(*[Tiles(64, 256, 16, stages=2)] * 2, *[Tiles(64, 64, 32, group=4, stages=2)] * 2),
+        aligned=False,
+    ),
+    _by_pointers(
+        "pointers, tf32",
+        OTHERS,
+        dict.fromkeys(KERNELS, Tiles(64, 64, 32)),
+        False,
+        "tf32",
+    ),
+    _by_pointers(
+        "pointers, float32",
+        OTHERS,
+        dict.fromkeys(KERNELS, Tiles(64, 64, 16, stages=2, warps=4, deep=32)),
+        False,
+        "ieee",
     ),
     Architecture(
         "portable, 16 bits",
         _portable,
         {
-            LOGITS: Tiles(128, 256, 64, split=True, flatten=True),
+            **dict.fromkeys((LOGITS, LOGITS_MORE), Tiles(128, 256, 64, split=True, flatten=True)),
             HIDDEN: Tiles(128, 256, 64, group=4),
             HIDDEN_SUM: Tiles(128, 256, 64, group=4),
             WEIGHT: Tiles(128, 256, 64, split=True, stages=4),
             WEIGHT_SUM: Tiles(128, 256, 64, split=True),  # a float32 tile on its way out leaves room for three stages
         },
-        arithmetic=("half",),
+        arithmetic="half",
     ),
-    Architecture("portable, tf32", _portable, dict.fromkeys(KERNELS, Tiles(128, 128, 32)), arithmetic=("tf32",)),
+    Architecture("portable, tf32", _portable, dict.fromkeys(KERNELS, Tiles(128, 128, 32)), arithmetic="tf32"),
     Architecture(
         "portable, float32",
         _portable,
         dict.fromkeys(KERNELS, Tiles(64, 64, 16, stages=2, warps=4, deep=32)),
-        arithmetic=("ieee",),
+        arithmetic="ieee",
     ),
 ]
 
 
-def precision(dtype: torch.dtype) -> str:
-    """float32 products follow PyTorch's own setting; others do not read it."""
-    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+def arithmetic_of(dtype: torch.dtype, chip: str | None) -> str:
+    """float32 products follow PyTorch's own setting. AMD's chips have no tf32."""
+    if dtype != torch.float32:
+        return "half"
+    exact = torch.get_float32_matmul_precision() == "highest" or (chip is not None and chip.startswith("gfx"))
+    return "ieee" if exact else "tf32"
 
 
-def arithmetic_of(dtype: torch.dtype) -> str:
-    return precision(dtype) if dtype == torch.float32 else "half"
+# Why the kernels are not used on a device for a dtype, though they are built for its chip: first_check.py says.
+refused: dict[tuple[torch.device, torch.dtype], str] = {}
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no record is for this GPU, or why its kernels are not used, or None."""
+    index = device.index
+    if device.type == "cuda" and index is None:
+        index = torch.cuda.current_device()
+    chip = chip_of(index)
+    if chip is not None and not chip.startswith(("9.", *OTHERS)):
+        return (
+            f"its kernels are built for NVIDIA GPUs of compute capability 8.x, 9.x, 10.x and 12.x, and for AMD's "
+            f"gfx942 and gfx950, not {chip}"
+        )
+    return refused.get((device, dtype))
 
 
 @functools.lru_cache
-def major_of(index: int | None) -> int | None:
-    """The first number of a CUDA device's compute capability; None on a CPU."""
-    return None if index is None else torch.cuda.get_device_capability(index)[0]
+def chip_of(index: int | None) -> str | None:
+    """The chip of a CUDA or ROCm device; None on a CPU."""
+    if index is None:
+        return None
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"{properties.major}.{properties.minor}"
+
+
+@functools.lru_cache
+def most_warps(index: int | None) -> int:
+    """Of a program: 1024 threads. AMD's warps (wavefronts) have 64 of them."""
+    chip = chip_of(index)
+    return 16 if chip is not None and chip.startswith("gfx") else 32
 
 
 @functools.lru_cache
@@ -130,12 +252,13 @@ def has_products(architecture_products: Callable[[], Products]) -> bool:
     return True
 
 
-def architecture_of(dtype: torch.dtype, index: int | None, descriptors: bool) -> Architecture:
+def architecture_of(dtype: torch.dtype, index: int | None, aligned: bool) -> Architecture:
     """The first record that takes operands of this dtype on the device.
 
-    descriptors: whether every operand's rows start on 16 bytes.
+    aligned: whether every operand's rows start on 16 bytes.
     """
-    arithmetic, major = arithmetic_of(dtype), major_of(index)
+    chip = chip_of(index)
+    arithmetic = arithmetic_of(dtype, chip)
     return next(
-        found for found in ARCHITECTURES if found.takes(arithmetic, major, descriptors) and has_products(found.products)
+        found for found in ARCHITECTURES if found.takes(arithmetic, chip, aligned) and has_products(found.products)
     )

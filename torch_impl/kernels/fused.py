@@ -25,6 +25,7 @@ from logitless.scratch import SMOOTHING_BLOCK
 from logitless.spec import LossOptions
 from logitless.torch_impl.call import XP, Gradients, KnownRows, Needs, TokenSums
 from logitless.torch_impl.chunk import Smoothing
+from logitless.torch_impl.kernels import architecture
 from logitless.torch_impl.kernels.held import Held, HeldTokens, held_gradients, held_layout
 from logitless.torch_impl.kernels.kernel_call import KernelCall
 from logitless.torch_impl.kernels.products import GradientProducts
@@ -66,12 +67,9 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return "triton is not installed"
     if dtype not in DTYPES:
         return f"its kernels take bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
-    if device.type != "cuda":
-        return None if interpreted() and device.type == "cpu" else spec.needs_cuda(device.type)
-    if torch.version.hip is not None:
-        return spec.needs_hopper("an AMD GPU")
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major == 9 else spec.needs_hopper(f"{major}.{minor}")
+    if device.type != "cuda" and not (interpreted() and device.type == "cpu"):
+        return spec.needs_cuda(device.type)
+    return architecture.unavailable(device, dtype)
 
 
 # What is left of a loss's gradients when the upstream scalar arrives are products, that TMA writes to a buffer.

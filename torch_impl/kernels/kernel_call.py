@@ -13,10 +13,10 @@ from torch import Tensor
 from logitless.planning import ChunkPlan
 from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, round_up
 from logitless.spec import LossOptions
-from logitless.torch_impl.kernels.architecture import architecture_of, multiprocessors, precision
+from logitless.torch_impl.kernels.architecture import architecture_of, multiprocessors
 from logitless.torch_impl.kernels.launch import launch_named
 from logitless.torch_impl.kernels.rows import Rows, on_device
-from logitless.torch_impl.kernels.tiles import GROUP_BYTES, LOGITS, Tiles
+from logitless.torch_impl.kernels.tiles import GROUP_BYTES, LOGITS, LOGITS_MORE, Tiles
 
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels
@@ -48,16 +48,17 @@ class KernelCall:
         self.vocab, self.shard = self.weight.shape[0], inputs.shard
         self.programs = multiprocessors(self.device.index)
         item = self.dtype.itemsize
-        self.tma = (self.weight.stride(0) * item) % 16 == 0 and (self.size * item) % 16 == 0
-        self.tma = self.tma and self.weight.data_ptr() % 16 == 0
-        self.architecture = architecture_of(self.dtype, self.device.index, self.tma)
+        aligned = (self.weight.stride(0) * item) % 16 == 0 and (self.size * item) % 16 == 0
+        aligned = aligned and self.weight.data_ptr() % 16 == 0
+        self.architecture = architecture_of(self.dtype, self.device.index, aligned)
+        self.tma = aligned and self.architecture.descriptors
         self.products = self.architecture.products()
         self.block = column_block(self.size, 1024)
         self.chunk = max(1, plan.token_chunk)
         self.scale = float(options.logit_scale)
         self.cap = 1.0 if options.softcap is None else float(options.softcap)
         self.has_cap = options.softcap is not None
-        self.precision = precision(self.dtype)
+        self.precision = self.architecture.precision
         self.order, self.count, self.target = inputs.order, inputs.count, inputs.index
         if held is not None:
             self.row_target = held["row_target"]
@@ -111,6 +112,7 @@ class KernelCall:
             "HAS_CLASS": self.class_weight is not None,
             "PROGRAMS": self.programs,
             "PRECISION": self.precision,
+            "POINTERS": not self.architecture.descriptors,
         }
 
     def launch(self, kernel: Any, grid: int, **own: Any) -> None:
@@ -144,18 +146,18 @@ class KernelCall:
 
         partial: its pointers to lines of partial sums. known: its pointers to vectors by position, where lse is known.
         """
-        t = self.tiles(LOGITS)
         vectors = NOT_KNOWN | {"anchor_ptr": self.anchor[first:]}
         if known is not None:
             vectors = {name: None if vector is None else vector[first:] for name, vector in known.items()}
         statistics, sum_logits = partial["gap_ptr"] is not None, partial["logit_sum_ptr"] is not None
         plain = not (statistics or sum_logits or self.has_cap or vectors["alpha_ptr"] is not None)
         plain = plain and vectors["sigma_ptr"] is None
+        t = self.tiles(LOGITS if plain else LOGITS_MORE)
         self.launch(
             self.products.logits_kernel, self.programs, **partial, **vectors,
             x_desc=self.describe(x, t.block_rows, t.bk), w_desc=self.describe_weight(entries, (t.bn, t.bk)),
             e_desc=None if e is None else self.describe(e, t.block_rows, t.block_columns), w_ptr=self.weight[entries],
-            row_target_ptr=self.row_target[first:], first=first, start=entries.start,
+            **addresses(x=x, e=e), row_target_ptr=self.row_target[first:], first=first, start=entries.start,
             columns=entries.stop - entries.start, MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits,
             HAS_ALPHA=vectors["alpha_ptr"] is not None, HAS_GAMMA=vectors["gamma_ptr"] is not None,
             HAS_SIGMA=vectors["sigma_ptr"] is not None,
@@ -172,11 +174,17 @@ class KernelCall:
         return self.architecture.tiles[kernel]
 
     def describe(self, matrix: Tensor, rows: int, columns: int) -> Any:
-        """A matrix as the tensor memory accelerator sees it, in blocks of [rows, columns]."""
-        return self.products.describe(matrix, rows, columns)
+        """A matrix as the tensor memory accelerator sees it, in blocks of [rows, columns]; None where pointers do."""
+        return self.products.describe(matrix, rows, columns) if self.architecture.descriptors else None
 
     def describe_weight(self, rows: slice, block: tuple[int, int]) -> Any:
         return self.describe(self.weight[rows], *block) if self.tma else None
+
+
+def addresses(**matrices: Tensor | None) -> dict[str, Tensor | int | None]:
+    """Matrices for kernels that read them by pointers: where each one begins, and how far apart its rows are."""
+    found: dict[str, Tensor | int | None] = {f"{name}_ptr": matrix for name, matrix in matrices.items()}
+    return found | {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()}
 
 
 def padded_length(tokens: int, chunk: int) -> int:

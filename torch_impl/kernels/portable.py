@@ -296,7 +296,7 @@ def tile_of(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def load_tile(source, pointer, row, column, rows, columns, stride, R: tl.constexpr, S: tl.constexpr, TMA: tl.constexpr):
-    """[R, S] of a row-major matrix from (row, column), zero outside: by descriptor, or by pointers where D is odd."""
+    """[R, S] of a row-major matrix [rows, columns] from (row, column), zero outside: by descriptor, or by pointers."""
     if TMA:
         return source.load([row, column])
     else:
@@ -304,6 +304,22 @@ def load_tile(source, pointer, row, column, rows, columns, stride, R: tl.constex
         j = column + tl.arange(0, S)
         place = pointer + i.to(tl.int64)[:, None] * stride + j[None, :]
         return tl.load(place, mask=(i < rows)[:, None] & (j < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def store_block(
+    desc, pointer, tile, row, column, rows, columns, stride, BN: tl.constexpr, SPLIT: tl.constexpr,
+    POINTERS: tl.constexpr,
+):  # fmt: skip
+    """A tile of e [rows, columns] to memory from (row, column) on: by pointers, or as :func:`store_tile`."""
+    if POINTERS:
+        i = row + tl.arange(0, tile.shape[0])
+        j = column + tl.arange(0, BN)
+        place = pointer + i.to(tl.int64)[:, None] * stride + j[None, :]
+        mask = (i < rows)[:, None] & (j < columns)[None, :]
+        tl.store(place, tile.to(pointer.dtype.element_ty), mask=mask)
+    else:
+        store_tile(desc, tile, row, column, BN, SPLIT, False)
 
 
 @triton.jit
@@ -332,15 +348,15 @@ def store_part(desc, part, row, column, ADD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def logits_kernel(
-    x_desc, w_desc, e_desc, w_ptr, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr, count_ptr,
+    x_desc, w_desc, e_desc, x_ptr, w_ptr, e_ptr, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr, count_ptr,
     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
     log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
-    first, chunk, size, w_stride, start, columns, scale, cap,
+    first, chunk, size, x_stride, w_stride, e_stride, start, columns, scale, cap,
     MODE: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_GAMMA: tl.constexpr, HAS_SIGMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    POINTERS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z = f(x wᵀ + b) for vocabulary entries start ≤ j < start + columns, never stored; one program owns every
     PROGRAMS-th tile [BM rows, BN entries], and of it the sums of its rows (column tile n writes line n of each [n, C]
@@ -354,7 +370,7 @@ def logits_kernel(
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         z = tl.zeros((BM, BN), tl.float32)
         for k in range(steps):
-            a = x_desc.load([m * BM, k * BK])
+            a = load_tile(x_desc, x_ptr, m * BM, k * BK, chunk, size, x_stride, BM, BK, not POINTERS)
             b = load_tile(w_desc, w_ptr, n * BN, k * BK, columns, size, w_stride, BN, BK, TMA)
             z = dot(a, b.T, z, PRECISION)
         row = m * BM + tl.arange(0, BM)
@@ -385,10 +401,26 @@ def logits_kernel(
             is_target = (start + column)[None, :] == target[:, None]
             e = tl.where(is_target, tl.load(target_value_ptr + row, mask=row < chunk, other=0.0)[:, None], e)
             e = tl.where((row < rows)[:, None], e, 0.0)
-            store_tile(e_desc, e, m * BM, n * BN, BN, SPLIT, False)
+            store_block(e_desc, e_ptr, e, m * BM, n * BN, chunk, columns, e_stride, BN, SPLIT, POINTERS)
         else:
             line = n * chunk + row
             inside = row < chunk
+            # What is read of z alone comes first: then z and e need not be in registers side by side.
+            if STATISTICS:
+                above = tl.where(here[None, :], z, float("-inf"))
+                top = tl.max(above, 1)
+                tl.store(highest_ptr + line, top, mask=inside)
+                where = tl.where(above == top[:, None], (start + column)[None, :], BIGGEST_INDEX)
+                tl.store(argmax_ptr + line, tl.min(where, 1), mask=inside)
+                tl.store(lowest_ptr + line, tl.min(tl.where(here[None, :], z, float("inf")), 1), mask=inside)
+            if SUM_LOGITS:
+                if HAS_CLASS:
+                    weights = tl.load(class_weight_ptr + start + column, mask=here, other=0.0)
+                    tl.store(
+                        logit_sum_ptr + line, tl.sum(tl.where(here[None, :], z, 0.0) * weights[None, :], 1), mask=inside
+                    )
+                else:
+                    tl.store(logit_sum_ptr + line, tl.sum(tl.where(here[None, :], z, 0.0), 1), mask=inside)
             gap = z - tl.maximum(anchor, LOWEST_ANCHOR)[:, None]
             e = tl.exp2(gap * LOG2E)
             # Few tiles hold a target or the end of the vocabulary: the others skip two comparisons an element.
@@ -400,23 +432,10 @@ def logits_kernel(
             tl.store(sum_ptr + line, tl.sum(e, 1), mask=inside)
             if STATISTICS:
                 tl.store(gap_ptr + line, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=inside)
-                above = tl.where(here[None, :], z, float("-inf"))
-                top, where = tl.max(above, 1, return_indices=True, return_indices_tie_break_left=True)
-                tl.store(highest_ptr + line, top, mask=inside)
-                tl.store(argmax_ptr + line, start + n * BN + where, mask=inside)
-                tl.store(lowest_ptr + line, tl.min(tl.where(here[None, :], z, float("inf")), 1), mask=inside)
-            if SUM_LOGITS:
-                if HAS_CLASS:
-                    weights = tl.load(class_weight_ptr + start + column, mask=here, other=0.0)
-                    tl.store(
-                        logit_sum_ptr + line, tl.sum(tl.where(here[None, :], z, 0.0) * weights[None, :], 1), mask=inside
-                    )
-                else:
-                    tl.store(logit_sum_ptr + line, tl.sum(tl.where(here[None, :], z, 0.0), 1), mask=inside)
             if MODE == ANCHORED:
                 if HAS_CAP:
                     e = e * (1.0 - (z / cap) * (z / cap))
-                store_tile(e_desc, e, m * BM, n * BN, BN, SPLIT, False)
+                store_block(e_desc, e_ptr, e, m * BM, n * BN, chunk, columns, e_stride, BN, SPLIT, POINTERS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -666,12 +685,12 @@ def put_hidden(
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
-    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
+    e_desc, w_desc, e_ptr, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
-    first, chunk, columns, size, w_stride, all_w_ptr,
+    first, chunk, columns, size, e_stride, w_stride, all_w_ptr,
     ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
+    FLATTEN: tl.constexpr, TMA: tl.constexpr, POINTERS: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """dX of a chunk from S vocabulary entries; one program owns every PROGRAMS-th tile [BM rows, BN of D]."""
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
@@ -683,7 +702,7 @@ def hidden_kernel(
         value = tl.zeros((BM, BN), tl.float32)
         part = tl.zeros((BM, BN), tl.float32)
         for k in range(steps):
-            a = e_desc.load([m * BM, k * BK])
+            a = load_tile(e_desc, e_ptr, m * BM, k * BK, chunk, columns, e_stride, BM, BK, not POINTERS)
             b = load_tile(w_desc, w_ptr, k * BK, n * BN, columns, size, w_stride, BK, BN, TMA)
             part = dot(a, b, part, PRECISION)
             value, part = add_part(value, part, k, DEEP)
@@ -801,12 +820,14 @@ def add_targets(total, begin, end, entry, column, key_ptr, token_ptr, value_ptr,
 
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
-    e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, first, chunk, start, columns, size, hidden_stride,
+    e_desc, x_desc, e_ptr, x_ptr, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr,
+    smooth_x_ptr, key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, first, chunk, start, columns, size, e_stride,
+    x_stride, hidden_stride,
     ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, PARTED: tl.constexpr, SMOOTH: tl.constexpr,
     HAS_CLASS: tl.constexpr, TARGETS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
+    SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, POINTERS: tl.constexpr, PRECISION: tl.constexpr,
+    DEEP: tl.constexpr,
 ):  # fmt: skip
     """dW of vocabulary entries start ≤ j < start + columns from a chunk; tiles [BM entries, BN of D].
 
@@ -827,8 +848,9 @@ def weight_kernel(
         value = tl.zeros((BM, BN), tl.float32)
         part = tl.zeros((BM, BN), tl.float32)
         for k in range(steps):
-            a = e_desc.load([k * BK, m * BM]).T
-            part = dot(a, x_desc.load([k * BK, n * BN]), part, PRECISION)
+            a = load_tile(e_desc, e_ptr, k * BK, m * BM, chunk, columns, e_stride, BK, BM, not POINTERS)
+            b = load_tile(x_desc, x_ptr, k * BK, n * BN, chunk, size, x_stride, BK, BN, not POINTERS)
+            part = dot(a.T, b, part, PRECISION)
             value, part = add_part(value, part, k, DEEP)
         value += part
         entry = m * BM + tl.arange(0, BM)

@@ -14,7 +14,7 @@ from torch import Tensor
 from logitless.scratch import LOW_ROW_ALIGNMENT, round_up
 from logitless.torch_impl.call import Gradients, Needs
 from logitless.torch_impl.chunk import Smoothing
-from logitless.torch_impl.kernels.kernel_call import KernelCall, at_end
+from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.sums import Factors
 from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM, WeightKind
@@ -203,7 +203,7 @@ class GradientProducts:
             "GROUP": own.group,
         }
         c.launch(
-            c.products.hidden_kernel, c.programs, **results, **own.values, w_ptr=c.weight[entries],
+            c.products.hidden_kernel, c.programs, **results, **own.values, w_ptr=c.weight[entries], **addresses(e=e),
             e_desc=c.describe(e, t.block_rows, t.bk), w_desc=c.describe_weight(entries, (t.bk, t.bn)),
         )  # fmt: skip
         if own.parts is not None:
@@ -224,7 +224,7 @@ class GradientProducts:
         aligned = (c.size * out.element_size()) % 16 == 0
         own = c.products.weight(c, t, kind, self.low, aligned)
         c.launch(
-            c.products.weight_kernel, c.programs, **own.values,
+            c.products.weight_kernel, c.programs, **own.values, **addresses(e=e, x=x),
             e_desc=c.describe(e, t.bk, t.block_rows), x_desc=c.describe(x, t.bk, t.bn),
             sum_ptr=out if into else self.high if parted else self.weight_sum, low_ptr=self.low if parted else None,
             out_desc=c.describe(out[entries], t.block_rows, t.block_columns) if own.by_descriptor else None,

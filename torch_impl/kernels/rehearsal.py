@@ -81,7 +81,7 @@ def run_step(name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable
         quiet = dataclasses.replace(call, shard=dataclasses.replace(call.shard, quiet=True))
 
     def rehearsal() -> None:
-        with _IndexesAreZero():  # type: ignore[no-untyped-call]
+        with IndexesAreZero():  # type: ignore[no-untyped-call]
             waiting = getattr(step(quiet), "waiting", None)
             if waiting is not None:
                 waiting.finish(torch.ones((), device=arrays.hidden.device))
@@ -101,7 +101,7 @@ def _kind_of(name: str, arrays: Arrays, call: Call, needs: Needs) -> tuple[Any, 
     return name, arrays.hidden.device, dtypes, of_sizes, flags, chosen, needs, needs.into is None, ranks
 
 
-class _IndexesAreZero(TorchDispatchMode):
+class IndexesAreZero(TorchDispatchMode):
     """New integer tensors hold zeros: no kernel writes them in a rehearsal, and PyTorch's own operations index with
     them."""
 

@@ -14,6 +14,7 @@ from logitless.torch_impl import chunk
 from logitless.torch_impl.call import Arrays, Inputs, TokenSums
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
+from logitless.torch_impl.kernels.architecture import most_warps
 from logitless.torch_impl.kernels.launch import cdiv, launch_named
 
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
@@ -135,7 +136,7 @@ def _launch_losses(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Te
         "HAS_Z": options.z_loss != 0,
         "SUM": norm is not None,
         "BLOCK": TURN_BLOCK if several else TOKEN_BLOCK,
-        "num_warps": 32,
+        "num_warps": most_warps(out.device.index),
     }
     with on_device(out.device):
         launch_named(kernels.loss_kernel, (1 if norm is not None else cdiv(tokens, TOKEN_BLOCK),), values)

@@ -14,7 +14,7 @@ from logitless.scratch import SMOOTHING_BLOCK
 from logitless.torch_impl.call import KnownRows, TokenSums
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.distributed import parallel
-from logitless.torch_impl.kernels.kernel_call import KernelCall
+from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.tiles import LOGITS
 
@@ -184,9 +184,9 @@ class Sums:
     def _rescue(self, first: int, x: Tensor, e: Tensor | None, maximum: bool) -> None:
         c = self.call
         c.launch(
-            kernels.rescue_kernel, c.programs, x_ptr=x, x_stride=x.stride(0), row_target_ptr=c.row_target[first:],
-            list_ptr=self.list, flagged_ptr=self.flagged, row_anchor_ptr=self.highest, e_ptr=e,
-            e_stride=0 if e is None else e.stride(0), sum_ptr=self.partial["sum_ptr"], gap_ptr=self.partial["gap_ptr"],
+            kernels.rescue_kernel, c.programs, **addresses(x=x, e=e), row_target_ptr=c.row_target[first:],
+            list_ptr=self.list, flagged_ptr=self.flagged, row_anchor_ptr=self.highest,
+            sum_ptr=self.partial["sum_ptr"], gap_ptr=self.partial["gap_ptr"],
             columns=c.vocab, MAXIMUM=maximum, STORE=e is not None, STATISTICS=self.statistics, BM=16, BN=self.tile.bn,
             BK=32, num_warps=8,
         )  # fmt: skip

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from logitless.planning import ChunkPlan
 
-# The product kernels, with the dtype of their result: dX and dW in the gradient's own, or their sums.
-LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM = "logits", "hidden", "hidden_sum", "weight", "weight_sum"
-KERNELS = (LOGITS, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM)
+# The product kernels. The first product makes exponentials and their sums, or more: statistics, coefficients, a
+# softcap. dX and dW have the gradient's own dtype, or are sums.
+LOGITS, LOGITS_MORE = "logits", "logits_more"
+HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM = "hidden", "hidden_sum", "weight", "weight_sum"
+KERNELS = (LOGITS, LOGITS_MORE, HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM)
 
 # Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
 GROUP_BYTES = 8 * 2**20

@@ -1,0 +1,288 @@
+"""Every kernel that a call launches, compiled for chips that are not there: ``python -m bench architectures``.
+
+For each chip its record (torch_impl/kernels/architecture.py) is chosen as on a machine that has it. CALLS are made with
+launches that only write down what would run. Then Triton compiles each kernel for the chip. A row says whether it fits:
+its shared memory and its threads within the chip's, and no register spilled to memory. Nothing runs.
+
+Needs a Triton that is not interpreting, and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from bench.registry import Results, register
+
+KIB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A GPU, as Triton and the kernels' launches know it."""
+
+    backend: str
+    target: int | str
+    warp: int
+    shared: int
+    """Bytes of shared memory that a program may have."""
+    multiprocessors: int
+
+
+# Shared memory: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; AMD's CDNA 3 and
+# CDNA 4 instruction set guides. Multiprocessors: of an A100, A40, L40S, H100, B200, RTX 5090, MI300X and MI355X.
+CHIPS = {
+    "8.0": Chip("cuda", 80, 32, 163 * KIB, 108),
+    "8.6": Chip("cuda", 86, 32, 99 * KIB, 84),
+    "8.9": Chip("cuda", 89, 32, 99 * KIB, 142),
+    "9.0": Chip("cuda", 90, 32, 227 * KIB, 132),
+    "10.0": Chip("cuda", 100, 32, 227 * KIB, 148),
+    "12.0": Chip("cuda", 120, 32, 99 * KIB, 170),
+    "gfx942": Chip("hip", "gfx942", 64, 64 * KIB, 304),
+    "gfx950": Chip("hip", "gfx950", 64, 160 * KIB, 256),
+}
+
+TOKENS, HIDDEN, VOCAB = 512, 256, 2048
+PER_CHUNK, PER_SLICE = {"order": "tokens", "chunk": 128}, {"order": "vocab", "chunk": 512}
+EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "logit_scale": 2.0, "return_stats": True}
+# Options of linear_cross_entropy. Of them "plan" makes one of logitless.plan's, "class_weight" and "bias" make arrays,
+# "into" a buffer of that dtype, and "hidden" is another size of it.
+CALLS: dict[str, dict[str, Any]] = {
+    "one chunk": {},
+    "chunks": {"plan": PER_CHUNK},
+    "slices": {"plan": PER_SLICE},
+    "everything": {"class_weight": True, "bias": True, **EVERYTHING},
+    "everything in chunks": {"class_weight": True, "bias": True, "plan": PER_CHUNK, **EVERYTHING},
+    "everything in slices": {"class_weight": True, "bias": True, "plan": PER_SLICE, **EVERYTHING},
+    "smoothing in chunks": {"label_smoothing": 0.1, "plan": PER_CHUNK},
+    "per token": {"reduction": "none", "memory_budget": 2**40},
+    "into float32": {"into": "float32"},
+    "into its own dtype": {"into": "own"},
+    "no gradient": {"return_stats": True, "gradients": False},
+    "an odd hidden size": {"hidden": 251},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch that was written down."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        from logitless.torch_impl.kernels.launch import kind_of
+
+        return kind_of(self.kernel, 0, self.arguments, self.options)
+
+    @property
+    def tiles(self) -> str:
+        sizes = [str(self.options[name]) for name in ("BM", "BN", "BK") if name in self.options]
+        return "×".join(sizes)
+
+
+class Absent:
+    """Triton's driver of a chip that is not there."""
+
+    def __init__(self, name: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        chip = CHIPS[name]
+        self.target = GPUTarget(chip.backend, chip.target, chip.warp)
+        self.device = list(CHIPS).index(name)  # a kernel keeps what it was compiled to by device
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+@contextlib.contextmanager
+def as_on(name: str, note: Callable[..., None]) -> Iterator[None]:
+    """Calls choose what they would on the chip, and hand their launches to ``note``."""
+    import torch
+    from triton.runtime import driver
+
+    from logitless.torch_impl.kernels import architecture, fused, kernel_call, launch, rows
+    from logitless.torch_impl.kernels.rehearsal import IndexesAreZero
+
+    chip = CHIPS[name]
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context
+        patch(mock.patch.object(architecture, "chip_of", return_value=name))
+        patch(mock.patch.object(kernel_call, "multiprocessors", return_value=chip.multiprocessors))
+        patch(mock.patch.object(rows, "most_warps", return_value=1024 // chip.warp))
+        patch(mock.patch.object(fused, "unavailable", return_value=None))
+        patch(mock.patch.object(launch.instead, "run", note))
+        patch(IndexesAreZero())
+        driver.set_active(Absent(name))
+        torch.manual_seed(0)
+        yield
+
+
+def call(options: dict[str, Any], dtype: Any) -> None:
+    """Forward and backward of one call on the CPU, whose kernels do nothing."""
+    import torch
+
+    from logitless import plan
+    from logitless.torch_impl import linear_cross_entropy
+
+    options = dict(options)
+    size, wanted = options.pop("hidden", HIDDEN), options.pop("plan", None)
+    gradients, into = options.pop("gradients", True), options.pop("into", None)
+    new = functools.partial(torch.zeros, dtype=dtype, requires_grad=gradients)
+    hidden, weight, target = new(TOKENS, size), new(VOCAB, size), torch.zeros(TOKENS, dtype=torch.int64)
+    if options.pop("bias", False):
+        options["bias"] = new(VOCAB)
+    if options.pop("class_weight", False):
+        options["class_weight"] = torch.ones(VOCAB)
+    if into is not None:
+        options["accumulate_into"] = torch.zeros(VOCAB, size, dtype=dtype if into == "own" else torch.float32)
+    if wanted is not None:
+        sizes = {"tokens": TOKENS, "hidden": size, "vocab": VOCAB, "dtype": str(dtype).removeprefix("torch.")}
+        options["plan"] = plan(**sizes, **wanted, fused=True)
+    result = linear_cross_entropy(hidden, weight, target, backend="triton", **options)
+    loss = result[0] if isinstance(result, tuple) else result
+    if gradients:
+        loss.sum().backward()
+
+
+def log_probs(dtype: Any) -> None:
+    import torch
+
+    from logitless.torch_impl import linear_log_probs
+
+    new = functools.partial(torch.zeros, dtype=dtype, requires_grad=True)
+    target = torch.zeros(TOKENS, dtype=torch.int64)
+    log_prob, entropy = linear_log_probs(
+        new(TOKENS, HIDDEN), new(VOCAB, HIDDEN), target, with_entropy=True, backend="triton"
+    )
+    (log_prob + entropy).sum().backward()
+
+
+def given_logits(dtype: Any) -> None:
+    import torch
+
+    from logitless.torch_impl import cross_entropy
+
+    logits = torch.zeros(TOKENS, VOCAB, dtype=dtype, requires_grad=True)
+    target, weights = torch.zeros(TOKENS, dtype=torch.int64), torch.ones(VOCAB)
+    loss, _ = cross_entropy(logits, target, class_weight=weights, backend="triton", **EVERYTHING)
+    loss.backward()
+
+
+def launches(name: str, precision: str, calls: tuple[str, ...]) -> list[tuple[str, Launch]]:
+    """What the calls launch on the chip, each kind once, with the first call that does. precision: "half", or that of
+    float32 products."""
+    import torch
+
+    found: dict[tuple[Any, ...], tuple[str, Launch]] = {}
+    running = ""
+
+    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        launch = Launch(kernel, grid, arguments, options)
+        found.setdefault(launch.kind, (running, launch))
+
+    dtype = torch.bfloat16 if precision == "half" else torch.float32
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if precision == "ieee" else "high")
+    try:
+        with as_on(name, note):
+            for running in calls:
+                call(CALLS[running], dtype)
+            running = "log-probs and entropy"
+            log_probs(dtype)
+            running = "given logits"
+            given_logits(dtype)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return list(found.values())
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers of a thread, and bytes of them that it spills."""
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+
+        def noted(name: str) -> int:
+            found = re.search(rf"\.{name}:\s*(\d+)", text)
+            assert found is not None, name
+            return int(found[1])
+
+        return {"registers": noted("vgpr_count"), "spill_bytes": 4 * noted("vgpr_spill_count")}
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        asked = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    assert registers is not None, text
+    assert stack is not None, text
+    spills = int(stack[1]) > 0 and "STL" in compiled.asm["sass"]  # a kernel may have a stack for something else
+    return {"registers": int(registers[1]), "spill_bytes": int(stack[1]) if spills else 0}
+
+
+def compiled_row(name: str, precision: str, of: str, launch: Launch) -> tuple[Any, dict[str, Any]]:
+    """What tells a compiled kernel from the others, and a row of the results."""
+    row = {"architecture": name, "kernel": launch.kernel.fn.__name__, "call": of, "precision": precision}
+    row |= {"tiles": launch.tiles, "warps": launch.options.get("num_warps", 4)}
+    try:
+        compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+        row |= {"shared_bytes": compiled.metadata.shared, **resources(compiled)}
+    except Exception as failure:  # whatever a compiler raises; the row says what
+        return launch.kind, row | {"ok": False, "failure": f"{type(failure).__name__}: {failure}"[:300]}
+    fits = row["shared_bytes"] <= CHIPS[name].shared and row["warps"] * CHIPS[name].warp <= 1024
+    return compiled.hash, row | {"ok": fits and row["spill_bytes"] == 0}
+
+
+def compile_all(name: str, precision: str, calls: tuple[str, ...] = tuple(CALLS)) -> list[dict[str, Any]]:
+    """The rows of one chip: the kernels that calls of this precision launch."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for of, launch in launches(name, precision, calls):
+        key, row = compiled_row(name, precision, of, launch)
+        rows.setdefault(key, row)
+    return list(rows.values())
+
+
+@register(
+    "every kernel compiled for chips that are not there",
+    arguments={
+        "--chips": {"nargs": "*", "choices": list(CHIPS), "default": list(CHIPS), "metavar": "CHIP",
+                    "help": ", ".join(CHIPS)},
+        "--precisions": {"nargs": "*", "choices": ("half", "tf32", "ieee"), "default": ["half", "tf32", "ieee"]},
+        "--calls": {"nargs": "*", "choices": list(CALLS), "default": list(CALLS), "metavar": "CALL",
+                    "help": ", ".join(CALLS)},
+        "--processes": {"type": int, "default": 1, "help": "chips that are compiled for side by side"},
+    },
+)  # fmt: skip
+def run(options: argparse.Namespace, results: Results) -> int:
+    """Ends with 1 if a kernel does not fit."""
+    results.write(sizes={"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB}, calls=CALLS)
+    bad = 0
+    with ProcessPoolExecutor(options.processes) as pool:
+        for rows in pool.map(
+            functools.partial(compile_all, calls=tuple(options.calls)),
+            [name for name in options.chips for _ in options.precisions],
+            options.precisions * len(options.chips),
+        ):
+            results.add(rows)
+            bad += sum(not row["ok"] for row in rows)
+    return int(bad > 0)

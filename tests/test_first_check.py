@@ -1,0 +1,151 @@
+"""On a chip that nobody here has run, a call's kernels are first held against plain operations (interpreted here)."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="these tests are about torch_impl")
+pytest.importorskip("triton", reason="these tests are about Triton's kernels")
+
+from logitless import plan  # noqa: E402
+from logitless.tolerances import FIRST_CALL, error  # noqa: E402
+from logitless.torch_impl import checks, linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl.backend import chosen_backend  # noqa: E402
+from logitless.torch_impl.kernels import architecture, first_check, launch, products  # noqa: E402
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here")
+
+TOKENS, HIDDEN, VOCAB = 40, 16, 100
+IN_CHUNKS = plan(tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, dtype="float32", order="tokens", chunk=16, fused=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is on, and has passed and refused nothing."""
+    monkeypatch.setenv("LOGITLESS_CHECK", "1")
+    monkeypatch.setattr(first_check, "_passed", set())
+    monkeypatch.setattr(architecture, "refused", {})
+
+
+@pytest.fixture
+def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a backend's name a call takes the kernels where they are available, as it does on a GPU."""
+
+    def chosen(name: str | None, device: Any, dtype: Any) -> Any:
+        try:
+            return chosen_backend(name or "triton", device, dtype)
+        except NotImplementedError:
+            if name is not None:
+                raise
+            return "eager"
+
+    monkeypatch.setattr(checks, "chosen_backend", chosen)
+
+
+def arrays() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(VOCAB, (TOKENS,))
+
+
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """What each comparison that is made from now on finds."""
+    found: list[str | None] = []
+    compare = first_check.compare
+
+    def noted(*arguments: Any) -> str | None:
+        found.append(compare(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(first_check, "compare", noted)
+    return found
+
+
+def test_each_kind_of_call_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = comparisons(monkeypatch)
+    hidden, weight, target = arrays()
+    calls: list[dict[str, Any]] = [{}, {"softcap": 5.0}, {"plan": IN_CHUNKS}, {"accumulate_into": weight.detach() * 0}]
+    for options in calls:
+        for _ in range(2):
+            linear_cross_entropy(hidden, weight, target, backend="triton", **options).backward()
+    for _ in range(2):
+        sum(each.sum() for each in linear_log_probs(hidden, weight, target, with_entropy=True, backend="triton"))
+    assert found == [None] * (len(calls) + 1)
+
+
+@pytest.mark.parametrize("setting", ["0", None])
+def test_nothing_is_compared_where_nothing_is_new(setting: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variable only what was never run is compared; the interpreter was."""
+    found = comparisons(monkeypatch)
+    monkeypatch.setenv("LOGITLESS_CHECK", setting) if setting else monkeypatch.delenv("LOGITLESS_CHECK")
+    linear_cross_entropy(*arrays(), backend="triton")
+    assert not found
+
+
+@pytest.mark.parametrize(("chip", "new"), [("9.0", False), ("8.0", True), ("12.0", True), ("gfx942", True)])
+def test_what_is_new(chip: str, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "chip_of", lambda index: chip)
+    assert first_check.is_new.__wrapped__(0) is new
+
+
+def test_nothing_is_compared_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = comparisons(monkeypatch)
+    hidden, *rest = arrays()
+    torch.func.grad(lambda x: linear_cross_entropy(x, *rest, backend="triton"))(hidden)
+    assert not found
+
+
+def wrong_weight(self: products.GradientProducts, *arguments: Any) -> None:
+    """dW's product, off by a few percent."""
+    right_weight(self, *arguments)
+    if self.weight is not None:
+        self.weight.mul_(1 + 4 * FIRST_CALL["float32"])
+
+
+right_weight = products.GradientProducts.add_weight
+
+
+def out_of_resources(*_: Any) -> Any:
+    from triton.runtime.errors import OutOfResources
+
+    raise OutOfResources(200_000, 101_376, "shared memory")
+
+
+@pytest.mark.usefixtures("kernels_by_default")
+@pytest.mark.parametrize(
+    ("of", "name", "broken", "says"),
+    [
+        (products.GradientProducts, "add_weight", wrong_weight, "a result is off by"),
+        (launch, "launch", out_of_resources, "OutOfResources"),
+    ],
+    ids=["wrong", "fails"],
+)
+def test_what_does_not_pass_is_not_used(
+    of: Any, name: str, broken: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning says why, plain operations are used, and who asks for the kernels is refused."""
+    hidden, weight, target = arrays()
+    expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, backend="eager"), [hidden, weight])
+    monkeypatch.setattr(of, name, broken)
+    with pytest.warns(RuntimeWarning, match=f"{says}.*backend='eager'.*doctor"):
+        loss = linear_cross_entropy(hidden, weight, target)
+    for found, right in zip(torch.autograd.grad(loss, [hidden, weight]), expected, strict=True):
+        assert error(found.numpy(), right.numpy()) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear_cross_entropy(hidden, weight, target, softcap=5.0)
+    with pytest.raises(NotImplementedError, match=f"{says}.*backend='eager' can"):
+        linear_cross_entropy(hidden, weight, target, backend="triton")
+
+
+def test_who_asks_for_kernels_that_do_not_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products.GradientProducts, "add_weight", wrong_weight)
+    with (
+        pytest.warns(RuntimeWarning, match="a result is off by"),
+        pytest.raises(NotImplementedError, match=r"a result is off by.*backend='eager' can"),
+    ):
+        linear_cross_entropy(*arrays(), backend="triton")

@@ -1,0 +1,177 @@
+"""The check of a chip on which the kernels were never run: a small problem goes before their first call.
+
+The kernels were run on Hopper. For other chips they were compiled only. There, the first call of a kind computes a
+small problem by its kernels and by plain operations. A kind is what the kernels depend on: dtypes, the hidden size,
+options, whether there are several chunks. If the results differ or a launch fails, the kernels are unavailable on that
+device for that dtype from then on, and one warning says why.
+
+``LOGITLESS_CHECK=0`` turns the check off, ``LOGITLESS_CHECK=1`` has it on every chip. It is never made while a CUDA
+graph is captured or torch.compile traces: there the kernels run unchecked, as they do in calls on several ranks, whose
+ranks must use the same backend, and on given logits. No mirror: Pallas' kernels are built for Hopper alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from logitless.planning import ChunkPlan
+from logitless.tolerances import FIRST_CALL
+from logitless.torch_impl import autograd
+from logitless.torch_impl.call import Arrays, Call
+from logitless.torch_impl.kernels import architecture
+
+RUN = ("9.",)
+"""What the names of chips begin with on which every kernel was run and measured."""
+REPORT = "please report this with the output of `python -m logitless doctor`"
+
+# A small problem has several tiles of every product, and as many chunks as it takes to add them up.
+MOST_TOKENS, MOST_VOCAB = 1088, 512
+TOKEN_CHUNK, VOCAB_CHUNK = 384, 256
+
+Kind = tuple[object, ...]
+_passed: set[Kind] = set()
+
+
+def checked(ready: Callable[[], tuple[Arrays, Call]]) -> tuple[Arrays, Call]:
+    """``ready()``, once more if its kernels have not passed: then it makes a call without them."""
+    arrays, call = ready()
+    return (arrays, call) if passes(arrays, call) else ready()
+
+
+def passes(arrays: Arrays, call: Call) -> bool:
+    """Whether the call's kernels may run: they need no check, or they have passed it. If not, they are unavailable."""
+    if call.backend != "triton" or call.traced or not wanted(arrays.hidden.device):
+        return True
+    kind = _kind(arrays, call)
+    if kind in _passed:
+        return True
+    reason = compare(arrays, call)
+    if reason is None:
+        _passed.add(kind)
+        return True
+    _give_up(arrays.hidden.device, call.compute_dtype, reason)
+    return False
+
+
+def wanted(device: torch.device) -> bool:
+    """Whether kernels on the device are checked, and can be now."""
+    asked = os.environ.get("LOGITLESS_CHECK", "")
+    if asked == "0" or (asked != "1" and not is_new(device.index)):
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+@functools.lru_cache
+def is_new(index: int | None) -> bool:
+    """Whether a CUDA or ROCm device's chip is one that nobody here has run."""
+    chip = architecture.chip_of(index)
+    return chip is not None and not chip.startswith(RUN)
+
+
+def compare(arrays: Arrays, call: Call) -> str | None:
+    """What is wrong with the kernels' results for a small problem of the call's kind, or None."""
+    small, plan = _small(arrays, call)
+    alone = dataclasses.replace(call, plan=plan, deferred=None)
+    expected = _results(
+        small, dataclasses.replace(alone, plan=dataclasses.replace(plan, kind="eager"), backend="eager")
+    )
+    try:
+        found = _results(small, alone)
+    except Exception as failure:  # a compiler, a launch or the driver may raise anything; the warning says what
+        return f"{type(failure).__name__}: {failure}"
+    allowed = FIRST_CALL[str(call.compute_dtype).removeprefix("torch.")]
+    errors = [_error(a, b) for a, b in zip(found, expected, strict=True)]
+    wrong = [error for error in errors if not error <= allowed]
+    return f"a result is off by {max(wrong):.1e}, allowed is {allowed:.1e}" if wrong else None
+
+
+def _kind(arrays: Arrays, call: Call) -> Kind:
+    """What the kernels of a call depend on."""
+    present = tuple(None if array is None else array.dtype for array in arrays)
+    options = call.options
+    chosen = (options.reduction, *(bool(value) for value in dataclasses.astuple(options)[2:]))
+    plan, weight = call.chunk_plan, arrays.weight
+    flags = (plan.order, plan.one_pass, plan.chunks > 1, call.statistics, call.log_probs, call.differentiate)
+    into = None if call.into is None else call.into.dtype
+    layout = (weight.shape[1], weight.stride(0) % 16, weight.data_ptr() % 16, arrays.hidden.requires_grad)
+    return arrays.hidden.device, call.compute_dtype, present, chosen, flags, layout, weight.requires_grad, into
+
+
+def _small(arrays: Arrays, call: Call) -> tuple[Arrays, ChunkPlan]:
+    """Random arrays with the call's layouts, few tokens and few entries; in several chunks if the call has several."""
+    plan, device = call.chunk_plan, arrays.hidden.device
+    tokens, vocab = (_few(arrays.target.numel(), MOST_TOKENS), _few(arrays.weight.shape[0], MOST_VOCAB))
+    random = torch.Generator(device).manual_seed(0)
+
+    def like(array: Tensor | None, rows: int, scale: float) -> Tensor | None:
+        """[rows, ...] random numbers with the array's alignment."""
+        if array is None:
+            return None
+        width = array.shape[-1] if array.dim() > 1 else 1
+        stride = max(array.stride(-2), width) if array.dim() > 1 and array.stride(-1) == 1 else width
+        first = array.data_ptr() % 16 // array.element_size()
+        memory = torch.randn(first + rows * stride, generator=random, device=device).mul_(scale).to(array.dtype)
+        values = memory[first:].view(rows, stride)[:, :width]
+        return (values if array.dim() > 1 else values.squeeze(1)).requires_grad_(array.requires_grad)
+
+    hidden = like(arrays.hidden.reshape(-1, arrays.hidden.shape[-1]), tokens, 1.0)
+    weight = like(arrays.weight, vocab, arrays.weight.shape[1] ** -0.5)
+    assert hidden is not None
+    assert weight is not None
+    hidden.requires_grad_(arrays.hidden.requires_grad)
+    target = torch.randint(vocab, (tokens,), generator=random, device=device).to(arrays.target.dtype)
+    target[::7] = call.options.ignore_index
+    positive = [like(v, n, 1.0) for v, n in ((arrays.token_weight, tokens), (arrays.class_weight, vocab))]
+    token_weight, class_weight = (None if v is None else v.abs_() for v in positive)
+    small = Arrays(hidden, weight, like(arrays.bias, vocab, 1.0), target, token_weight, class_weight)
+    by_tokens = plan.order == "tokens"
+    several = plan.chunks > 1
+    chunk = min(plan.token_chunk, TOKEN_CHUNK) if by_tokens and several else tokens
+    block = min(plan.vocab_chunk, vocab if by_tokens or not several else VOCAB_CHUNK)
+    return small, dataclasses.replace(plan, tokens=tokens, vocab=vocab, token_chunk=chunk, vocab_chunk=block)
+
+
+def _few(number: int, most: int) -> int:
+    """At most about ``most``, and a multiple of 16 if ``number`` is: compilers ask whether it is."""
+    return number if number <= most else most + number % 16
+
+
+def _results(arrays: Arrays, call: Call) -> list[Tensor]:
+    """Losses and gradients, or what dW was added to; of the statistics those that do not jump."""
+    into = None if call.into is None else torch.zeros_like(arrays.weight, dtype=call.into.dtype)
+    call = dataclasses.replace(call, into=into)
+    values = [value for value in autograd.values(arrays, None, call) if value.is_floating_point()]
+    leaves = [array for array in arrays if array is not None and array.requires_grad]
+    if not (call.differentiate and leaves):
+        return values
+    total = sum(value.sum() for value in values if value.requires_grad)
+    assert isinstance(total, Tensor)
+    gradients = torch.autograd.grad(total, leaves, allow_unused=into is not None)
+    return [*values, *(gradient for gradient in (*gradients, into) if gradient is not None)]
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖, infinite where a number is none."""
+    difference = torch.linalg.vector_norm(found.float() - expected.float())
+    error = float(difference / torch.linalg.vector_norm(expected.float()).clamp_min(torch.finfo(torch.float32).tiny))
+    return error if error == error else float("inf")
+
+
+def _give_up(device: torch.device, dtype: torch.dtype, reason: str) -> None:
+    record = architecture.architecture_of(dtype, device.index, True).name
+    chip = architecture.chip_of(device.index)
+    why = f"they failed the check of their first call on this chip ({chip}, {record!r}): {reason}"
+    architecture.refused[device, dtype] = why
+    warnings.warn(
+        f"logitless: the Triton kernels are not used for {dtype} on {device}: {why}. Plain operations "
+        f"(backend='eager') are used instead; {REPORT}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
