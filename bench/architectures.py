@@ -55,8 +55,8 @@ CHIPS = {
 TOKENS, HIDDEN, VOCAB = 512, 256, 2048
 PER_CHUNK, PER_SLICE = {"order": "tokens", "chunk": 128}, {"order": "vocab", "chunk": 512}
 EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "logit_scale": 2.0, "return_stats": True}
-# Options of linear_cross_entropy. Of them "plan" makes one of logitless.plan's, "class_weight" and "bias" make arrays,
-# "into" a buffer of that dtype, and "hidden" is another size of it.
+# Options of linear_cross_entropy, or of another "function". Of them "plan" makes one of logitless.plan's,
+# "class_weight" and "bias" make arrays, "into" a buffer of that dtype, and "hidden" is another size of it.
 CALLS: dict[str, dict[str, Any]] = {
     "one chunk": {},
     "chunks": {"plan": PER_CHUNK},
@@ -70,6 +70,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "into its own dtype": {"into": "own"},
     "no gradient": {"return_stats": True, "gradients": False},
     "an odd hidden size": {"hidden": 251},
+    "log-probs and entropy": {"function": "linear_log_probs", "with_entropy": True},
+    "given logits": {"function": "cross_entropy", "class_weight": True, **EVERYTHING},
 }
 
 
@@ -141,14 +143,15 @@ def call(options: dict[str, Any], dtype: Any) -> None:
     """Forward and backward of one call on the CPU, whose kernels do nothing."""
     import torch
 
-    from logitless import plan
-    from logitless.torch_impl import linear_cross_entropy
+    from logitless import plan, torch_impl
 
     options = dict(options)
+    name = options.pop("function", "linear_cross_entropy")
     size, wanted = options.pop("hidden", HIDDEN), options.pop("plan", None)
     gradients, into = options.pop("gradients", True), options.pop("into", None)
     new = functools.partial(torch.zeros, dtype=dtype, requires_grad=gradients)
-    hidden, weight, target = new(TOKENS, size), new(VOCAB, size), torch.zeros(TOKENS, dtype=torch.int64)
+    arrays = [new(TOKENS, VOCAB)] if name == "cross_entropy" else [new(TOKENS, size), new(VOCAB, size)]
+    target = torch.zeros(TOKENS, dtype=torch.int64)
     if options.pop("bias", False):
         options["bias"] = new(VOCAB)
     if options.pop("class_weight", False):
@@ -158,34 +161,10 @@ def call(options: dict[str, Any], dtype: Any) -> None:
     if wanted is not None:
         sizes = {"tokens": TOKENS, "hidden": size, "vocab": VOCAB, "dtype": str(dtype).removeprefix("torch.")}
         options["plan"] = plan(**sizes, **wanted, fused=True)
-    result = linear_cross_entropy(hidden, weight, target, backend="triton", **options)
-    loss = result[0] if isinstance(result, tuple) else result
+    result = getattr(torch_impl, name)(*arrays, target, backend="triton", **options)
+    values = [value for value in (result if isinstance(result, tuple) else (result,)) if torch.is_tensor(value)]
     if gradients:
-        loss.sum().backward()
-
-
-def log_probs(dtype: Any) -> None:
-    import torch
-
-    from logitless.torch_impl import linear_log_probs
-
-    new = functools.partial(torch.zeros, dtype=dtype, requires_grad=True)
-    target = torch.zeros(TOKENS, dtype=torch.int64)
-    log_prob, entropy = linear_log_probs(
-        new(TOKENS, HIDDEN), new(VOCAB, HIDDEN), target, with_entropy=True, backend="triton"
-    )
-    (log_prob + entropy).sum().backward()
-
-
-def given_logits(dtype: Any) -> None:
-    import torch
-
-    from logitless.torch_impl import cross_entropy
-
-    logits = torch.zeros(TOKENS, VOCAB, dtype=dtype, requires_grad=True)
-    target, weights = torch.zeros(TOKENS, dtype=torch.int64), torch.ones(VOCAB)
-    loss, _ = cross_entropy(logits, target, class_weight=weights, backend="triton", **EVERYTHING)
-    loss.backward()
+        sum(value.sum() for value in values).backward()
 
 
 def launches(name: str, precision: str, calls: tuple[str, ...]) -> list[tuple[str, Launch]]:
@@ -207,10 +186,6 @@ def launches(name: str, precision: str, calls: tuple[str, ...]) -> list[tuple[st
         with as_on(name, note):
             for running in calls:
                 call(CALLS[running], dtype)
-            running = "log-probs and entropy"
-            log_probs(dtype)
-            running = "given logits"
-            given_logits(dtype)
     finally:
         torch.set_float32_matmul_precision(before)
     return list(found.values())

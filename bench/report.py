@@ -55,6 +55,21 @@ def error_table(rows: Rows) -> str:
     return markdown(("implementation", "loss", "dX", "dW"), cells)
 
 
+def architectures_table(rows: Rows) -> str:
+    """Of each chip and arithmetic: how many kernels were compiled, and the most that one of them takes."""
+    groups: dict[tuple[str, str], Rows] = {}
+    for row in rows:
+        groups.setdefault((row["architecture"], row["precision"]), []).append(row)
+    columns = "chip", "operands", "kernels", "fit", "most shared memory [KiB]", "most registers", "most spilled [bytes]"
+    return markdown(columns, (
+        [chip, {"half": "16 bits", "tf32": "float32, tf32", "ieee": "float32"}[precision], len(group),
+         sum(row["ok"] for row in group),
+         *(f"{max(row.get(key, 0) for row in group) / unit:.0f}"
+           for key, unit in (("shared_bytes", 1024), ("registers", 1), ("spill_bytes", 1)))]
+        for (chip, precision), group in groups.items()
+    ))  # fmt: skip
+
+
 def bridges_table(rows: Rows) -> str:
     """The bridges beside the function that each wraps."""
     return markdown(("step", "time [ms]", "over its native step", "host busy [ms]"), (
@@ -173,6 +188,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
         "hf": (hf_table, [read("hf.json")["rows"]]),
         "gist": (gist_table, [read("gist.json")["rows"]]),
         "portable": (portable_table, [read("portable.json")["rows"]]),
+        "architectures": (architectures_table, [read("architectures.json")["rows"]]),
     }  # fmt: skip
     FIGURES.mkdir(parents=True, exist_ok=True)
     for name, (table, rows) in tables.items():

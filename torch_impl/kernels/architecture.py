@@ -159,14 +159,17 @@ ARCHITECTURES = [
     _by_pointers(
         "pointers, tf32",
         OTHERS,
-        dict.fromkeys(KERNELS, Tiles(64, 64, 32)),
+        dict.fromkeys(KERNELS, Tiles(64, 64, 32, stages=2)),
         False,
         "tf32",
     ),
     _by_pointers(
         "pointers, float32",
         OTHERS,
-        dict.fromkeys(KERNELS, Tiles(64, 64, 16, stages=2, warps=4, deep=32)),
+        _tiles(
+            *[Tiles(64, 64, 16, stages=2, warps=4, deep=32)] * 2,
+            *[Tiles(64, 32, 16, stages=2, warps=4, deep=32)] * 2,
+        ),
         False,
         "ieee",
     ),

@@ -188,7 +188,7 @@ class Sums:
             list_ptr=self.list, flagged_ptr=self.flagged, row_anchor_ptr=self.highest,
             sum_ptr=self.partial["sum_ptr"], gap_ptr=self.partial["gap_ptr"],
             columns=c.vocab, MAXIMUM=maximum, STORE=e is not None, STATISTICS=self.statistics, BM=16, BN=self.tile.bn,
-            BK=32, num_warps=8,
+            BK=64 // c.dtype.itemsize, num_warps=8,
         )  # fmt: skip
 
     def result(self) -> TokenSums:
