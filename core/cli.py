@@ -217,7 +217,7 @@ def doctor() -> None:
     for name, version in report.packages.items():
         machine.add_row(name, version)
     for name, found in report.devices.items():
-        machine.add_row(f"{name}: devices", escape(found))
+        machine.add_row(name, escape(found))
     console.print(machine)
     table = Table()
     for column in ("framework", "backend", "status", "why"):

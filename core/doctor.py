@@ -26,6 +26,7 @@ BACKENDS = (("torch", "eager"), ("torch", "triton"), ("jax", "xla"), ("jax", "pa
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy")
 INSTALL = {"torch": "pip install 'logitless[torch]'", "jax": "pip install 'logitless[jax]'"}
 PROBE = "odd"
+SPEED_SIZES = 4096, 2048, 32768  # tokens, hidden size, vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +79,21 @@ def examine() -> Report:
         system=f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} CPUs",
         packages=installed_versions(PACKAGES),
         devices={
-            "NVIDIA driver": f"{cuda_device_count()} CUDA device(s)",
-            "torch": _described(_torch_devices, "torch"),
-            "jax": _described(_jax_devices, "jax"),
+            "NVIDIA driver: devices": f"{cuda_device_count()} CUDA device(s)",
+            "torch: devices": _described(_torch_devices, "torch"),
+            "torch: kernels": _described(_torch_kernels, "torch"),
+            "jax: devices": _described(_jax_devices, "jax"),
         },
         backends=tuple(try_backend(framework, backend) for framework, backend in BACKENDS),
     )
 
 
-def probe(backend: str) -> Problem:
-    """The small problem that a backend is tried on, in a dtype that it supports."""
-    return BY_NAME[PROBE].with_dtype("bfloat16") if backend == "pallas" else BY_NAME[PROBE]
+def probes(backend: str) -> tuple[Problem, ...]:
+    """The small problem that a backend is tried on, in each dtype whose kernels are others."""
+    dtypes = {"pallas": ("bfloat16",), "triton": ("bfloat16", "float32")}.get(backend, ("float32",))
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        dtypes = ("float32",)  # Triton's interpreter cuts float32 off where it should round it to bfloat16
+    return tuple(BY_NAME[PROBE].with_dtype(dtype) for dtype in dtypes)
 
 
 def try_backend(framework: str, backend: str) -> BackendReport:
@@ -97,15 +102,16 @@ def try_backend(framework: str, backend: str) -> BackendReport:
     if not installed(framework):
         return report("not here", f"{framework} is not installed: {INSTALL[framework]}, then ask again")
     try:
-        case = probe(backend).case()
-        results, device = _RUNNERS[framework](case, backend)
+        cases = [problem.case() for problem in probes(backend)]
+        found = [_RUNNERS[framework](case, backend) for case in cases]
     except NotImplementedError as refusal:
         return report("not here", str(refusal))
     except Exception as failure:  # a broken installation may raise anything; the report says what
         return report("fails", f"{type(failure).__name__}: {failure}")
-    wrong = _differences(case, results)
-    if wrong:
-        return report("wrong", f"on {device}, against the float64 reference: {wrong}")
+    device = found[0][1]
+    for case, (results, _) in zip(cases, found, strict=True):
+        if wrong := _differences(case, results):
+            return report("wrong", f"on {device} in {case.problem.dtype}, against the float64 reference: {wrong}")
     return report("runs", f"on {device}; loss and gradients agree with the float64 reference")
 
 
@@ -114,12 +120,13 @@ def _run_torch(case: Case, backend: str) -> tuple[dict[str, Floats], str]:
 
     implementation = importlib.import_module("logitless.torch_impl")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    hidden, weight = (torch.tensor(array, device=device, requires_grad=True) for array in (case.hidden, case.weight))
+    dtype = getattr(torch, case.problem.dtype)
+    hidden, weight = (torch.tensor(a).to(device, dtype).requires_grad_() for a in (case.hidden, case.weight))
     target = torch.tensor(case.target, device=device)
     loss = implementation.linear_cross_entropy(hidden, weight, target, backend=backend)
     loss.backward()
     arrays = {"loss": loss.detach(), "dhidden": hidden.grad, "dweight": weight.grad}
-    return {name: array.cpu().numpy() for name, array in arrays.items()}, device
+    return {name: array.float().cpu().numpy() for name, array in arrays.items()}, device
 
 
 def _run_jax(case: Case, backend: str) -> tuple[dict[str, Floats], str]:
@@ -196,6 +203,61 @@ def _torch_devices() -> str:
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return ", ".join([f"cpu ({torch.get_num_threads()} threads)", *names])
+
+
+def _torch_kernels() -> str:
+    """Of every GPU that the kernels are built for: its chip, the record of its tiles, and how fast a step is."""
+    import torch
+
+    from logitless.torch_impl.kernels import architecture
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        reason = architecture.unavailable(device, torch.bfloat16)
+        if reason is None:
+            chip, record = architecture.chip_of(index), architecture.architecture_of(torch.bfloat16, index, True)
+            known = "" if architecture.was_run(chip) else "; never run on such a chip by us, so first calls are checked"
+            reason = f"chip {chip}, tiles {record.name!r}{known}; {_torch_speed(index)}"
+        found.append(f"{index}: {reason}")
+    return "; ".join(found) or "no GPU"
+
+
+def _torch_speed(index: int) -> str:
+    """Loss and gradients beside three bare products, medians."""
+    import torch
+
+    from logitless.torch_impl import linear_cross_entropy
+
+    tokens, size, vocab = SPEED_SIZES
+    with torch.cuda.device(index):
+        x, w = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for rows in (tokens, vocab))
+        y, g = torch.randint(vocab, (tokens,), device="cuda"), torch.randn(tokens, vocab, device="cuda").bfloat16()
+        x.requires_grad_(), w.requires_grad_()
+
+        def ours() -> object:
+            return torch.autograd.grad(linear_cross_entropy(x, w, y), [x, w])
+
+        def products() -> object:
+            with torch.no_grad():
+                return x @ w.T, g @ w, g.T @ x
+
+        ms, bare = (_median_ms(step) for step in (ours, products))
+    return f"a step of {tokens} × {size} × {vocab} in bfloat16 takes {ms:.2f} ms, {ms / bare:.2f} × three bare products"
+
+
+def _median_ms(step: Callable[[], object]) -> float:
+    import torch
+
+    times: list[float] = []
+    for _ in range(13):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times[3:])[5]
 
 
 def _jax_devices() -> str:

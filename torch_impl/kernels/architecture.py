@@ -232,6 +232,11 @@ def chip_of(index: int | None) -> str | None:
     return f"{properties.major}.{properties.minor}"
 
 
+def was_run(chip: str | None) -> bool:
+    """Whether every kernel was run and measured on such a chip; the interpreter counts."""
+    return chip is None or chip.startswith("9.")
+
+
 @functools.lru_cache
 def most_warps(index: int | None) -> int:
     """Of a program: 1024 threads. AMD's warps (wavefronts) have 64 of them."""

@@ -27,8 +27,6 @@ from logitless.torch_impl import autograd
 from logitless.torch_impl.call import Arrays, Call
 from logitless.torch_impl.kernels import architecture
 
-RUN = ("9.",)
-"""What the names of chips begin with on which every kernel was run and measured."""
 REPORT = "please report this with the output of `python -m logitless doctor`"
 
 # A small problem has several tiles of every product, and as many chunks as it takes to add them up.
@@ -70,9 +68,8 @@ def wanted(device: torch.device) -> bool:
 
 @functools.lru_cache
 def is_new(index: int | None) -> bool:
-    """Whether a CUDA or ROCm device's chip is one that nobody here has run."""
-    chip = architecture.chip_of(index)
-    return chip is not None and not chip.startswith(RUN)
+    """Whether the kernels were never run on a CUDA or ROCm device's chip."""
+    return not architecture.was_run(architecture.chip_of(index))
 
 
 def compare(arrays: Arrays, call: Call) -> str | None:
