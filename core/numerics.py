@@ -155,6 +155,11 @@ class KnownRows(NamedTuple, Generic[A]):
         rest = {name: xp.where(valid, values, 0.0) for name, values in rest.items()}
         return KnownRows(anchor=xp.where(valid, self.anchor, NO_ROW), **rest)
 
+    def at(self, rows: A) -> KnownRows[A]:
+        """Some of the rows."""
+        present = {name: values for name, values in self._asdict().items() if values is not None}
+        return KnownRows(**{name: values[rows] for name, values in present.items()})
+
     def unit(self, xp: Namespace[A]) -> A:
         """What is taken out of the matrix before it is rounded."""
         return largest_factor(xp, xp.maximum(xp.abs(self.factor), xp.abs(self.factor * self.target)))

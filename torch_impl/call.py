@@ -142,6 +142,7 @@ class Inputs:
     class_weight: Tensor | None  # [V] accumulation dtype
     shard: Shard
     shared_classes: Tensor | None  # sharded, with class weights: k_y of every token and Σ_j k_j, [N + 1]
+    order: Tensor | None  # the rows of hidden that the other arrays are of; None: all
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -151,6 +152,10 @@ class Inputs:
     def operand_dtype(self) -> torch.dtype:
         """What products read: a CPU has no product from low precision into float32, so it reads float32."""
         return self.hidden.dtype if self.hidden.is_cuda else self.accumulation_dtype
+
+    @property
+    def tokens(self) -> int:
+        return self.target.shape[0]
 
     def wide(self, values: Tensor) -> Tensor:
         """``values`` in the accumulation dtype."""

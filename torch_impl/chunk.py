@@ -48,7 +48,40 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
         class_weight=class_weight,
         shard=shard,
         shared_classes=shared_classes(shard, class_weight, target),
+        order=None,
     )
+
+
+def counted(inputs: Inputs) -> Inputs:
+    """The inputs without the ignored tokens, on which no work is done then. On a CPU alone, where it costs nothing to
+    ask how many there are; a sharded call has them on every rank."""
+    valid = inputs.valid
+    if valid.device.type != "cpu" or inputs.shard.split or bool(valid.all()):
+        return inputs
+    order = valid.nonzero().squeeze(1)
+    names = "ids", "target", "valid", "inside", "token_weight"
+    return dataclasses.replace(inputs, order=order, **{name: getattr(inputs, name)[order] for name in names})
+
+
+def of_all(sums: TokenSums, inputs: Inputs) -> TokenSums:
+    """The sums of :func:`counted` inputs as those of all tokens, 0 where ignored."""
+    if inputs.order is None:
+        return sums
+    order, tokens = inputs.order, inputs.hidden.shape[0]
+    present = {name: values for name, values in sums._asdict().items() if values is not None}
+    return TokenSums(**{name: v.new_zeros(tokens).index_copy_(0, order, v) for name, v in present.items()})
+
+
+def place_rows(hidden: Tensor, inputs: Inputs) -> None:
+    """In place: the first rows, those of :func:`counted` inputs, to where their tokens are, and 0 to the others."""
+    if inputs.order is None:
+        return
+    # No token comes before its row. So from the end on, a block of rows overwrites none that is still to be moved.
+    for start in reversed(range(0, inputs.tokens, ANCHOR_ROWS)):
+        order = inputs.order[start : start + ANCHOR_ROWS]
+        hidden[order] = hidden[start : start + len(order)].clone()
+    ignored = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device).index_fill_(0, inputs.order, False)
+    hidden.masked_fill_(ignored.unsqueeze(1), 0.0)
 
 
 def shared_classes(shard: Shard, class_weight: Tensor | None, target: Tensor) -> Tensor | None:
@@ -120,7 +153,7 @@ def set_target(block: Tensor, target: Tensor, start: int, values: Tensor | float
 
 def rows_of(inputs: Inputs, rows: slice) -> Tensor:
     """The chunk's hidden states, zero for an ignored token whatever it holds, in the products' dtype."""
-    x = inputs.hidden[rows]
+    x = inputs.hidden[rows if inputs.order is None else inputs.order[rows]]
     return x.masked_fill(~inputs.valid[rows].unsqueeze(1), 0.0).to(inputs.operand_dtype)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from logitless import numerics
 from logitless.planning import ChunkPlan
+from logitless.scratch import slices
 from logitless.spec import LOWEST_GAP, LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import (
@@ -73,11 +74,12 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
+    inputs = chunk.counted(inputs)
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     parts = []
-    for first, last in plan.token_slices:
+    for first, last in slices(inputs.tokens, plan.token_chunk):
         rows = slice(first, last)
         x = chunk.rows_of(inputs, rows)
         sums = chunk.RunningSums(chunk.target_logits(x, inputs, rows, options), inputs.target[rows], statistics)
@@ -96,7 +98,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
         else:
             sums.exchange(inputs.shard, None)
         parts.append(sums.finish(weighted))
-    return chunk.concatenate(parts, torch.empty(0, dtype=dtype, device=device))
+    return chunk.of_all(chunk.concatenate(parts, torch.empty(0, dtype=dtype, device=device)), inputs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +112,7 @@ class _Accumulators:
         self, inputs: Inputs, plan: ChunkPlan, needs: Needs, smoothing: Smoothing | None, g: Tensor, unit: Tensor
     ) -> None:
         """``unit``: as large as the matrix's elements get."""
-        tokens, size = inputs.hidden.shape
+        tokens, size = inputs.tokens, inputs.hidden.shape[1]
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
         weight_dtype = dtype if plan.weight_accumulator else needs.weight
@@ -168,7 +170,7 @@ class _Accumulators:
         direct = own.dtype == self.factor.dtype and not (adds and self.unit is not None)
         part = own if direct else torch.empty_like(own, dtype=self.factor.dtype)
         chunk.product(operand.t(), self.scaled_x, part, add=direct and (adds or self.rows.start > 0))
-        last = self.rows.stop == self.inputs.hidden.shape[0]
+        last = self.rows.stop == self.inputs.tokens
         if self.unit is not None and (last or adds):
             part.mul_(self.unit)
         if last and self.smoothing is not None:
@@ -198,8 +200,10 @@ class _Accumulators:
         if self.bias is not None and self.smoothing is not None:
             share = self.smoothing.factor * self.g.sum()
             self.bias -= share if self.inputs.class_weight is None else share * self.inputs.class_weight
-        if self.inputs.shard.split and self.hidden is not None:
-            self.hidden = self._shared_hidden(self.hidden)
+        if self.hidden is not None:
+            chunk.place_rows(self.hidden, self.inputs)
+            if self.inputs.shard.split:
+                self.hidden = self._shared_hidden(self.hidden)
         return Gradients(self.hidden, self.weight if self.needs.into is None else None, self.bias)
 
     def _shared_hidden(self, hidden: Tensor) -> Tensor:
@@ -224,6 +228,7 @@ def loss_gradients(
 
     norm: what the sum of the token losses is multiplied by. For a plan in one pass and separable options.
     """
+    inputs = chunk.counted(inputs)
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     g = numerics.row_upstream(XP, inputs, options, inputs.wide(norm))
     vocab = inputs.weight.shape[0]
@@ -234,7 +239,7 @@ def loss_gradients(
     unit = numerics.loss_unit(XP, inputs, options, g)
     gradients = _Accumulators(inputs, plan, needs, smoothing, g, unit)
     parts = []
-    for first, last in plan.token_slices:
+    for first, last in slices(inputs.tokens, plan.token_chunk):
         rows = slice(first, last)
         x = chunk.rows_of(inputs, rows)
         e = held[: last - first, :vocab]
@@ -263,7 +268,8 @@ def loss_gradients(
         for start, stop in plan.vocab_slices:
             gradients.add_block(e[:, start:stop], start, stop)
         gradients.finish_chunk()
-    return chunk.concatenate(parts, torch.empty(0, dtype=dtype, device=device)), gradients.finish()
+    found = chunk.concatenate(parts, torch.empty(0, dtype=dtype, device=device))
+    return chunk.of_all(found, inputs), gradients.finish()
 
 
 def token_gradients(
@@ -331,12 +337,15 @@ def known_gradients(
     g [N]: upstream gradient times normalizer, token weight and logit_scale, 0 where ignored; only label smoothing's
     rank-one part reads it.
     """
+    inputs = chunk.counted(inputs)
+    if inputs.order is not None:
+        known, g = known.at(inputs.order), g[inputs.order]
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     known = known.of(XP, inputs.valid)
     gradients = _Accumulators(inputs, plan, needs, smoothing, g, known.unit(XP))
-    for first, last in plan.token_slices:
+    for first, last in slices(inputs.tokens, plan.token_chunk):
         rows = slice(first, last)
         x = chunk.rows_of(inputs, rows)
         gradients.start_chunk(rows, x, known.factor[rows])
