@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +21,7 @@ from implementations import TorchTriton, assert_within, problem_named, run_case 
 from logitless import plan  # noqa: E402
 from logitless.torch_impl.kernels import architecture, tiles  # noqa: E402
 
+ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here")
 
 
@@ -38,6 +43,18 @@ def test_its_kernels_compile_with_its_tiles() -> None:
     assert made["architecture"] == "imaginary"
     assert made["target"]
     assert made["products"] > 0
+
+
+@pytest.mark.parametrize("chip", ["8.6", "10.0", "gfx942"])
+def test_kernels_compile_for_a_chip_that_is_not_here(chip: str, tmp_path: Path) -> None:
+    """The chip with the least shared memory, one with descriptors, AMD's; bench/results has every chip and call."""
+    command = [sys.executable, "-m", "bench", "architectures", "--chips", chip, "--precisions", "half"]
+    command += ["--calls", "one chunk", "--output", str(tmp_path)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    rows = json.loads((tmp_path / "architectures.json").read_text())["rows"]
+    assert done.returncode == 0, [row for row in rows if not row["ok"]]
+    assert {"logits_kernel", "hidden_kernel", "weight_kernel"} <= {row["kernel"] for row in rows}
 
 
 @pytest.mark.parametrize(

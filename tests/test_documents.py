@@ -175,6 +175,14 @@ def test_the_tables_of_models_and_heads_are_those_of_the_results() -> None:
         assert (ROOT / "docs" / "figures" / f"{name}.md").read_text() == table(results["rows"])
 
 
+def test_the_table_of_the_chips_is_that_of_the_results() -> None:
+    pytest.importorskip("matplotlib", reason="the report draws with it")
+    from bench.report import architectures_table
+
+    results = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())
+    assert (ROOT / "docs" / "figures" / "architectures.md").read_text() == architectures_table(results["rows"])
+
+
 def test_the_table_of_the_portable_backends_is_that_of_the_results() -> None:
     pytest.importorskip("matplotlib", reason="the report draws with it")
     from bench.report import portable_table

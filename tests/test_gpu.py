@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch on a GPU")
 
+from compiled_kernels import compiled_by  # noqa: E402
 from implementations import unwritten_is_nan  # noqa: E402
 
 from logitless import plan  # noqa: E402
@@ -30,6 +31,14 @@ def tensors(dtype: Any = torch.bfloat16, device: str = "cuda") -> tuple[Any, Any
     y[::5] = -100
     x, w, b = (t.to(device, dtype).requires_grad_() for t in (x, w * 0.1, b))
     return x, w, b, y.to(device)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("chip", ["8.0", "8.6", "8.9"])
+def test_the_kernels_of_older_chips(chip: str, dtype: str) -> None:
+    """Every problem by the code that Triton makes for them, which a newer GPU runs as well."""
+    pytest.importorskip("triton", reason="these are Triton's kernels")
+    assert compiled_by("run_as_chip.py", chip, dtype) == {}
 
 
 @pytest.mark.case(28)
