@@ -50,7 +50,7 @@ class ModelLoss:
         return linear_cross_entropy(
             hidden,
             weight,
-            _target(hidden, labels, shift_labels, ignore_index),
+            shifted_target(hidden, labels, shift_labels, ignore_index),
             bias,
             ignore_index=ignore_index,
             normalizer=num_items_in_batch,
@@ -125,7 +125,7 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return z.full_tensor()
 
 
-def _target(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+def shifted_target(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
     """The target of every position: the label after it, and none for the last; or what the caller has shifted."""
     name, ids = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
     if ids is None or ids.numel() != hidden.shape[:-1].numel():
