@@ -31,6 +31,7 @@ MODEL_PAGES = ("docs/huggingface.md",)
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "CONTRIBUTING.md": (),
     "docs/interop.md": ("torch", "jax"),
+    "docs/programs.md": ("torch", "trl", "peft"),
     "docs/sharding_torch.md": ("torch",),
     "docs/sharding_jax.md": ("jax",),
 }
@@ -114,7 +115,7 @@ def test_blocks_run_as_a_program(
             names["dist"].destroy_process_group()
     losses = [float(loss) for loss in re.findall(r"^loss (.*)$", capsys.readouterr().out, flags=re.MULTILINE)]
     assert losses == pytest.approx([np.log(5000)] * len(losses), rel=BOUND["first loss of the sharded page"])
-    assert len(losses) == {"docs/sharding_torch.md": 2, "docs/sharding_jax.md": 3}.get(page, 0)
+    assert len(losses) == {"docs/sharding_torch.md": 2, "docs/sharding_jax.md": 3, "docs/programs.md": 1}.get(page, 0)
 
 
 def test_every_loss_has_a_block_per_framework() -> None:
@@ -135,6 +136,7 @@ def test_readme_is_short_and_has_a_block_per_framework() -> None:
         ("torch", ()),
         ("jax", ("optax",)),
         ("jax_sharded", ("optax",)),
+        ("trl", ()),
         pytest.param("flax", ("optax",), marks=pytest.mark.slow),
         pytest.param("flax_linen", ("optax",), marks=pytest.mark.slow),
         pytest.param("equinox", ("optax",), marks=pytest.mark.slow),

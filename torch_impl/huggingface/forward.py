@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from logitless.torch_impl.huggingface.adapters import plain_layer
 from logitless.torch_impl.huggingface.lm_head import Recorder, checked_head, is_probes, replaced
 from logitless.torch_impl.huggingface.model_loss import ModelLoss
 from logitless.torch_impl.huggingface.patched import MARK, TRL, TRL_REMEDY, WATCHED, Patch, module_of
@@ -119,9 +120,12 @@ def _with_logits(output: object, probes: Tensor, logits: Tensor | None) -> objec
     raise NotImplementedError(f"model: its forward gave {type(output).__name__}, allowed are a dict and a tuple")
 
 
-def check_model(owner: nn.Module, head: nn.Linear) -> None:
+def check_model(owner: nn.Module, head: nn.Module) -> None:
     """Raise NotImplementedError unless head and loss are those that are replaced."""
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+    if any(
+        one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks
+        for one in {head, plain_layer(head)}
+    ):
         raise NotImplementedError(
             "model: its LM head has forward or backward hooks, which would see no logits, allowed is a head without: "
             "remove them first"
