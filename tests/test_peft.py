@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tokens": (LLAMA, {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [3, 7, 50]}}),
     "tokens, tied": (TIED, {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7, 50]}),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+pytestmark = [pytest.mark.case(42), pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")]
 
 
 def adapted(name: str, patched: str = "", **more: Any) -> Any:
