@@ -96,6 +96,22 @@ def test_trainers_have_the_losses_that_they_have_without(
 
 
 @pytest.mark.case(42)
+def test_a_head_that_peft_saves_is_trained(training: Any, tmp_path: Any) -> None:
+    peft = pytest.importorskip("peft", reason="this is about it")
+    if not fused():
+        pytest.skip("this version of TRL makes full logits by default, or reads the head that is not trained")
+    results = []
+    for context in (contextlib.nullcontext(), patched()):
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model = peft.get_peft_model(training.make(), config)
+        with context:
+            results.append(training.train("sft", model, tmp_path))
+        saved = model.get_base_model().lm_head
+        assert not torch.equal(saved.weight, saved.original_module.weight)
+    assert_same(*results)
+
+
+@pytest.mark.case(42)
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_a_patched_model_trains_or_says_why_not(kind: str, training: Any, tmp_path: Any) -> None:
     """patch(model), where the trainer uses the model's own loss; else a warning names what helps."""
