@@ -122,6 +122,21 @@ def assert_same(found: Any, known: dict[str, Any], alone: Any, leaves: list[Any]
         assert error(mine, theirs) <= GRADIENT["float64"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_on_logits_has_their_dtype(dtype: Any) -> None:
+    logits, target = torch.randn(N, V, generator=torch.Generator().manual_seed(1)).to(dtype), inputs()[2]
+    logits.requires_grad_()
+    alone = ours.LigerCrossEntropyLoss()(logits, target)
+    found = ours.LigerCrossEntropyLoss(lse_square_scale=0.1, return_z_loss=True)(logits, target)
+    assert {alone.dtype, found.loss.dtype, found.z_loss.dtype} == {dtype}
+    (gradient,) = torch.autograd.grad(alone, logits)
+    expected = logits.detach().double().requires_grad_()
+    torch.nn.functional.cross_entropy(expected, target).backward()
+    name = str(dtype).removeprefix("torch.")
+    assert error(alone.detach().double(), ours.LigerCrossEntropyLoss()(expected, target).detach()) <= GRADIENT[name]
+    assert error(gradient.double(), expected.grad) <= GRADIENT[name]
+
+
 def test_no_token_counts() -> None:
     x, w, y, b, k = inputs()
     y = torch.full_like(y, -100)

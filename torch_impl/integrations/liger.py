@@ -4,11 +4,9 @@
     from logitless.torch_impl.integrations.liger import LigerFusedLinearCrossEntropyLoss
 
 Signatures, defaults and meanings are those of liger-kernel 0.8. What differs:
-
-- The mean with class weights and a z-loss: Liger divides the z-loss by the number of tokens, and so the two terms by
-  different numbers. Here the whole loss is divided by the sum of the targets' class weights (:mod:`logitless.spec`).
-- Losses and ``z_loss`` are float32 (float64 for float64); Liger's on given logits have the logits' dtype. If no token
-  counts, the mean and the accuracy are 0, not NaN. Bad arguments are ValueError and TypeError, not assertions.
+- The mean with class weights and a z-loss: Liger divides the z-loss by the number of tokens. Here the whole loss is
+  divided by one number, the sum of the targets' class weights (:mod:`logitless.spec`).
+- If no token counts, the mean and the accuracy are 0, not NaN. Bad arguments are ValueError and TypeError.
 - ``accum_dtype`` and ``chunk_mem_const`` change nothing: sums are float32, chunks are the default plan's. Nothing is
   written over given logits; :func:`cross_entropy` with ``inplace_backward=True`` does that.
 """
@@ -44,11 +42,9 @@ def liger_fused_linear_cross_entropy(
     """:func:`linear_cross_entropy` by Liger's name, order and names of arguments; see the module for what differs.
 
     input [..., D], weight [V, D], target [...], bias [V]; ce_weight is class_weight, lse_square_scale is z_loss.
-    use_token_scaling multiplies each token's loss by its target's probability, without gradient through it, and costs
-    another forward; a mean still divides by the number of tokens (or class weights). Returns the loss, or a
-    :class:`CrossEntropyOutput` if something beside it is asked for.
-
-    Raises as :func:`linear_cross_entropy`; NotImplementedError for an accum_dtype wider than the sums.
+    use_token_scaling multiplies each token's loss by its target's probability, without gradient through it, for another
+    forward; a mean divides by the same number. Returns the loss, or a :class:`CrossEntropyOutput`. Raises as
+    :func:`linear_cross_entropy`; NotImplementedError for an accum_dtype wider than the sums.
     """
     spec.check_flags(use_token_scaling=use_token_scaling)
     asked = out.Asked(return_z_loss, return_token_accuracy, return_predicted_tokens)
@@ -112,11 +108,12 @@ class LigerCrossEntropyLoss(nn.Module):
         self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """The loss of the logits _input [..., V] against target [...]."""
+        """The loss of the logits _input [..., V] against target [...], in the logits' dtype."""
         asked = out.Asked(self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens)
         found = cross_entropy(
             _input, target, class_weight=self.weight, ignore_index=self.ignore_index, z_loss=self.lse_square_scale,
             label_smoothing=self.label_smoothing, reduction=self.reduction, softcap=self.softcap,
             return_stats=asked.any,
         )  # fmt: skip
-        return out.output(found, asked, target, self.ignore_index, self.lse_square_scale, self.reduction, self.weight)
+        result = out.output(found, asked, target, self.ignore_index, self.lse_square_scale, self.reduction, self.weight)
+        return out.in_dtype(result, _input.dtype)

@@ -66,6 +66,14 @@ def output(
     return CrossEntropyOutput(loss, z, accuracy, stats.argmax.long() if asked.return_predicted_tokens else None)
 
 
+def in_dtype(result: Tensor | CrossEntropyOutput, dtype: torch.dtype) -> Tensor | CrossEntropyOutput:
+    """The result with its losses rounded to a dtype."""
+    if isinstance(result, Tensor):
+        return result.to(dtype)
+    z_loss = None if result.z_loss is None else result.z_loss.to(dtype)
+    return dataclasses.replace(result, loss=result.loss.to(dtype), z_loss=z_loss)
+
+
 def check_without_effect(accum_dtype: torch.dtype | None, chunk_mem_const: int, dtype: torch.dtype) -> None:
     """Check the arguments that change nothing here. Raises NotImplementedError for sums wider than ours."""
     if accum_dtype == torch.float64 != dtype:
