@@ -1,9 +1,9 @@
 """Liger-Kernel's names for the same losses: a program that uses them changes an import.
 
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss    # before
-    from logitless.torch_impl.integrations.liger import LigerFusedLinearCrossEntropyLoss
+    from logitless.torch_impl.integrations.liger import LigerFusedLinearCrossEntropyLoss  # not: liger_kernel...
 
 Signatures, defaults and meanings are those of liger-kernel 0.8. What differs:
+
 - The mean with class weights and a z-loss: Liger divides the z-loss by the number of tokens. Here the whole loss is
   divided by one number, the sum of the targets' class weights (:mod:`logitless.spec`).
 - If no token counts, the mean and the accuracy are 0, not NaN. Bad arguments are ValueError and TypeError.
