@@ -186,14 +186,17 @@ def device_code(module: Module) -> set[int]:
 
 
 def exported(known: dict[str, Module]) -> set[tuple[str, str]]:
-    """The public functions and classes, (module, name): what the packages' ``__all__`` lists."""
+    """The public functions and classes, (module, name): what the packages' ``__all__`` lists, and that of a drop-in."""
     result = set()
     for module in known.values():
-        if not module.is_package:
+        drop_in = module.path.startswith("torch_impl/integrations/")
+        if not module.is_package and not drop_in:
             continue
         for node in module.tree.body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 listed = set(ast.literal_eval(node.value))
+                if drop_in:
+                    result |= {(module.name, name) for name in listed}
                 for entry in imports(module, known):
                     result |= {(entry.target, name) for name, local in entry.names if local in listed}
     # The reference of a public function takes that function's arguments.

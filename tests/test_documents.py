@@ -27,7 +27,7 @@ def blocks_of(path: str) -> list[str]:
 # each alone, with a model of transformers; or one after the other, as one program.
 PLAIN_PAGES = ("README.md", "docs/quickstart_torch.md", "docs/quickstart_jax.md", "docs/plan.md")
 LOSS_PAGES = ("docs/rl.md", "docs/companions.md")
-MODEL_PAGES = ("docs/huggingface.md",)
+MODEL_PAGES = ("docs/huggingface.md", "docs/programs.md")
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "CONTRIBUTING.md": (),
     "docs/interop.md": ("torch", "jax"),
@@ -81,13 +81,16 @@ def test_blocks_of_the_losses_and_companions_run(code: str, capsys: pytest.Captu
     assert np.isfinite(float(names["loss"]))
 
 
-@pytest.mark.parametrize("code", MODEL_BLOCKS, ids=["model", "adapter"])
+@pytest.mark.parametrize("code", MODEL_BLOCKS, ids=["model", "adapter", "trl", "peft", "liger"])
 def test_blocks_of_the_models_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for needed in ("torch", "transformers", "peft"):
+    for needed in ("torch", "transformers", "peft", "trl"):
         if f"\nfrom {needed} import" in code or f"import {needed}\n" in code:
             pytest.importorskip(needed, reason="the block needs it")
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/huggingface.md", "exec"), names)
+    exec(compile(code, "docs", "exec"), names)
+    if "patch_trl()" in code:  # its trainers are in tests/test_trl.py
+        assert "computes its losses by logitless" in capsys.readouterr().out
+        return
     loss = float(capsys.readouterr().out.split("loss ")[1])
     assert loss == pytest.approx(np.log(5000), rel=BOUND["first loss of a page"])
 
@@ -135,6 +138,7 @@ def test_readme_is_short_and_has_a_block_per_framework() -> None:
         ("torch", ()),
         ("jax", ("optax",)),
         ("jax_sharded", ("optax",)),
+        ("trl", ()),
         pytest.param("flax", ("optax",), marks=pytest.mark.slow),
         pytest.param("flax_linen", ("optax",), marks=pytest.mark.slow),
         pytest.param("equinox", ("optax",), marks=pytest.mark.slow),

@@ -501,18 +501,6 @@ def test_lora_on_the_body(patch_first: bool) -> None:
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("adapter", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
-def test_an_adapter_on_the_head_is_refused(adapter: dict[str, Any]) -> None:
-    peft = pytest.importorskip("peft", reason="this is about it")
-    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"]} | adapter)
-    with pytest.raises(NotImplementedError, match=r"its LM head is a peft\..*, allowed is a torch\.nn\.Linear: merge"):
-        patch(peft.get_peft_model(make(), config))
-    model, (ids, labels) = peft.get_peft_model(patch(make()), config), ids_and_labels()
-    with pytest.raises(NotImplementedError, match=r"its LM head is a peft\..*, allowed is a torch\.nn\.Linear: merge"):
-        model(input_ids=ids, labels=labels)
-    assert is_made(model.merge_and_unload()(ids, labels=labels).logits) is False
-
-
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

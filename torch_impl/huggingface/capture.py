@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import cast
 
 from torch import Tensor, nn
 
+from logitless.torch_impl.huggingface.adapters import Product, plain_layer, product
 from logitless.torch_impl.huggingface.lm_head import (
     LogitOptions,
     Recorder,
@@ -21,28 +23,38 @@ from logitless.torch_impl.huggingface.lm_head import (
 class CapturedHead:
     """What :func:`capture_lm_head` found: the arguments of a linear cross-entropy but for the target."""
 
-    def __init__(self, head: nn.Linear, options: LogitOptions) -> None:
-        self.weight: Tensor = head.weight
-        """[V, D]: the head's own parameter, which may be the embedding's too; gradients go there."""
-        self.bias: Tensor | None = head.bias
+    def __init__(self, head: nn.Module, options: LogitOptions) -> None:
         self.options = options
         """logit_scale and softcap, as keyword arguments of the losses."""
         self.logit_scale, self.softcap = options["logit_scale"], options["softcap"]
+        self._head = head
         self._recorder = Recorder()
-        self._hidden: Tensor | None = None
+        self._product: Product | None = None
 
     @property
     def hidden(self) -> Tensor:
-        """[..., D]: what went into the head in the latest forward of the module, attached to its graph.
+        """[..., D]: what went into the head in the latest forward of the module, attached to its graph; under LoRA
+        [..., D + r].
 
         Raises RuntimeError before that.
         """
-        if self._hidden is None:
+        if self._product is None:
             raise RuntimeError(
                 "hidden: no forward of the module that was given to capture_lm_head has run its LM head yet; call that "
                 "module itself, inside the with block"
             )
-        return self._hidden
+        return self._product.hidden
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, D]: the head's own parameter, which may be the embedding's too; gradients go there. Under PEFT's LoRA
+        [V, D + r], and of the latest forward: gradients go to the adapter."""
+        return cast(nn.Linear, plain_layer(self._head)).weight if self._product is None else self._product.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V], or None."""
+        return cast(nn.Linear, plain_layer(self._head)).bias if self._product is None else self._product.bias
 
 
 @contextlib.contextmanager
@@ -55,7 +67,8 @@ def capture_lm_head(module: nn.Module) -> Iterator[CapturedHead]:
 
     The head is what ``module.get_output_embeddings()`` gives, of the module or of the one inner module that has it
     (PEFT, DistributedDataParallel), else the one inner module called lm_head, embed_out or output_projection. It must
-    be a torch.nn.Linear with a floating weight. Tied weights, a bias, autocast and torch.no_grad are as in the model.
+    be a torch.nn.Linear with a floating weight, alone or under PEFT's LoRA, modules_to_save or trainable_token_indices
+    (:mod:`.adapters`). Tied weights, a bias, autocast and torch.no_grad are as in the model.
     logit_scale and softcap are read where Hugging Face models keep them (Cohere's logit_scale, Granite's
     logits_scaling, Falcon-H1's lm_head_multiplier, Gemma 2's final_logit_softcapping, RecurrentGemma's logits_soft_cap,
     xLSTM's output_logit_soft_cap), and every forward is checked to do just that.
@@ -91,7 +104,7 @@ def capture_lm_head(module: nn.Module) -> Iterator[CapturedHead]:
 
 def _begin(captured: CapturedHead, options: dict[str, object]) -> None:
     """A forward begins: nothing is recorded, and labels are refused."""
-    captured._recorder.hidden = captured._hidden = None
+    captured._recorder.hidden = captured._product = None
     if options.get("labels") is not None:
         raise ValueError(
             "labels: got some inside capture_lm_head, allowed is None: the model makes no logits here; compute the "
@@ -111,7 +124,7 @@ def _publish(captured: CapturedHead, output: object) -> None:
             f"logits, an output with .logits or 'logits', or a tuple that begins with them"
         )
     check_probes(captured.options, logits)
-    captured._hidden = recorded
+    captured._product = product(captured._head, recorded)
 
 
 def _logits_of(output: object) -> Tensor | None:

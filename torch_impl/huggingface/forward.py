@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from logitless.torch_impl.huggingface.adapters import plain_layer
 from logitless.torch_impl.huggingface.lm_head import Recorder, checked_head, is_probes, replaced
 from logitless.torch_impl.huggingface.model_loss import ModelLoss
-from logitless.torch_impl.huggingface.patched import MARK, WATCHED, Patch, module_of
+from logitless.torch_impl.huggingface.patched import MARK, TRL, TRL_REMEDY, WATCHED, Patch, module_of
 
 # What transformers computes where a causal language model is given labels: the one loss that is replaced.
 CAUSAL_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
@@ -119,9 +120,12 @@ def _with_logits(output: object, probes: Tensor, logits: Tensor | None) -> objec
     raise NotImplementedError(f"model: its forward gave {type(output).__name__}, allowed are a dict and a tuple")
 
 
-def check_model(owner: nn.Module, head: nn.Linear) -> None:
+def check_model(owner: nn.Module, head: nn.Module) -> None:
     """Raise NotImplementedError unless head and loss are those that are replaced."""
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+    if any(
+        one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks
+        for one in {head, plain_layer(head)}
+    ):
         raise NotImplementedError(
             "model: its LM head has forward or backward hooks, which would see no logits, allowed is a head without: "
             "remove them first"
@@ -150,7 +154,7 @@ def watch_forward(owner: nn.Module, _: object, named: Named, __: object) -> None
         by = module_of(owner.__dict__.get("forward")) or "other code"
         warnings.warn(
             f"logitless: {by} has replaced the forward of the patched {type(owner).__name__}: its loss is not the one "
-            f"of patch, which has no effect here",
+            f"of patch, which has no effect here{TRL_REMEDY if by.split('.')[0] == 'trl' else ''}",
             stacklevel=2,
         )
 
@@ -164,6 +168,6 @@ def _warn_full_logits(owner: nn.Module) -> None:
     warnings.warn(
         f"logitless: a forward of the patched {type(owner).__name__} without labels makes full logits in training, as "
         f"Trainer does with label_smoothing_factor or compute_loss_func: use patch(model, label_smoothing=...), and "
-        f"let the model compute its loss",
+        f"let the model compute its loss. For TRL's DPO and GRPO use TRL 1.15 or newer, and {TRL}()",
         stacklevel=2,
     )

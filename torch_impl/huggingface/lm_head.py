@@ -16,6 +16,8 @@ from typing import TypedDict, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from logitless.torch_impl.huggingface import adapters
+
 # Exact in every floating dtype; far enough apart to show a scale, a shift, a cap and a threshold.
 PROBES = (-64.0, -1.0, 0.0, 0.5, 8.0, 64.0)
 
@@ -99,8 +101,8 @@ def is_probes(value: object) -> TypeGuard[Tensor]:
 # Finding the head and what is done to its logits
 
 
-def find_head(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """The module whose forward runs the head, and the head."""
+def find_head(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The module whose forward runs the head, and the head, which may be PEFT's."""
     found: dict[int, tuple[str, nn.Module, nn.Module]] = {}
     for name, owner in module.named_modules():
         head = _output_embeddings(owner)
@@ -133,22 +135,25 @@ def _output_embeddings(owner: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def checked_head(head: nn.Module) -> nn.Linear:
-    """The head itself. Raises NotImplementedError unless it is a plain linear map."""
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+def checked_head(head: nn.Module) -> nn.Module:
+    """The head itself. Raises NotImplementedError unless it is a plain linear map, or one that PEFT has adapted."""
+    layer = adapters.plain_layer(head)
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise NotImplementedError(
-            f"module: its LM head is a {type(head).__module__}.{type(head).__qualname__}, allowed is a "
-            f"torch.nn.Linear: merge an adapter, and leave the head out of a quantisation, first"
+            f"module: its LM head is a {type(layer).__module__}.{type(layer).__qualname__}, allowed is a "
+            f"torch.nn.Linear: merge an adapter (merge_and_unload) that is not PEFT's LoRA, modules_to_save or "
+            f"trainable_token_indices, and leave the head out of a quantisation, first"
         )
-    own = head.__dict__.get("forward")
-    if own is not None and not isinstance(own, Recorder) and not (_is_quiet_hook(head) or _is_parallel(own)):
+    for one in {head, layer}:
+        own = one.__dict__.get("forward")
+        if own is not None and not isinstance(own, Recorder) and not (_is_quiet_hook(one) or _is_parallel(own)):
+            raise NotImplementedError(
+                f"module: its LM head's forward was replaced on the instance by {_name_of(own)}, which would be left "
+                f"out, allowed is torch.nn.Linear's own: take it off first"
+            )
+    if layer.weight.dim() != 2 or not layer.weight.is_floating_point():
         raise NotImplementedError(
-            f"module: its LM head's forward was replaced on the instance by {_name_of(own)}, which would be left out, "
-            f"allowed is torch.nn.Linear's own: take it off first"
-        )
-    if head.weight.dim() != 2 or not head.weight.is_floating_point():
-        raise NotImplementedError(
-            f"module: its LM head's weight is {head.weight.dtype} of shape {tuple(head.weight.shape)}, allowed is a "
+            f"module: its LM head's weight is {layer.weight.dtype} of shape {tuple(layer.weight.shape)}, allowed is a "
             f"floating [V, D]"
         )
     return head

@@ -6,12 +6,14 @@ Importing this imports torch's compiler, which must leave these functions alone.
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from logitless.torch_impl.api import linear_cross_entropy
 from logitless.torch_impl.distributed import dtensors
+from logitless.torch_impl.huggingface.adapters import plain_layer, product
 from logitless.torch_impl.huggingface.lazy_logits import LazyLogits, refused
 from logitless.torch_impl.huggingface.lm_head import Recorder, check_probes, is_probes, logit_options
 from logitless.torch_impl.huggingface.patched import LossArguments
@@ -21,7 +23,7 @@ class ModelLoss:
     """Stands for a model's loss function in one forward: the same arguments, but probes in the logits' place."""
 
     def __init__(
-        self, owner: nn.Module, head: nn.Linear, recorder: Recorder, loss_arguments: LossArguments,
+        self, owner: nn.Module, head: nn.Module, recorder: Recorder, loss_arguments: LossArguments,
         with_logits: bool | None,
     ) -> None:  # fmt: skip
         self.owner, self.head, self.recorder = owner, head, recorder
@@ -43,14 +45,13 @@ class ModelLoss:
         **_: object,
     ) -> object:
         """transformers' ForCausalLMLoss, which takes other arguments and does not use them either."""
-        hidden = self._checked_hidden(logits, vocab_size)
         # Now, inside the model's forward: where the weight is sharded, only then it is whole.
-        weight, bias = self.head.weight, self.head.bias
+        hidden, weight, bias = product(self.head, self._checked_hidden(logits, vocab_size))
         self.logits = self._logits(hidden, weight, bias, logits.dtype)
         return linear_cross_entropy(
             hidden,
             weight,
-            _target(hidden, labels, shift_labels, ignore_index),
+            shifted_target(hidden, labels, shift_labels, ignore_index),
             bias,
             ignore_index=ignore_index,
             normalizer=num_items_in_batch,
@@ -70,7 +71,7 @@ class ModelLoss:
             raise NotImplementedError(
                 f"model: {name} cuts or rearranges its logits before its loss, allowed is one target for each of them"
             )
-        vocab = len(self.head.weight)
+        vocab = len(cast(Tensor, plain_layer(self.head).weight))
         if vocab_size != vocab:
             raise NotImplementedError(
                 f"model: {name} computes its loss over {vocab_size} classes, allowed are all {vocab} of its LM head"
@@ -125,7 +126,7 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return z.full_tensor()
 
 
-def _target(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+def shifted_target(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
     """The target of every position: the label after it, and none for the last; or what the caller has shifted."""
     name, ids = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
     if ids is None or ids.numel() != hidden.shape[:-1].numel():

@@ -16,7 +16,15 @@ from logitless import spec
 from logitless.planning import check_memory_budget
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.huggingface.lm_head import find_head
-from logitless.torch_impl.huggingface.patched import WATCHED, LossArguments, Patch, Watch, module_of, patch_of
+from logitless.torch_impl.huggingface.patched import (
+    TRL_REMEDY,
+    WATCHED,
+    LossArguments,
+    Patch,
+    Watch,
+    module_of,
+    patch_of,
+)
 
 
 def patch(
@@ -51,7 +59,8 @@ def patch(
             smallest budget grows with the tokens of a batch, so one that nothing fits is refused in the forward.
 
     A trainer that replaces the model's forward afterwards, as TRL's does (add_fused_lm_head), goes around the loss that
-    is replaced here: a warning says so once, and patch refuses a model whose forward is TRL's already. A forward
+    is replaced here: a warning says so once, and patch refuses a model whose forward is TRL's already. What replaces
+    TRL's own losses is :func:`logitless.torch_impl.integrations.trl.patch_trl`. A forward
     without labels in training makes full logits, which Trainer's label_smoothing_factor and compute_loss_func ask for:
     another warning says that once.
 
@@ -92,7 +101,7 @@ def _refuse_trl(owner: nn.Module, forward: object) -> None:
         raise NotImplementedError(
             f"model: the forward of {type(owner).__name__} is TRL's already (add_fused_lm_head): it computes "
             f"log-probabilities of its own and never calls the loss that patch replaces; allowed is a trainer that "
-            f"takes the model's loss (transformers.Trainer)"
+            f"takes the model's loss (transformers.Trainer){TRL_REMEDY}"
         )
 
 

@@ -14,6 +14,10 @@ from torch.utils.hooks import RemovableHandle
 # The attribute in which a patched forward keeps its Patch.
 MARK = "logitless_patch"
 
+# What a message names where TRL computes losses of its own.
+TRL = "logitless.torch_impl.integrations.trl.patch_trl"
+TRL_REMEDY = f": {TRL}() replaces TRL's own"
+
 
 class LossArguments(TypedDict):
     """What patch was given for the losses."""
