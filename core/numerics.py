@@ -478,9 +478,10 @@ def policy_losses(
     def known(values: A) -> A:
         return xp.where(tokens.counted, values if values.shape == log_prob.shape else values[..., None], 0.0)
 
+    advantage = known(tokens.advantage)
     old = constant(log_prob) if tokens.old is None else known(tokens.old)
     ratio, kl_ratio = _ratios(xp, options, tokens.counted, log_prob, log_prob - old, constant)
-    losses, clipped = _policy_terms(xp, options, ratio, known(tokens.advantage), log_prob, constant)
+    losses, clipped = _policy_terms(xp, options, ratio, advantage, log_prob, constant)
     weight = kl = None
     if tokens.sampler is not None:
         weight = _sampler_weight(xp, options, constant(old - known(tokens.sampler)))
@@ -496,7 +497,7 @@ def policy_losses(
         return xp.where(tokens.counted, constant(values), 0.0)
 
     optional = (None if values is None else shown(values) for values in (entropy, kl, weight))
-    stats = PolicyStats(shown(log_prob), shown(ratio), clipped & tokens.counted, *optional)
+    stats = PolicyStats(shown(log_prob), shown(ratio), clipped, *optional)
     return xp.where(tokens.counted, losses, 0.0), stats
 
 
@@ -514,7 +515,7 @@ def _ratios(
         return ratio, ratio
     number = xp.sum(xp.where(counted, xp.ones_like(difference), 0.0), -1)
     mean = (xp.sum(difference, -1) / xp.clip(number, min=1))[..., None]
-    own = constant(mean) + (log_prob - constant(log_prob))
+    own = xp.where(counted, constant(mean) + (log_prob - constant(log_prob)), 0.0)
     return xp.exp(_log_ratio(xp, own)), xp.exp(_log_ratio(xp, mean))
 
 
