@@ -157,7 +157,8 @@ def kto_loss(
         desirable: [B] of any dtype: 0 where the sequence is not desirable.
         reference_log_prob: of the reference model, constant: [B, T] per token, or [B] sums over the tokens that count.
         kl: an estimate of KL(π ‖ π_ref), constant: a number, or a tensor without axes or [B]. KTO's is the mean of s
-            over completions of other prompts (``linear_log_probs`` of both models, without gradient).
+            over completions of other prompts (``linear_log_probs`` of both models, without gradient); under
+            torch.compile give it as a tensor, because it changes.
         mask: [B, T] of any dtype: tokens with 0 do not count; nor do those whose target is ignore_index.
         beta: β in [1e-15, 1e15]. desirable_weight, undesirable_weight: λ_D and λ_U, at least 0.
         reduction: "mean" or "sum" over sequences, or "none": [B].
@@ -179,7 +180,7 @@ def kto_loss(
     if isinstance(kl, Tensor):
         kl = _constant("kl", kl, {"without axes": (), "[B] =": rows}, hidden)
     else:
-        spec.check_number("kl", 1.0 if tracing.is_symbol(kl) else kl, also="a tensor")
+        spec.check_number("kl", kl, also="a tensor")
     log_prob, _ = linear_log_probs(
         hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         ignore_index=ignore_index, plan=plan, memory_budget=memory_budget, backend=backend,
