@@ -33,6 +33,8 @@ class _Values:
         of_target = np.where(target[:, None] == np.arange(self.p.shape[1]), self.p, 0.0)
         of_target[rows, target] -= np.abs(np.expm1(self.log_p[rows, target]))  # 1 − p is no difference
         of_entropy = np.abs(np.where(self.p > 0, self.log_p, 0.0)) + self.entropy.reshape(-1, 1)
+        # Logits are told apart from the target's: where that is far below, log p of the likeliest is a difference.
+        of_entropy = of_entropy + np.minimum(1.0, -self.log_p[rows, target])[:, None]
         return np.where(
             self.head.valid[:, None], ((self.p - of_target) * g1 + self.p * g2 * of_entropy) * self.scale, 0.0
         )
