@@ -77,9 +77,9 @@ def dpo_loss(
         ℓ + γ B / Σ_w |y_w| · (−log π(y_w))               every pair's whole loss; of all, the mean nll of chosen tokens
 
     Sources: DPO, arXiv:2305.18290, eq. 7; ε: Mitchell 2023, "A note on DPO with noisy preferences"; IPO,
-    arXiv:2310.12036, eq. 17, divided by |y| as in TRL; CPO, arXiv:2401.08417, eqs. 3 to 5; SimPO, arXiv:2405.14734,
-    eq. 6; ORPO, arXiv:2403.07691, eqs. 6 and 7; γ beside DPO, arXiv:2404.19733, eq. 1. A sequence without a token that
-    counts has s = 0. ORPO's log odds are at most 20 nats, with no gradient beyond.
+    arXiv:2310.12036, eq. 17, divided by |y| as in TRL; CPO, arXiv:2401.08417, eq. 3, and its nll; SimPO,
+    arXiv:2405.14734, eq. 6; ORPO, arXiv:2403.07691, eqs. 6 and 7; γ beside DPO, arXiv:2404.19733, eq. 1. A sequence
+    without a token that counts has s = 0. ORPO's log odds are at most 20 nats, with no gradient beyond.
 
     Arguments:
         hidden: [2 B, T, D]: B chosen sequences, then the B rejected ones, as TRL concatenates them.
@@ -151,7 +151,7 @@ def kto_loss(
         ℓ = λ_D (1 − σ(β (s − z)))          of a desirable sequence
         ℓ = λ_U (1 − σ(β (z − s)))          of another one
 
-    Source: KTO, arXiv:2402.01306, eqs. 7 and 8. With kl = 0 it is the unpaired APO-zero, arXiv:2408.06266, eq. 7.
+    Source: KTO, arXiv:2402.01306, eq. 7. With kl = 0 it is the unpaired APO-zero, arXiv:2408.06266, eq. 7.
 
     Arguments:
         hidden: [B, T, D]; weight, bias: [V, D], [V]; target: [B, T], already shifted.
@@ -248,8 +248,8 @@ def clipped_policy_loss(
     ratios, and k3's d, are cut off at ±20 nats, with no gradient beyond.
 
     Sources: PPO, arXiv:1707.06347, eq. 7; GRPO (sequence_mean, A from groups), arXiv:2402.03300, eq. 3; token_mean and
-    clip_high, DAPO, arXiv:2503.14476, eq. 8; Dr. GRPO (token_mean with a constant normalizer), arXiv:2503.20783; dual
-    clip, arXiv:1912.09729, eq. 5; CISPO, arXiv:2506.13585, eqs. 4 and 5; GSPO and GSPO-token (ratio="sequence"),
+    clip_high, DAPO, arXiv:2503.14476; Dr. GRPO (token_mean with a constant normalizer), arXiv:2503.20783; dual
+    clip, arXiv:1912.09729; CISPO, arXiv:2506.13585, eqs. 4 and 5; GSPO and GSPO-token (ratio="sequence"),
     arXiv:2507.18071, eqs. 5 to 14; k1 to k3, Schulman, joschu.net/blog/kl-approx.html; K · ρ, DeepSeek-V3.2,
     arXiv:2512.02556; w, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
 

@@ -41,7 +41,7 @@ def pairs(
     z: Any, onehot: Any, mask: Any, reference: Any, xp: Any, *, loss_type: str = "dpo", beta: float = 0.1,
     label_smoothing: float = 0.0, margin: float = 0.0, nll_coef: float | None = None,
 ) -> Any:  # fmt: skip
-    """[B]. DPO, arXiv:2305.18290, eq. 7; IPO, arXiv:2310.12036, eq. 17, per token; CPO, arXiv:2401.08417, eqs. 3 to 5;
+    """[B]. DPO, arXiv:2305.18290, eq. 7; IPO, arXiv:2310.12036, eq. 17, per token; CPO, arXiv:2401.08417, eq. 3;
     SimPO, arXiv:2405.14734, eq. 6; ORPO, arXiv:2403.07691, eqs. 6 and 7."""
     total, number = (log_probs(z, onehot, xp) * mask).sum(-1), mask.sum(-1)
     mean, half = total / xp.clip(number, 1, None), total.shape[0] // 2
@@ -66,7 +66,7 @@ def kto(
     z: Any, onehot: Any, mask: Any, reference: Any, desirable: Any, kl: Any, xp: Any, *,
     beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
 ) -> Any:  # fmt: skip
-    """arXiv:2402.01306, eqs. 7 and 8: [B]."""
+    """arXiv:2402.01306, eq. 7: [B]."""
     known = reference if len(reference.shape) == 1 else (reference * mask).sum(-1)
     gain = beta * ((log_probs(z, onehot, xp) * mask).sum(-1) - known - kl)
     good, bad = xp.exp(-softplus(gain, xp)), xp.exp(-softplus(-gain, xp))  # 1 − σ(gain), 1 − σ(−gain)
@@ -111,7 +111,7 @@ def clipped_policy(
 ) -> Any:  # fmt: skip
     """arXiv:1707.06347, eq. 7, minus an entropy bonus, plus a KL estimate; arXiv:2402.03300, eq. 3, where by sequence.
 
-    Dual clip: arXiv:1912.09729, eq. 5. CISPO: arXiv:2506.13585, eq. 4. k1 to k3: joschu.net/blog/kl-approx.html.
+    Dual clip: arXiv:1912.09729. CISPO: arXiv:2506.13585, eq. 4. k1 to k3: joschu.net/blog/kl-approx.html.
     """
     lp = log_probs(z, onehot, xp)
     rho, plain = policy_ratio(lp, old, mask, xp, ratio)
