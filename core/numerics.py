@@ -13,6 +13,7 @@ g is the upstream gradient times the token's weight. The slope of a softcap mult
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
@@ -22,10 +23,12 @@ from logitless.objectives import (
     Aggregation,
     DPOOptions,
     DPOStats,
+    KTOOptions,
+    KTOStats,
     PolicyOptions,
     PolicyStats,
 )
-from logitless.spec import ALPHA_FLOOR, LOWEST_GAP, NO_ROW, STATISTICS, LossOptions, Statistic, TokenStats
+from logitless.spec import ALPHA_FLOOR, LOWEST_GAP, NO_ROW, STATISTICS, LossOptions, Reduction, Statistic, TokenStats
 
 
 class Array(Protocol):
@@ -44,6 +47,7 @@ class Array(Protocol):
     def __eq__(self, other: Self | float, /) -> Self: ...  # type: ignore[override]
     def __lt__(self, other: Self | float, /) -> Self: ...
     def __gt__(self, other: Self | float, /) -> Self: ...
+    def __or__(self, other: Self | float, /) -> Self: ...
     def __and__(self, other: Self | float, /) -> Self: ...
     def __neg__(self) -> Self: ...
     def __getitem__(self, key: slice | tuple[EllipsisType, None], /) -> Self: ...
@@ -365,25 +369,89 @@ def logit_rows(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: 
 
 
 def dpo(
-    xp: Namespace[A], options: DPOOptions, log_prob: A, reference: A, counted: A, log_sigmoid: Callable[[A], A]
+    xp: Namespace[A], options: DPOOptions, log_prob: A, reference: A | None, counted: A, log_sigmoid: Callable[[A], A]
 ) -> tuple[A, DPOStats[A]]:
     """The loss of ``dpo_loss``, [] or [B], and its statistics, which still have a gradient.
 
-    log_prob [2 B, T], 0 where a token does not count; reference [2 B, T] or its sums [2 B]; counted [2 B, T].
+    log_prob [2 B, T], 0 where a token does not count; reference None, [2 B, T] or its sums [2 B]; counted [2 B, T].
     """
-    if len(reference.shape) == 2:
-        reference = xp.sum(xp.where(counted, reference, 0.0), 1)
     sums = xp.sum(log_prob, 1)
-    rewards = options.beta * (sums - reference)
+    scores = sums if reference is None else sums - _sequence_sums(xp, reference, counted)
+    number = xp.sum(xp.where(counted, xp.ones_like(log_prob), 0.0), 1)
+    if options.averaged:
+        scores = scores / xp.clip(number, min=1)
+    rewards = options.beta * scores
     pairs = sums.shape[0] // 2
-    chosen, rejected = rewards[:pairs], rewards[pairs:]
-    margin, noise = chosen - rejected, options.label_smoothing
-    loss = -(1 - noise) * log_sigmoid(margin) - noise * log_sigmoid(-margin)
-    if options.reduction != "none":
-        loss = loss.sum()
-    if options.reduction == "mean":
-        loss = loss / max(1, pairs)
-    return loss, DPOStats(sums[:pairs], sums[pairs:], chosen, rejected)
+    stats = DPOStats(sums[:pairs], sums[pairs:], rewards[:pairs], rewards[pairs:])
+    losses = _pair_losses(xp, options, scores, stats, log_sigmoid)
+    if options.nll_weight:
+        # Of the mean over pairs the mean over all tokens of chosen sequences.
+        losses = losses - options.nll_weight * pairs / xp.clip(number[:pairs].sum(), min=1) * sums[:pairs]
+    return _reduced(losses, options.reduction), stats
+
+
+def _pair_losses(
+    xp: Namespace[A], options: DPOOptions, scores: A, stats: DPOStats[A], log_sigmoid: Callable[[A], A]
+) -> A:
+    """Of every pair, [B], without its share of the nll; scores [2 B]."""
+    pairs = scores.shape[0] // 2
+    if options.loss_type == "ipo":
+        return xp.square(scores[:pairs] - scores[pairs:] - 0.5 / options.beta)
+    if options.loss_type == "orpo":
+        odds = _log_odds(xp, scores)
+        return -options.beta * log_sigmoid(odds[:pairs] - odds[pairs:])
+    margin, noise = stats.chosen_reward - stats.rejected_reward, options.label_smoothing
+    if options.margin:
+        margin = margin - options.margin
+    return -(1 - noise) * log_sigmoid(margin) - noise * log_sigmoid(-margin)
+
+
+def _log_odds(xp: Namespace[A], log_p: A) -> A:
+    """log p / (1 − p), at most LARGEST_LOG_RATIO, with no gradient beyond.
+
+    Near 1 it is made of expm1, elsewhere of log1p. Either sees only its own numbers: where() multiplies the gradient of
+    the side that is not taken by 0, and that gradient must not be infinite.
+    """
+    log_p = xp.clip(log_p, max=-math.exp(-LARGEST_LOG_RATIO))
+    near = log_p > -math.log(2.0)
+    confident, other = xp.where(near, log_p, -1.0), xp.where(near, -1.0, log_p)
+    return log_p - xp.where(near, xp.log(-xp.expm1(confident)), xp.log1p(-xp.exp(other)))
+
+
+class KTOSequences(NamedTuple, Generic[A]):
+    """What ``kto_loss`` knows of its sequences."""
+
+    counted: A
+    """[B, T] whether a token counts, bool."""
+    desirable: A
+    """[B] bool."""
+    reference: A
+    """[B, T], or its sums [B]."""
+    kl: A
+    """[] or [B]."""
+
+
+def kto(
+    xp: Namespace[A], options: KTOOptions, sequences: KTOSequences[A], log_prob: A, log_sigmoid: Callable[[A], A]
+) -> tuple[A, KTOStats[A]]:
+    """The loss of ``kto_loss``, [] or [B], and its statistics, which still have a gradient."""
+    sums = xp.sum(log_prob, 1)
+    score = sums - _sequence_sums(xp, sequences.reference, sequences.counted)
+    gain = options.beta * (score - xp.clip(sequences.kl, min=0.0))
+    # 1 − σ(x) = σ(−x), which keeps its digits where σ(x) is near 1.
+    lost = xp.exp(log_sigmoid(xp.where(sequences.desirable, -gain, gain)))
+    losses = xp.where(sequences.desirable, options.desirable_weight * lost, options.undesirable_weight * lost)
+    return _reduced(losses, options.reduction), KTOStats(sums, options.beta * score)
+
+
+def _sequence_sums(xp: Namespace[A], values: A, counted: A) -> A:
+    """[B] from values per token [B, T], which may be anything where a token does not count; or from these sums."""
+    return xp.sum(xp.where(counted, values, 0.0), 1) if len(values.shape) == 2 else values
+
+
+def _reduced(losses: A, reduction: Reduction) -> A:
+    total = losses if reduction == "none" else losses.sum()
+    return total / max(1, losses.shape[0]) if reduction == "mean" else total
 
 
 class PolicyTokens(NamedTuple, Generic[A]):
@@ -393,8 +461,10 @@ class PolicyTokens(NamedTuple, Generic[A]):
     """Whether a token counts, bool."""
     advantage: A
     old: A | None
-    """log p of the policy that sampled; None: of this policy."""
+    """log p of the policy that the ratio is about; None: of this policy."""
     reference: A | None
+    sampler: A | None = None
+    """log p of the program that sampled; None: of the old policy."""
 
 
 def policy_losses(
@@ -415,24 +485,80 @@ def policy_losses(
 
     advantage = known(tokens.advantage)
     old = constant(log_prob) if tokens.old is None else known(tokens.old)
-    ratio = xp.exp(_log_ratio(xp, log_prob - old))
-    held = xp.clip(constant(ratio), min=1 - options.clip_low, max=1 + options.clip_high) * advantage
-    clipped = held < ratio * advantage
-    losses = -xp.where(clipped, held, ratio * advantage)
-    kl = None
-    if entropy is not None:
+    ratio, kl_ratio = _ratios(xp, options, tokens.counted, log_prob, log_prob - old, constant)
+    losses, clipped = _policy_terms(xp, options, ratio, advantage, log_prob, constant)
+    weight = kl = None
+    if tokens.sampler is not None:
+        weight = _sampler_weight(xp, options, constant(old - known(tokens.sampler)))
+        losses = losses * weight
+    if options.entropy_coef:
+        assert entropy is not None
         losses = losses - options.entropy_coef * entropy
     if tokens.reference is not None:
-        d = _log_ratio(xp, known(tokens.reference) - log_prob)
-        kl = xp.expm1(d) - d
-        losses = losses + options.kl_coef * kl
+        kl = _kl_estimate(xp, options, known(tokens.reference) - log_prob)
+        losses = losses + options.kl_coef * (kl * kl_ratio if options.kl_times_ratio else kl)
 
     def shown(values: A) -> A:
         return xp.where(tokens.counted, constant(values), 0.0)
 
-    shown_entropy, shown_kl = (None if values is None else shown(values) for values in (entropy, kl))
-    stats = PolicyStats(shown(log_prob), shown(ratio), clipped, shown_entropy, shown_kl)
+    optional = (None if values is None else shown(values) for values in (entropy, kl, weight))
+    stats = PolicyStats(shown(log_prob), shown(ratio), clipped, *optional)
     return xp.where(tokens.counted, losses, 0.0), stats
+
+
+def _ratios(
+    xp: Namespace[A], options: PolicyOptions, counted: A, log_prob: A, difference: A, constant: Callable[[A], A]
+) -> tuple[A, A]:
+    """ρ of the policy's term, [..., T], and ρ of the KL term, [..., T] or [..., 1].
+
+    difference = log p − log p_old, 0 where a token does not count. The sequence's ratio is one number for all of its
+    tokens. In the policy's term it has the gradient of each token's own log p (GSPO-token, which is GSPO where the
+    advantage is one for all of them).
+    """
+    if options.ratio == "token":
+        ratio = xp.exp(_log_ratio(xp, difference))
+        return ratio, ratio
+    number = xp.sum(xp.where(counted, xp.ones_like(difference), 0.0), -1)
+    mean = (xp.sum(difference, -1) / xp.clip(number, min=1))[..., None]
+    own = xp.where(counted, constant(mean) + (log_prob - constant(log_prob)), 0.0)
+    return xp.exp(_log_ratio(xp, own)), xp.exp(_log_ratio(xp, mean))
+
+
+def _policy_terms(
+    xp: Namespace[A], options: PolicyOptions, ratio: A, advantage: A, log_prob: A, constant: Callable[[A], A]
+) -> tuple[A, A]:
+    """The policy's part of the token losses, and where a bound of the ratio was taken."""
+    bounded = xp.clip(constant(ratio), min=1 - options.clip_low, max=1 + options.clip_high)
+    held = bounded * advantage
+    if options.objective == "cispo":
+        return -(held * log_prob), (bounded < ratio) | (bounded > ratio)
+    clipped = held < ratio * advantage
+    gains = xp.where(clipped, held, ratio * advantage)
+    if options.dual_clip is not None:
+        floor = options.dual_clip * advantage
+        below = (advantage < 0) & (gains < floor)
+        gains, clipped = xp.where(below, floor, gains), clipped | below
+    return -gains, clipped
+
+
+def _sampler_weight(xp: Namespace[A], options: PolicyOptions, difference: A) -> A:
+    """w, [..., T] or [..., 1], from log p_old − log p_sampler, 0 where a token does not count."""
+    if options.sampler_correction.startswith("sequence"):
+        difference = xp.sum(difference, -1)[..., None]
+    weight = xp.exp(_log_ratio(xp, difference))
+    if options.sampler_correction.endswith("truncate"):
+        return xp.clip(weight, max=options.sampler_limit)
+    return xp.where(weight > options.sampler_limit, 0.0, weight)
+
+
+def _kl_estimate(xp: Namespace[A], options: PolicyOptions, d: A) -> A:
+    """Of KL(π ‖ π_ref), from d = log p_ref − log p."""
+    if options.kl_estimator == "k1":
+        return -d
+    if options.kl_estimator == "k2":
+        return 0.5 * xp.square(d)
+    d = _log_ratio(xp, d)
+    return xp.expm1(d) - d
 
 
 def _log_ratio(xp: Namespace[A], difference: A) -> A:

@@ -23,11 +23,22 @@ from logitless.spec import (
     check_choice,
     check_dtype,
     check_factor,
+    check_flags,
     check_number,
 )
 
 Aggregation = Literal["token_mean", "sequence_mean"]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+Objective = Literal["clip", "cispo"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+Ratio = Literal["token", "sequence"]
+RATIOS: tuple[str, ...] = get_args(Ratio)
+KLEstimator = Literal["k1", "k2", "k3"]
+KL_ESTIMATORS: tuple[str, ...] = get_args(KLEstimator)
+SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+SAMPLER_CORRECTIONS: tuple[str, ...] = get_args(SamplerCorrection)
+PairLoss = Literal["dpo", "ipo", "cpo", "simpo", "orpo"]
+PAIR_LOSSES: tuple[str, ...] = get_args(PairLoss)
 
 MASK_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", *FLOAT_DTYPES)
 
@@ -49,11 +60,49 @@ class DPOOptions:
     beta: float
     label_smoothing: float
     reduction: Reduction
+    loss_type: PairLoss = "dpo"
+    margin: float = 0.0
+    nll_coef: float | None = None
 
     def __post_init__(self) -> None:
-        check_number("beta", self.beta, low=0.0, open_low=True)
+        check_choice("loss_type", self.loss_type, PAIR_LOSSES)
+        check_factor("beta", self.beta)
         check_number("label_smoothing", self.label_smoothing, low=0.0, high=0.5)
+        check_number("margin", self.margin, low=0.0)
         check_choice("reduction", self.reduction, REDUCTIONS)
+        if self.nll_coef is not None:
+            check_number("nll_coef", self.nll_coef, low=0.0, also="None")
+        if self.loss_type in ("ipo", "orpo"):
+            for name in ("label_smoothing", "margin"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}: got {getattr(self, name)} beside loss_type={self.loss_type!r}, allowed is 0"
+                    )
+
+    @property
+    def averaged(self) -> bool:
+        """Whether a sequence's log-probability is divided by its number of tokens."""
+        return self.loss_type in ("ipo", "simpo", "orpo")
+
+    @property
+    def nll_weight(self) -> float:
+        """γ, with the loss's own where none was given."""
+        if self.nll_coef is None:
+            return 1.0 if self.loss_type in ("cpo", "orpo") else 0.0
+        return self.nll_coef
+
+    def check_reference(self, has_reference: bool) -> None:
+        """Raise ValueError unless a reference is given exactly where the loss has one."""
+        if self.loss_type in ("dpo", "ipo") and not has_reference:
+            raise ValueError(
+                f"reference_log_prob: got None beside loss_type={self.loss_type!r}, allowed is an array of target's "
+                f"shape, or one number per sequence"
+            )
+        if self.loss_type not in ("dpo", "ipo") and has_reference:
+            raise ValueError(
+                f"reference_log_prob: got an array beside loss_type={self.loss_type!r}, allowed is None: this loss "
+                f"has no reference model"
+            )
 
 
 class DPOStats(NamedTuple, Generic[A]):
@@ -63,8 +112,33 @@ class DPOStats(NamedTuple, Generic[A]):
     """Σ log π(y_w) over the tokens that count [nats]."""
     rejected_log_prob: A
     chosen_reward: A
-    """β (log π(y_w) − log π_ref(y_w)), the implicit reward."""
+    """β s_w, the implicit reward: of DPO β (log π(y_w) − log π_ref(y_w))."""
     rejected_reward: A
+
+
+@dataclasses.dataclass(frozen=True)
+class KTOOptions:
+    """The options of ``kto_loss``, checked."""
+
+    beta: float
+    desirable_weight: float
+    undesirable_weight: float
+    reduction: Reduction
+
+    def __post_init__(self) -> None:
+        check_factor("beta", self.beta)
+        check_number("desirable_weight", self.desirable_weight, low=0.0)
+        check_number("undesirable_weight", self.undesirable_weight, low=0.0)
+        check_choice("reduction", self.reduction, REDUCTIONS)
+
+
+class KTOStats(NamedTuple, Generic[A]):
+    """Per sequence, [B] each, no gradient."""
+
+    log_prob: A
+    """Σ log π(y) over the tokens that count [nats]."""
+    reward: A
+    """β (log π(y) − log π_ref(y)), the implicit reward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +150,13 @@ class PolicyOptions:
     entropy_coef: float
     kl_coef: float
     aggregation: Aggregation
+    objective: Objective = "clip"
+    ratio: Ratio = "token"
+    dual_clip: float | None = None
+    kl_estimator: KLEstimator = "k3"
+    kl_times_ratio: bool = False
+    sampler_correction: SamplerCorrection = "token_truncate"
+    sampler_limit: float = 2.0
 
     def __post_init__(self) -> None:
         check_number("clip_low", self.clip_low, low=0.0, high=1.0)
@@ -83,6 +164,19 @@ class PolicyOptions:
         check_number("entropy_coef", self.entropy_coef, low=0.0)
         check_number("kl_coef", self.kl_coef, low=0.0)
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        check_choice("objective", self.objective, OBJECTIVES)
+        check_choice("ratio", self.ratio, RATIOS)
+        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        check_flags(kl_times_ratio=self.kl_times_ratio)
+        check_choice("sampler_correction", self.sampler_correction, SAMPLER_CORRECTIONS)
+        check_number("sampler_limit", self.sampler_limit, low=0.0, open_low=True)
+        if self.dual_clip is not None:
+            check_number("dual_clip", self.dual_clip, low=1.0, open_low=True, also="None")
+            if self.objective != "clip":
+                raise ValueError(
+                    f"dual_clip: got {self.dual_clip} beside objective={self.objective!r}, allowed is None: only "
+                    f"objective='clip' has a side without bound"
+                )
 
     def check_reference(self, has_reference: bool) -> None:
         """Raise ValueError where a KL term is asked for without a reference, or a reference without a KL term."""
@@ -99,13 +193,15 @@ class PolicyStats(NamedTuple, Generic[A]):
 
     log_prob: A
     ratio: A
-    """π / π_old."""
+    """ρ = π / π_old, of the token or of its sequence."""
     clipped: A
-    """Whether the clipped side of the minimum was taken, so that the token has no policy gradient; bool."""
+    """Whether a bound of the ratio was taken: with objective "clip" the token has no policy gradient then; bool."""
     entropy: A | None
-    """None unless entropy_coef is above 0 [nats]."""
+    """None unless with_entropy, or entropy_coef is above 0 [nats]."""
     kl: A | None
-    """The k3 estimate of KL(π ‖ π_ref); None unless kl_coef is above 0 [nats]."""
+    """The estimate of KL(π ‖ π_ref), before it is multiplied by a ratio; None unless kl_coef is above 0 [nats]."""
+    sampler_weight: A | None = None
+    """w, what the policy's term was multiplied by; None without sampler_log_prob."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,19 +300,28 @@ def check_pairs(target: ArrayInfo) -> None:
         )
 
 
+def check_sequences(target: ArrayInfo) -> None:
+    """Raise ValueError unless target is [B, T]: one sequence a row."""
+    if len(target.shape) != 2:
+        raise ValueError(f"target: got shape {target.shape}, allowed is [B, T]: one sequence a row")
+
+
 def check_constant(name: str, info: ArrayInfo, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check an array of known numbers: floating, with one of the shapes (name in errors → shape)."""
     check_dtype(name, info, FLOAT_DTYPES)
+    _check_shape(name, info, shapes)
+
+
+def check_flag_array(name: str, info: ArrayInfo, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check an array of yes and no: any dtype of numbers, with one of the shapes (name in errors → shape)."""
+    check_dtype(name, info, MASK_DTYPES)
+    _check_shape(name, info, shapes)
+
+
+def _check_shape(name: str, info: ArrayInfo, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if info.shape not in shapes.values():
         allowed = " or ".join(f"{words} {shape}" for words, shape in shapes.items())
         raise ValueError(f"{name}: got shape {info.shape}, allowed is {allowed}")
-
-
-def check_mask(info: ArrayInfo, shape: tuple[int, ...]) -> None:
-    """Check a mask: any dtype of numbers, one element per token."""
-    check_dtype("mask", info, MASK_DTYPES)
-    if info.shape != shape:
-        raise ValueError(f"mask: got shape {info.shape}, allowed is one element per token {shape}")
 
 
 def check_sides(hidden: ArrayInfo, weight: ArrayInfo, teacher_hidden: ArrayInfo, teacher_weight: ArrayInfo) -> None:

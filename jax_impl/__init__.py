@@ -5,7 +5,7 @@ from logitless.jax_impl.distributed.normalizer import global_normalizer
 from logitless.jax_impl.distributed.sharding import sharded_linear_cross_entropy, sharded_linear_log_probs
 from logitless.jax_impl.gather import padded_index_gather
 from logitless.jax_impl.given_logits.api import cross_entropy
-from logitless.jax_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
+from logitless.jax_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss, kto_loss
 from logitless.jax_impl.profiling import profile_losses, profile_saved_residuals
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "distillation_loss",
     "dpo_loss",
     "global_normalizer",
+    "kto_loss",
     "linear_cross_entropy",
     "linear_log_probs",
     "padded_index_gather",

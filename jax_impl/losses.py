@@ -16,14 +16,21 @@ from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_log_probs
 from logitless.jax_impl.call import XP, Arrays, RawArray, RawArrays, Request
 from logitless.jax_impl.distillation import DivergenceArrays, DivergenceCall, divergence
-from logitless.jax_impl.distributed.parallel import WHOLE
+from logitless.jax_impl.distributed.parallel import WHOLE, AxisName
 from logitless.objectives import (
     Aggregation,
     DistillationOptions,
     DPOOptions,
     DPOStats,
+    KLEstimator,
+    KTOOptions,
+    KTOStats,
+    Objective,
+    PairLoss,
     PolicyOptions,
     PolicyStats,
+    Ratio,
+    SamplerCorrection,
 )
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, Reduction
@@ -35,10 +42,13 @@ def dpo_loss(
     target: Array,
     bias: Array | None = None,
     *,
-    reference_log_prob: Array,
+    reference_log_prob: Array | None = None,
     mask: Array | None = None,
+    loss_type: PairLoss = "dpo",
     beta: float = 0.1,
     label_smoothing: float = 0.0,
+    margin: float = 0.0,
+    nll_coef: float | None = None,
     reduction: Reduction = "mean",
     ignore_index: int = -100,
     logit_scale: float = 1.0,
@@ -48,22 +58,39 @@ def dpo_loss(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
+    axis_name: AxisName | None = None,
+    vocab: int | None = None,
+    sequence_parallel: bool = False,
 ) -> Array | tuple[Array, DPOStats[Array]]:
-    """Direct preference optimisation, from hidden states, without logits.
+    """Losses of preference pairs (DPO, IPO, CPO, SimPO, ORPO), from hidden states, without logits.
 
-        log π(y) = Σ_t log p(y_t) over the tokens that count
-        h        = β [(log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l))]
-        ℓ        = −(1 − ε) log σ(h) − ε log σ(−h)                      for every pair (y_w chosen, y_l rejected)
+        log π(y) = Σ_t log p(y_t) over the |y| tokens that count                 (y_w chosen, y_l rejected)
+        "dpo"    s = log π(y) − log π_ref(y)              h = β (s_w − s_l) − m
+        "cpo"    s = log π(y)                             h = β (s_w − s_l) − m
+        "simpo"  s = log π(y) / |y|                       h = β (s_w − s_l) − m
+        "ipo"    s = (log π(y) − log π_ref(y)) / |y|
+        "orpo"   s = log π(y) / |y|                       h = log e^s_w / (1 − e^s_w) − log e^s_l / (1 − e^s_l)
 
-    Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; ε: Mitchell 2023, "A note on DPO with noisy preferences".
+        ℓ = −(1 − ε) log σ(h) − ε log σ(−h)               dpo, cpo, simpo
+        ℓ = (s_w − s_l − 1 / (2 β))²                      ipo
+        ℓ = −β log σ(h)                                   orpo
+        ℓ + γ B / Σ_w |y_w| · (−log π(y_w))               every pair's whole loss; of all, the mean nll of chosen tokens
+
+    Sources: DPO, arXiv:2305.18290, eq. 7; ε: Mitchell 2023, "A note on DPO with noisy preferences"; IPO,
+    arXiv:2310.12036, eq. 17, divided by |y| as in TRL; CPO, arXiv:2401.08417, eq. 3, and its nll; SimPO,
+    arXiv:2405.14734, eq. 6; ORPO, arXiv:2403.07691, eqs. 6 and 7; γ beside DPO, arXiv:2404.19733, eq. 1. A sequence
+    without a token that counts has s = 0. ORPO's log odds are at most 20 nats, with no gradient beyond.
 
     Arguments:
         hidden: [2 B, T, D]: B chosen sequences, then the B rejected ones, as TRL concatenates them.
         weight, bias: [V, D], [V]; target [2 B, T], already shifted: position t of hidden predicts target t.
         reference_log_prob: of the reference model, constant: [2 B, T] per token (``linear_log_probs`` of that model
-            without gradient), or [2 B] sums over the tokens that count.
+            without gradient), or [2 B] sums over the tokens that count. Given exactly for "dpo" and "ipo".
         mask: [2 B, T] of any dtype: tokens with 0 do not count; nor do those whose target is ignore_index.
-        beta: β, greater than 0. label_smoothing: ε in [0, 0.5].
+        loss_type: "dpo", "ipo", "cpo", "simpo" or "orpo".
+        beta: β in [1e-15, 1e15]. label_smoothing: ε in [0, 0.5]. margin: m, at least 0, SimPO's γ. ipo and orpo take
+            neither ε nor m.
+        nll_coef: γ, at least 0; None: 1 for "cpo" and "orpo", 0 for the others.
         reduction: "mean" or "sum" over pairs, or "none": [B].
         the others: as for :func:`linear_log_probs`.
         return_stats: also return :class:`logitless.objectives.DPOStats`, without gradient.
@@ -71,21 +98,100 @@ def dpo_loss(
     Returns the loss in float32 (float64 for float64 input), or (loss, DPOStats); differentiable once in hidden, weight
     and bias. Raises as :func:`linear_log_probs`.
     """
-    options = DPOOptions(beta, label_smoothing, reduction)
+    options = DPOOptions(beta, label_smoothing, reduction, loss_type, margin, nll_coef)
+    options.check_reference(reference_log_prob is not None)
     spec.check_flags(return_stats=return_stats)
-    checks.check_arrays(Arrays(hidden, weight, bias, target), WHOLE)
+    shard = checks.shard_of(weight, axis_name, vocab, sequence_parallel)
+    checks.check_arrays(Arrays(hidden, weight, bias, target), shard)
     target, counted = _counted(target, mask, ignore_index)
     objectives.check_pairs(checks.info(target))
     shapes = {"[2 B, T] =": tuple(target.shape), "[2 B] =": tuple(target.shape[:1])}
-    reference = _constant("reference_log_prob", reference_log_prob, shapes)
+    if reference_log_prob is not None:
+        reference_log_prob = _constant("reference_log_prob", reference_log_prob, shapes)
     log_prob, _ = linear_log_probs(
         hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
-        ignore_index=ignore_index, plan=plan,
-        memory_budget=memory_budget, backend=backend,
+        ignore_index=ignore_index, plan=plan, memory_budget=memory_budget, backend=backend,
+        axis_name=axis_name, vocab=vocab,
+        sequence_parallel=sequence_parallel
     )  # fmt: skip
-    reference = reference.astype(log_prob.dtype)
+    reference = None if reference_log_prob is None else reference_log_prob.astype(log_prob.dtype)
     loss, stats = numerics.dpo(XP, options, log_prob, reference, counted, jax.nn.log_sigmoid)
     return (loss, DPOStats(*map(lax.stop_gradient, stats))) if return_stats else loss
+
+
+def kto_loss(
+    hidden: Array,
+    weight: Array,
+    target: Array,
+    bias: Array | None = None,
+    *,
+    desirable: Array,
+    reference_log_prob: Array,
+    kl: Array | float,
+    mask: Array | None = None,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    plan: ChunkPlan | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+    return_stats: bool = False,
+    axis_name: AxisName | None = None,
+    vocab: int | None = None,
+    sequence_parallel: bool = False,
+) -> Array | tuple[Array, KTOStats[Array]]:
+    """Kahneman-Tversky optimisation of single sequences, from hidden states, without logits.
+
+        s = log π(y) − log π_ref(y), each Σ_t log p(y_t) over the tokens that count            z = max(kl, 0)
+        ℓ = λ_D (1 − σ(β (s − z)))          of a desirable sequence
+        ℓ = λ_U (1 − σ(β (z − s)))          of another one
+
+    Source: KTO, arXiv:2402.01306, eq. 7. With kl = 0 it is the unpaired APO-zero, arXiv:2408.06266, eq. 7.
+
+    Arguments:
+        hidden: [B, T, D]; weight, bias: [V, D], [V]; target: [B, T], already shifted.
+        desirable: [B] of any dtype: 0 where the sequence is not desirable.
+        reference_log_prob: of the reference model, constant: [B, T] per token, or [B] sums over the tokens that count.
+        kl: an estimate of KL(π ‖ π_ref), constant: a number, or an array without axes or [B]. KTO's is the mean of s
+            over completions of other prompts (``linear_log_probs`` of both models, without gradient).
+        mask: [B, T] of any dtype: tokens with 0 do not count; nor do those whose target is ignore_index.
+        beta: β in [1e-15, 1e15]. desirable_weight, undesirable_weight: λ_D and λ_U, at least 0.
+        reduction: "mean" or "sum" over sequences, or "none": [B].
+        the others: as for :func:`linear_log_probs`.
+        return_stats: also return :class:`logitless.objectives.KTOStats`, without gradient.
+
+    Returns the loss in float32 (float64 for float64 input), or (loss, KTOStats); differentiable once in hidden, weight
+    and bias. Raises as :func:`linear_log_probs`.
+    """
+    options = KTOOptions(beta, desirable_weight, undesirable_weight, reduction)
+    spec.check_flags(return_stats=return_stats)
+    shard = checks.shard_of(weight, axis_name, vocab, sequence_parallel)
+    checks.check_arrays(Arrays(hidden, weight, bias, target), shard)
+    target, counted = _counted(target, mask, ignore_index)
+    objectives.check_sequences(checks.info(target))
+    rows = tuple(target.shape[:1])
+    _check_flags("desirable", desirable, {"one per sequence [B] =": rows})
+    shapes = {"[B, T] =": tuple(target.shape), "[B] =": rows}
+    reference_log_prob = _constant("reference_log_prob", reference_log_prob, shapes)
+    if isinstance(kl, jax.Array | np.ndarray | np.generic):
+        kl = _constant("kl", kl, {"without axes": (), "[B] =": rows})
+    else:
+        spec.check_number("kl", kl, also="an array")
+    log_prob, _ = linear_log_probs(
+        hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        ignore_index=ignore_index, plan=plan, memory_budget=memory_budget, backend=backend,
+        axis_name=axis_name, vocab=vocab,
+        sequence_parallel=sequence_parallel
+    )  # fmt: skip
+    reference = reference_log_prob.astype(log_prob.dtype)
+    sequences = numerics.KTOSequences(counted, jnp.asarray(desirable != 0), reference, jnp.asarray(kl, log_prob.dtype))
+    loss, stats = numerics.kto(XP, options, sequences, log_prob, jax.nn.log_sigmoid)
+    return (loss, KTOStats(*map(lax.stop_gradient, stats))) if return_stats else loss
 
 
 def clipped_policy_loss(
@@ -97,11 +203,19 @@ def clipped_policy_loss(
     advantage: Array,
     old_log_prob: Array | None = None,
     reference_log_prob: Array | None = None,
+    sampler_log_prob: Array | None = None,
     mask: Array | None = None,
+    objective: Objective = "clip",
+    ratio: Ratio = "token",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    dual_clip: float | None = None,
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    kl_times_ratio: bool = False,
+    sampler_correction: SamplerCorrection = "token_truncate",
+    sampler_limit: float = 2.0,
     aggregation: Aggregation = "token_mean",
     normalizer: Array | float | None = None,
     ignore_index: int = -100,
@@ -112,58 +226,81 @@ def clipped_policy_loss(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
+    with_entropy: bool = False,
+    axis_name: AxisName | None = None,
+    vocab: int | None = None,
+    sequence_parallel: bool = False,
 ) -> Array | tuple[Array, PolicyStats[Array]]:
-    """The clipped objective of PPO and GRPO with entropy bonus and KL penalty, from hidden states, without logits.
+    """The clipped objectives of PPO, GRPO and their kin, with entropy bonus and KL penalty, without logits.
 
-        ρ = exp(log p(y) − log p_old(y))              d = log p_ref(y) − log p(y)
-        ℓ = −min(ρ A, clip(ρ, 1 − clip_low, 1 + clip_high) A) − entropy_coef · H + kl_coef · (eᵈ − d − 1)
+        ρ = exp(log p(y) − log p_old(y))                                  ratio="token"
+        ρ = exp(mean of log p(y) − log p_old(y) over the sequence)        ratio="sequence"
+        c = clip(ρ, 1 − clip_low, 1 + clip_high)
+        J = min(ρ A, c A)                        objective="clip"; where A < 0, max(min(ρ A, c A), dual_clip · A)
+        J = sg(c) A log p(y)                     objective="cispo"; sg: without gradient
+        w = min(p_old(y) / p_sampler(y), sampler_limit), or 1, without gradient
+        ℓ = −w J − entropy_coef · H + kl_coef · K [· ρ]            [if kl_times_ratio]
+        K = −d (k1), d² / 2 (k2), eᵈ − d − 1 (k3)                  d = log p_ref(y) − log p(y)
 
-    token_mean: Σ ℓ / number of tokens that count. sequence_mean: the mean over sequences of each one's mean over its
-    tokens that count; a sequence without any is left out. Nothing counts: 0. Both differences of log-probabilities are
-    cut off at ±20 nats, with no gradient beyond.
+    A sequence's ratio has, in J, the gradient of each token's own log p; with one advantage a sequence that is the
+    gradient of the ratio itself. token_mean: Σ ℓ / number of tokens that count. sequence_mean: the mean over sequences
+    of each one's mean over its tokens that count; a sequence without any is left out. Nothing counts: 0. Logarithms of
+    ratios, and k3's d, are cut off at ±20 nats, with no gradient beyond.
 
     Sources: PPO, arXiv:1707.06347, eq. 7; GRPO (sequence_mean, A from groups), arXiv:2402.03300, eq. 3; token_mean and
-    clip_high, DAPO, arXiv:2503.14476; the KL estimator k3, Schulman, joschu.net/blog/kl-approx.html.
+    clip_high, DAPO, arXiv:2503.14476; Dr. GRPO (token_mean with a constant normalizer), arXiv:2503.20783; dual
+    clip, arXiv:1912.09729; CISPO, arXiv:2506.13585, eqs. 4 and 5; GSPO and GSPO-token (ratio="sequence"),
+    arXiv:2507.18071, eqs. 5 to 14; k1 to k3, Schulman, joschu.net/blog/kl-approx.html; K · ρ, DeepSeek-V3.2,
+    arXiv:2512.02556; w, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
 
     Arguments:
         hidden: [..., T, D]; weight, bias: [V, D], [V]; target: [..., T], already shifted.
         advantage: A, constant, [..., T] or one per sequence [...]: for GRPO (r − mean) / std of the group, made by you.
         old_log_prob: [..., T], constant, of the policy that sampled; None: this policy itself (ρ = 1 with gradient).
         reference_log_prob: [..., T], constant; given exactly when kl_coef is above 0.
+        sampler_log_prob: [..., T], constant: what the program that sampled says of its tokens; None: no w.
         mask: [..., T] of any dtype: tokens with 0 do not count; nor do those whose target is ignore_index.
-        clip_low in [0, 1]; clip_high, entropy_coef and kl_coef at least 0.
+        objective: "clip" or "cispo". ratio: "token" or "sequence".
+        clip_low in [0, 1] (1: no lower bound); clip_high, entropy_coef and kl_coef at least 0.
+        dual_clip: above 1, with objective="clip"; None: where A < 0 ρ has no upper bound.
+        kl_estimator: "k1", "k2" or "k3". kl_times_ratio: whether K is multiplied by ρ, with ρ's gradient, which makes
+            K's gradient that of the KL divergence; TRL's default.
+        sampler_correction: "token_truncate" as above; "token_mask": w is 0 beyond the limit; "sequence_truncate" and
+            "sequence_mask": of the product of a sequence's quotients. sampler_limit: above 0.
         normalizer: replaces token_mean's number of tokens (Dr. GRPO's constant, the tokens of the whole batch) or
             sequence_mean's number of sequences: a number, or a constant array without axes.
         temperature: the sampler's, which divides what the softcap gives; the others: as for :func:`linear_log_probs`.
-        return_stats: also return :class:`logitless.objectives.PolicyStats`, without gradient.
+        return_stats: also return :class:`logitless.objectives.PolicyStats`, without gradient. with_entropy: with the
+            entropy also where entropy_coef is 0.
 
     Returns the loss in float32 (float64 for float64 input), or (loss, PolicyStats); differentiable once in hidden,
     weight and bias. Raises as :func:`linear_log_probs`.
     """
-    options = PolicyOptions(clip_low, clip_high, entropy_coef, kl_coef, aggregation)
+    options = PolicyOptions(
+        clip_low, clip_high, entropy_coef, kl_coef, aggregation, objective, ratio, dual_clip, kl_estimator,
+        kl_times_ratio, sampler_correction, sampler_limit,
+    )  # fmt: skip
     options.check_reference(reference_log_prob is not None)
-    spec.check_flags(return_stats=return_stats)
-    checks.check_arrays(Arrays(hidden, weight, bias, target), WHOLE)
+    spec.check_flags(return_stats=return_stats, with_entropy=with_entropy)
+    shard = checks.shard_of(weight, axis_name, vocab, sequence_parallel)
+    checks.check_arrays(Arrays(hidden, weight, bias, target), shard)
     checks.check_normalizer(normalizer, "mean")
     target, counted = _counted(target, mask, ignore_index)
     per_token = {"target's shape": tuple(target.shape)}
     per_sequence = {"one per sequence": tuple(target.shape[:-1])}
     advantage = _constant("advantage", advantage, per_token | per_sequence)
-    if old_log_prob is not None:
-        old_log_prob = _constant("old_log_prob", old_log_prob, per_token)
-    if reference_log_prob is not None:
-        reference_log_prob = _constant("reference_log_prob", reference_log_prob, per_token)
+    others = {
+        "old_log_prob": old_log_prob, "reference_log_prob": reference_log_prob, "sampler_log_prob": sampler_log_prob
+    }  # fmt: skip
+    known = [None if a is None else _constant(name, a, per_token) for name, a in others.items()]
     log_prob, entropy = linear_log_probs(
         hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
-        ignore_index=ignore_index, with_entropy=entropy_coef > 0, plan=plan, memory_budget=memory_budget,
-        backend=backend,
+        ignore_index=ignore_index, with_entropy=entropy_coef > 0 or with_entropy, plan=plan,
+        memory_budget=memory_budget, backend=backend, axis_name=axis_name, vocab=vocab,
+        sequence_parallel=sequence_parallel,
     )  # fmt: skip
-
-    def wide(values: Array | None) -> Array | None:
-        return None if values is None else values.astype(log_prob.dtype)
-
-    old, reference = wide(old_log_prob), wide(reference_log_prob)
-    tokens = numerics.PolicyTokens(counted, advantage.astype(log_prob.dtype), old, reference)
+    wide = [None if a is None else a.astype(log_prob.dtype) for a in known]
+    tokens = numerics.PolicyTokens(counted, advantage.astype(log_prob.dtype), *wide)
     losses, stats = numerics.policy_losses(XP, options, tokens, log_prob, entropy, lax.stop_gradient)
     loss = numerics.aggregate(XP, losses, counted.astype(losses.dtype), aggregation, normalizer)
     return (loss, stats) if return_stats else loss
@@ -284,8 +421,7 @@ def _counted(target: RawArray, mask: RawArray | None, ignore_index: int) -> tupl
     spec.check_ignore_index(ignore_index)
     counted = target != ignore_index
     if mask is not None:
-        checks.check_type("mask", mask)
-        objectives.check_mask(checks.info(mask), tuple(target.shape))
+        _check_flags("mask", mask, {"one element per token": tuple(target.shape)})
         counted = counted & (mask != 0)
     if isinstance(target, np.ndarray):
         if isinstance(counted, np.ndarray | np.generic):
@@ -294,6 +430,11 @@ def _counted(target: RawArray, mask: RawArray | None, ignore_index: int) -> tupl
         # An id that int32 cannot hold stays outside the vocabulary, instead of wrapping into it.
         target = np.where(target == target.astype(np.int32), target, np.iinfo(np.int32).max).astype(np.int32)
     return jnp.where(counted, jnp.asarray(target), jnp.asarray(ignore_index, target.dtype)), jnp.asarray(counted)
+
+
+def _check_flags(name: str, values: RawArray, shapes: dict[str, tuple[int, ...]]) -> None:
+    checks.check_type(name, values)
+    objectives.check_flag_array(name, checks.info(values), shapes)
 
 
 def _constant(name: str, values: RawArray, shapes: dict[str, tuple[int, ...]]) -> Array:

@@ -34,6 +34,7 @@ HEAD = {
 }  # fmt: skip
 PER_TOKEN = Array((N,), "weights")
 PER_PLACE = Array((2, 5), "weights")
+PER_SEQUENCE = Array((2,), "weights", optional=False)
 ROWS = HEAD | {"hidden": Array((2, 5, D), optional=False), "target": Array((2, 5), "index", optional=False)}
 FACTORS = {"token_weight": PER_TOKEN, "class_weight": Array((V,), "weights")}
 ARRAYS: dict[str, dict[str, Array]] = {
@@ -45,9 +46,16 @@ ARRAYS: dict[str, dict[str, Array]] = {
         "advantage": dataclasses.replace(PER_PLACE, optional=False),
         "old_log_prob": PER_PLACE,
         "reference_log_prob": PER_PLACE,
+        "sampler_log_prob": PER_PLACE,
         "mask": PER_PLACE,
     },
-    "dpo_loss": ROWS | {"reference_log_prob": Array((2,), "weights", optional=False), "mask": PER_PLACE},
+    "dpo_loss": ROWS | {"reference_log_prob": PER_SEQUENCE, "mask": PER_PLACE},
+    "kto_loss": ROWS
+    | {
+        "desirable": PER_SEQUENCE,
+        "reference_log_prob": PER_SEQUENCE,
+        "mask": PER_PLACE,
+    },
     "distillation_loss": {
         "hidden": HEAD["hidden"],
         "weight": HEAD["weight"],
@@ -64,7 +72,7 @@ ARRAYS: dict[str, dict[str, Array]] = {
         "index": Array((N,), "index", optional=False, fixed=False),
     },
 }
-MORE: dict[str, dict[str, Any]] = {"clipped_policy_loss": {"kl_coef": 0.1}}
+MORE: dict[str, dict[str, Any]] = {"clipped_policy_loss": {"kl_coef": 0.1}, "kto_loss": {"kl": 0.1}}
 
 
 class Made:

@@ -11,10 +11,20 @@ jax = pytest.importorskip("jax", reason="these tests are about JAX")
 
 import jax.numpy as jnp  # noqa: E402
 
-from logitless.jax_impl import clipped_policy_loss, distillation_loss, dpo_loss  # noqa: E402
+from logitless.jax_impl import clipped_policy_loss, distillation_loss, dpo_loss, kto_loss  # noqa: E402
 from logitless.tolerances import ELEMENTS  # noqa: E402
 
-NAMES = ("dpo", "policy", "distillation")
+NAMES = ("dpo", "ipo", "simpo", "orpo", "kto", "policy", "cispo", "sequence", "distillation")
+POLICIES: dict[str, dict[str, Any]] = {
+    "policy": {"entropy_coef": 0.1},
+    "cispo": {"objective": "cispo", "kl_estimator": "k1", "kl_times_ratio": True, "with_entropy": True},
+    "sequence": {
+        "ratio": "sequence",
+        "dual_clip": 2.0,
+        "kl_estimator": "k2",
+        "sampler_correction": "sequence_truncate",
+    },
+}
 
 
 def make(name: str) -> tuple[Any, Any, Any]:
@@ -28,11 +38,18 @@ def make(name: str) -> tuple[Any, Any, Any]:
     target[:, 4:] = -100
     known = {"reference_log_prob": some(4, 6) - 4, "mask": np.arange(6) < np.array([[5], [3], [6], [0]])}
     arrays = some(4, 6, 8), some(50, 8)
-    if name == "dpo":
-        return lambda x, w: dpo_loss(x, w, target, **known), *arrays
-    if name == "policy":
+    if name in ("dpo", "ipo", "simpo", "orpo"):
+        if name not in ("dpo", "ipo"):
+            del known["reference_log_prob"]
+        return lambda x, w: dpo_loss(x, w, target, **known, loss_type=name, nll_coef=0.5), *arrays
+    if name == "kto":
+        known |= {"desirable": np.array([1, 0, 1, 0])}
+        return lambda x, w: kto_loss(x, w, target, **known, kl=0.2), *arrays
+    if name in POLICIES:
         known |= {"advantage": some(4), "old_log_prob": some(4, 6) - 4}
-        return lambda x, w: clipped_policy_loss(x, w, target, **known, kl_coef=0.1, entropy_coef=0.1), *arrays
+        if name == "sequence":
+            known["sampler_log_prob"] = some(4, 6) - 4
+        return lambda x, w: clipped_policy_loss(x, w, target, **known, kl_coef=0.1, **POLICIES[name]), *arrays
     teacher = some(4, 6, 5), some(50, 5)
     return lambda x, w: distillation_loss(x, w, *teacher, beta=0.4, mask=known["mask"]), *arrays
 
@@ -68,7 +85,12 @@ def test_the_others_get_no_gradient() -> None:
     teacher = jax.grad(lambda *arrays: distillation_loss(x, w, *arrays), (0, 1))(tx, tw)
     assert not any(np.asarray(grad).any() for grad in teacher)
     target, a = rng.integers(0, 50, 6), rng.standard_normal(6).astype(np.float32)
-    known = jax.grad(lambda a: clipped_policy_loss(x, w, target, advantage=a, old_log_prob=a))(a)
+    known = jax.grad(lambda a: clipped_policy_loss(x, w, target, advantage=a, old_log_prob=a, sampler_log_prob=a))(a)
+    assert not np.asarray(known).any()
+    x, target = x.reshape(2, 3, 8), target.reshape(2, 3)
+    known = jax.grad(
+        lambda a: kto_loss(x, w, target, desirable=np.ones(2), reference_log_prob=a.reshape(2, 3), kl=a.sum())
+    )(a)
     assert not np.asarray(known).any()
 
 

@@ -17,10 +17,11 @@ B, T, D, D_TEACHER = 4, 128, 64, 96
 V = 65536 if cuda_device_count() else 8192  # the kernels' smallest slice of the vocabulary is 16384 wide
 N = B * T
 LOGITS = N * V * 4
-NAMES = ("dpo_loss", "clipped_policy_loss", "distillation_loss")
+NAMES = ("dpo_loss", "kto_loss", "clipped_policy_loss", "distillation_loss")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "dpo_loss": {},
-    "clipped_policy_loss": {"entropy_coef": 0.1, "kl_coef": 0.1},
+    "dpo_loss": {"loss_type": "ipo", "nll_coef": 0.5},
+    "kto_loss": {"kl": 0.1},
+    "clipped_policy_loss": {"entropy_coef": 0.1, "kl_coef": 0.1, "ratio": "sequence", "dual_clip": 3.0},
     "distillation_loss": {"beta": 0.5, "softcap": 30.0},
 }
 
@@ -39,6 +40,8 @@ def floats_and_constants(impl: Any, name: str, dtype: str) -> tuple[dict[str, An
     known |= {"target": impl.array(rng.integers(0, V, (B, T))), "reference_log_prob": per_token["reference"]}
     if name == "clipped_policy_loss":
         known |= {"old_log_prob": per_token["old"], "advantage": per_token["advantage"]}
+    if name == "kto_loss":
+        known["desirable"] = impl.array(np.arange(B) % 2)
     return floats, known
 
 

@@ -9,9 +9,20 @@ import pytest
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
 from logitless.tolerances import ELEMENTS  # noqa: E402
-from logitless.torch_impl import clipped_policy_loss, distillation_loss, dpo_loss  # noqa: E402
+from logitless.torch_impl import clipped_policy_loss, distillation_loss, dpo_loss, kto_loss  # noqa: E402
 
-NAMES = ("dpo", "policy", "distillation")
+NAMES = ("dpo", "ipo", "cpo", "simpo", "orpo", "kto", "policy", "cispo", "sequence", "distillation")
+# Of these every part of the code runs in the calls above.
+POLICIES: dict[str, dict[str, Any]] = {
+    "policy": {"entropy_coef": 0.1, "aggregation": "sequence_mean"},
+    "cispo": {"objective": "cispo", "kl_estimator": "k1", "kl_times_ratio": True, "with_entropy": True},
+    "sequence": {
+        "ratio": "sequence",
+        "dual_clip": 2.0,
+        "kl_estimator": "k2",
+        "sampler_correction": "sequence_truncate",
+    },
+}
 
 
 def make(name: str, dtype: Any = torch.float32) -> tuple[Any, dict[str, Any]]:
@@ -25,12 +36,19 @@ def make(name: str, dtype: Any = torch.float32) -> tuple[Any, dict[str, Any]]:
     target[:, 4:] = -100
     known = {"reference_log_prob": some(4, 6) - 4, "mask": torch.arange(6) < torch.tensor([[5], [3], [6], [0]])}
     leaves = {"hidden": some(4, 6, 8).to(dtype).requires_grad_(), "weight": some(50, 8).to(dtype).requires_grad_()}
-    if name == "dpo":
-        return lambda hidden, weight: dpo_loss(hidden, weight, target, **known), leaves
-    if name == "policy":
+    if name in ("dpo", "ipo", "cpo", "simpo", "orpo"):
+        if name not in ("dpo", "ipo"):
+            del known["reference_log_prob"]
+        return lambda hidden, weight: dpo_loss(hidden, weight, target, **known, loss_type=name, nll_coef=0.5), leaves
+    if name == "kto":
+        known |= {"desirable": torch.tensor([1, 0, 1, 0])}
+        return lambda hidden, weight: kto_loss(hidden, weight, target, **known, kl=0.2), leaves
+    if name in POLICIES:
         known |= {"advantage": some(4), "old_log_prob": some(4, 6) - 4}
+        if name == "sequence":
+            known["sampler_log_prob"] = some(4, 6) - 4
         return lambda hidden, weight: clipped_policy_loss(
-            hidden, weight, target, **known, kl_coef=0.1, entropy_coef=0.1, aggregation="sequence_mean"
+            hidden, weight, target, **known, kl_coef=0.1, **POLICIES[name]
         ), leaves
     # Autocast rounds the teacher too.
     teacher = some(4, 6, 5).bfloat16().float(), torch.nn.Parameter(some(50, 5).bfloat16().float())
@@ -130,6 +148,25 @@ def test_a_teacher_gets_no_gradient_and_known_numbers_must_be_constants() -> Non
             )
     with pytest.raises(ValueError, match="reference_log_prob: got a tensor that requires grad"):
         dpo_loss(x, w, target, reference_log_prob=known)
+    with pytest.raises(ValueError, match="sampler_log_prob: got a tensor that requires grad"):
+        clipped_policy_loss(x, w, target, advantage=known.detach(), sampler_log_prob=known)
+    with pytest.raises(ValueError, match="kl: got a tensor that requires grad"):
+        kto_loss(x, w, target, reference_log_prob=known.detach(), desirable=torch.ones(2), kl=known.sum())
+
+
+def test_one_compiled_program_takes_every_kl() -> None:
+    """KTO's estimate is another number in every step."""
+    _, leaves = make("kto")
+    target, known = torch.zeros(4, 6, dtype=torch.long), torch.zeros(4)
+
+    def loss(kl: Any) -> Any:
+        return kto_loss(**leaves, target=target, desirable=torch.ones(4), reference_log_prob=known, kl=kl)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for kl in torch.tensor([0.2, 0.3, 0.7, 1.1]):
+            torch.testing.assert_close(compiled(kl), loss(kl))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
@@ -157,16 +194,23 @@ def test_no_host_synchronisation(name: str, dtype: Any) -> None:
             torch.randn(50, 8, dtype=dtype, requires_grad=True),
         )
         known = {"mask": torch.ones(4, 6), "reference_log_prob": torch.zeros(4, 6)}
+        more = {"old_log_prob": torch.zeros(4, 6), "sampler_log_prob": torch.zeros(4, 6), "dual_clip": 3.0}
+        desirable = torch.ones(4)
         target, advantage = torch.zeros(4, 6, dtype=torch.long), torch.randn(4)
         teacher = torch.randn(4, 6, 5, dtype=dtype), torch.randn(50, 5, dtype=dtype)
     finally:
         torch.set_default_device("cpu")
 
     def step() -> None:
-        if name == "dpo":
-            dpo_loss(*rows, target, **known).backward()
-        elif name == "policy":
-            clipped_policy_loss(*rows, target, advantage=advantage, **known, kl_coef=0.1, entropy_coef=0.1).backward()
+        if name in ("dpo", "ipo"):
+            dpo_loss(*rows, target, **known, loss_type=name).backward()
+        elif name in ("cpo", "simpo", "orpo"):
+            dpo_loss(*rows, target, mask=known["mask"], loss_type=name, nll_coef=0.5).backward()
+        elif name == "kto":
+            kto_loss(*rows, target, **known, desirable=desirable, kl=0.2).backward()
+        elif name in POLICIES:
+            given = known | ({key: more[key] for key in more if key != "dual_clip" or name != "cispo"})
+            clipped_policy_loss(*rows, target, advantage=advantage, **(POLICIES[name] | given), kl_coef=0.1).backward()
         else:
             distillation_loss(*rows, *teacher, mask=known["mask"], beta=0.4).backward()
 

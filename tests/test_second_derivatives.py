@@ -18,6 +18,7 @@ from logitless.torch_impl import (  # noqa: E402
     cross_entropy,
     distillation_loss,
     dpo_loss,
+    kto_loss,
     linear_cross_entropy,
     linear_log_probs,
     padded_index_gather,
@@ -25,8 +26,8 @@ from logitless.torch_impl import (  # noqa: E402
 
 B, T, D, V = 2, 3, 4, 9
 FUNCTIONS = (
-    "mean", "slices", "none", "module", "accumulate", "log_prob", "entropy", "logits", "logits_none", "dpo", "policy",
-    "distillation",
+    "mean", "slices", "none", "module", "accumulate", "log_prob", "entropy", "logits", "logits_none", "dpo", "kto",
+    "policy", "sequence", "distillation",
 )  # fmt: skip
 REFUSED = "is differentiable once"
 
@@ -61,6 +62,10 @@ def make(name: str, device: str, backend: str) -> tuple[Callable[[Any], Any], An
         "logits": lambda x: cross_entropy(x @ w.T, y, backend=backend),
         "logits_none": lambda x: cross_entropy(x @ w.T, y, reduction="none", backend=backend).sum(),
         "dpo": lambda x: dpo_loss(x, w, y, reference_log_prob=known, backend=backend),
+        "kto": lambda x: kto_loss(x, w, y, reference_log_prob=known, desirable=known[:, 0], kl=0.1, backend=backend),
+        "sequence": lambda x: clipped_policy_loss(
+            x, w, y, advantage=known, old_log_prob=known, ratio="sequence", backend=backend
+        ),
         "policy": lambda x: clipped_policy_loss(x, w, y, advantage=known, old_log_prob=known, backend=backend),
         "distillation": lambda x: distillation_loss(x, w, tx, tw, beta=0.4, backend=backend),
     }

@@ -190,6 +190,74 @@ def test_log_probs_and_entropy(how: str) -> None:
     assert not np.asarray(dw[58:]).any()
 
 
+LOSSES_ON_TOP: dict[str, dict[str, Any]] = {
+    "dpo_loss": {"loss_type": "ipo", "nll_coef": 0.3},
+    "kto_loss": {"kl": 0.2},
+    "clipped_policy_loss": {"ratio": "sequence", "entropy_coef": 0.1, "kl_coef": 0.1, "kl_times_ratio": True},
+}
+
+
+@pytest.mark.case(26)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", LOSSES_ON_TOP)
+def test_losses_on_top_of_a_vocabulary_on_four_devices(name: str, sequence: bool) -> None:
+    from logitless import jax_impl
+
+    rng = np.random.default_rng(0)
+    per_token = (DEVICES, 6)
+    known: dict[str, Any] = {"target": rng.integers(0, 58, per_token), "mask": rng.random(per_token) < 0.7}
+    names = {"dpo_loss": (), "kto_loss": ()}.get(name, ("old_log_prob", "sampler_log_prob"))
+    known |= {key: rng.standard_normal(per_token) - 4 for key in ("reference_log_prob", *names)}
+    known |= {"kto_loss": {"desirable": np.arange(4) % 2}, "dpo_loss": {}}.get(name, {"advantage": np.arange(4) - 1.5})
+    known = {
+        key: jnp.asarray(value, jnp.float32 if value.dtype == np.float64 else None) for key, value in known.items()
+    }
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((*per_token, 12), (58, 12)))
+
+    def alone(x: Any, w: Any) -> Any:
+        return getattr(jax_impl, name)(x, w, **known, **LOSSES_ON_TOP[name])
+
+    def body(x: Any, w: Any) -> Any:
+        more = {"axis_name": "vocab", "vocab": 58, "sequence_parallel": sequence}
+        return getattr(jax_impl, name)(x, w, **known, **LOSSES_ON_TOP[name], **more)
+
+    def over(x: Any, w: Any) -> Any:
+        specs = (P("vocab") if sequence else P(), P("vocab"))
+        return jax.shard_map(body, mesh=VOCAB, in_specs=specs, out_specs=P())(x, padded(w, DEVICES, 50.0))
+
+    loss, grads = jax.jit(jax.value_and_grad(over, (0, 1)))(x, w)
+    true_loss, true_grads = jax.value_and_grad(alone, (0, 1))(x, w)
+    assert error(loss, true_loss) <= 4 * TINY["float32"]
+    for made, wanted in zip(grads, true_grads, strict=True):
+        assert error(made, wanted) <= 4 * TINY["float32"]
+
+
+@pytest.mark.case(26)
+def test_a_policy_on_a_mesh_of_data_and_vocabulary() -> None:
+    """Each device has its sequences; a normalizer makes the sum of their losses the mean over all tokens."""
+    from logitless.jax_impl import clipped_policy_loss
+
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 6, 12), (58, 12)))
+    y = jnp.asarray(np.where(rng.random((4, 6)) < 0.3, -100, rng.integers(0, 58, (4, 6))))
+    advantage = jnp.asarray(rng.standard_normal(4), jnp.float32)
+
+    def body(x: Any, w: Any, y: Any, advantage: Any) -> Any:
+        normalizer = global_normalizer(y, "data")
+        loss = clipped_policy_loss(x, w, y, advantage=advantage, normalizer=normalizer, axis_name="vocab")
+        return jax.lax.psum(loss, "data")
+
+    specs = (P("data"), P("vocab"), P("data"), P("data"))
+    over = jax.shard_map(body, mesh=BOTH, in_specs=specs, out_specs=P())
+    loss, grads = jax.jit(jax.value_and_grad(over, (0, 1)))(x, w, y, advantage)
+    true_loss, true_grads = jax.value_and_grad(
+        lambda x, w: clipped_policy_loss(x, w, y, advantage=advantage), (0, 1)
+    )(x, w)  # fmt: skip
+    assert error(loss, true_loss) <= 4 * TINY["float32"]
+    for made, wanted in zip(grads, true_grads, strict=True):
+        assert error(made, wanted) <= 4 * TINY["float32"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Data parallel, FSDP, and what is communicated
 

@@ -209,6 +209,62 @@ def test_log_probs_and_entropy_with_a_target_on_each_rank(pool: Ranks) -> None:
     assert error(weight, alone.grads["weight"]) <= 4 * TINY["float32"]
 
 
+LOSSES_ON_TOP: dict[str, dict[str, Any]] = {
+    "dpo_loss": {"loss_type": "ipo", "nll_coef": 0.3},
+    "kto_loss": {"kl": 0.2},
+    "clipped_policy_loss": {"ratio": "sequence", "entropy_coef": 0.1, "kl_coef": 0.1, "kl_times_ratio": True},
+}
+
+
+def sequences_case() -> dict[str, Any]:
+    """Four sequences of six tokens, and what the losses on top know of them."""
+    rng = np.random.default_rng(0)
+    case = {"hidden": rng.standard_normal((4, 6, 12)), "weight": rng.standard_normal((43, 12)), "bias": np.zeros(43)}
+    case["target"], case["mask"] = rng.integers(0, 43, (4, 6)), rng.random((4, 6)) < 0.7
+    for name in ("reference_log_prob", "old_log_prob", "sampler_log_prob"):
+        case[name] = rng.standard_normal((4, 6)) - 4
+    return case | {"advantage": rng.standard_normal(4), "desirable": np.array([1, 0, 1, 0])}
+
+
+def on_top(name: str, case: dict[str, Any], own: slice, tokens: slice, **more: Any) -> list[Any]:
+    """Loss, dX, dW and db of a loss on top, for some rows of the vocabulary and some sequences' hidden states."""
+    from logitless import torch_impl
+
+    parts = {"hidden": case["hidden"][tokens], "weight": case["weight"][own], "bias": case["bias"][own]}
+    leaves = {key: EAGER.array(value, "float32").requires_grad_() for key, value in parts.items()}
+    names = {"dpo_loss": (), "kto_loss": ("desirable",)}.get(name, ("old_log_prob", "sampler_log_prob", "advantage"))
+    known = {key: torch.tensor(case[key]) for key in ("target", "mask", "reference_log_prob", *names)}
+    known = {key: value.float() if value.is_floating_point() else value for key, value in known.items()}
+    loss = getattr(torch_impl, name)(**leaves, **known, **LOSSES_ON_TOP[name], **more)
+    return [EAGER.numpy(value) for value in (loss, *torch.autograd.grad(loss, list(leaves.values())))]
+
+
+def on_top_run(rank: int, name: str, sequence: bool) -> Any:
+    tokens = slice(2 * rank, 2 * rank + 2) if sequence else slice(None)
+    more = {"process_group": group_of(2), "sequence_parallel": sequence}
+    return on_top(name, sequences_case(), shares(43, 2)[rank], tokens, **more)
+
+
+@pytest.mark.case(26)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", LOSSES_ON_TOP)
+def test_losses_on_top_of_a_vocabulary_on_two_ranks(pool: Ranks, name: str, sequence: bool) -> None:
+    alone = on_top(name, sequences_case(), slice(None), slice(None))
+    answers = pool.run(on_top_run, name, sequence, ranks=2)
+    hidden = np.concatenate([made[1] for made in answers]) if sequence else answers[0][1]
+    joint = [answers[0][0], hidden, *(np.concatenate([made[part] for made in answers]) for part in (2, 3))]
+    for value, expected in zip(joint, alone, strict=True):
+        assert error(value, expected) <= 4 * TINY["float32"]
+    np.testing.assert_array_equal(answers[0][0], answers[1][0])
+
+
+def test_losses_on_top_name_a_missing_group() -> None:
+    case = sequences_case()
+    for name in LOSSES_ON_TOP:
+        with pytest.raises(ValueError, match="sequence_parallel: got True without a process_group"):
+            on_top(name, case, slice(None), slice(None), sequence_parallel=True)
+
+
 def ties_run(rank: int) -> Any:
     """Ten equal logits on two ranks, then the second's best above the first's."""
     weight, target = torch.zeros(5, 3), torch.tensor([7, 2])
@@ -305,6 +361,36 @@ def dtensor_buffer_run(rank: int, deferred: bool) -> Any:
 def test_the_gradient_of_a_dtensor_elsewhere(pool: Ranks, deferred: bool) -> None:
     for made, expected in pool.run(dtensor_buffer_run, deferred):
         assert error(made, expected) <= TINY["float32"]
+
+
+def on_top_of_a_dtensor_run(rank: int, name: str, sequence: bool) -> Any:
+    """Of a loss on top: loss and whole gradients, with a DTensor weight and a plain or a split hidden state."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from logitless import torch_impl
+
+    mesh, case = DeviceMesh.from_group(group_of(2), "cpu"), sequences_case()
+    w, b = (distribute_tensor(EAGER.array(case[key], "float32"), mesh, [Shard(0)]) for key in ("weight", "bias"))
+    x = EAGER.array(case["hidden"], "float32")
+    x = distribute_tensor(x, mesh, [Shard(1)]) if sequence else x
+    leaves = [leaf.requires_grad_() for leaf in (x, w, b)]
+    names = {"dpo_loss": (), "kto_loss": ("desirable",)}.get(name, ("old_log_prob", "sampler_log_prob", "advantage"))
+    known = {key: torch.tensor(case[key]) for key in ("mask", "reference_log_prob", *names)}
+    known = {key: value.float() if value.is_floating_point() else value for key, value in known.items()}
+    loss = getattr(torch_impl, name)(x, w, torch.tensor(case["target"]), b, **known, **LOSSES_ON_TOP[name])
+    grads = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in torch.autograd.grad(loss, leaves)]
+    return [EAGER.numpy(value) for value in (loss, *grads)]
+
+
+@pytest.mark.case(26)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", LOSSES_ON_TOP)
+def test_losses_on_top_of_dtensors(pool: Ranks, name: str, sequence: bool) -> None:
+    alone = on_top(name, sequences_case(), slice(None), slice(None))
+    for made in pool.run(on_top_of_a_dtensor_run, name, sequence, ranks=2):
+        for value, expected in zip(made, alone, strict=True):
+            assert error(value, expected) <= 4 * TINY["float32"]
 
 
 def refused_run(rank: int) -> list[str]:

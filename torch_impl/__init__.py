@@ -7,7 +7,7 @@ from logitless.torch_impl.gather import padded_index_gather
 from logitless.torch_impl.given_logits.api import cross_entropy
 from logitless.torch_impl.huggingface.capture import CapturedHead, capture_lm_head
 from logitless.torch_impl.huggingface.patch import patch, unpatch
-from logitless.torch_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss
+from logitless.torch_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss, kto_loss
 from logitless.torch_impl.module import LinearCrossEntropy
 from logitless.torch_impl.profiling import profile_losses, profile_saved_tensors
 
@@ -21,6 +21,7 @@ __all__ = [
     "distillation_loss",
     "dpo_loss",
     "global_normalizer",
+    "kto_loss",
     "linear_cross_entropy",
     "linear_log_probs",
     "padded_index_gather",

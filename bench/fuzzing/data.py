@@ -130,7 +130,7 @@ def _weights(problem: Problem, rng: Any, target: Any) -> Arrays:
 def _known(problem: Problem, rng: Any) -> Arrays:
     """The constants of the losses on top."""
     arrays: Arrays = {}
-    for name in ("advantage", "old_log_prob", "reference_log_prob"):
+    for name in ("advantage", "old_log_prob", "reference_log_prob", "sampler_log_prob"):
         if name in problem.arrays:
             shape = problem.shape[:-1] if problem.arrays[name] == "per_sequence" else problem.shape
             values = rng.standard_normal(shape)
@@ -139,6 +139,8 @@ def _known(problem: Problem, rng: Any) -> Arrays:
             arrays[name] = round_to(values, side_dtype(problem))
     if "mask" in problem.arrays:
         arrays["mask"] = (rng.random(problem.shape) < 0.7).astype(problem.arrays["mask"])
+    if "desirable" in problem.arrays:
+        arrays["desirable"] = (rng.random(problem.shape[:1]) < 0.5).astype(problem.arrays["desirable"])
     return arrays
 
 
@@ -174,6 +176,8 @@ def _upstreams(problem: Problem, rng: Any) -> Arrays:
         shape = problem.shape
         if problem.function == "dpo_loss":
             shape = (problem.shape[0] // 2,)
+        elif problem.function == "kto_loss":
+            shape = problem.shape[:1]
         arrays["upstream"] = rng.standard_normal(shape)
     if problem.blemish.endswith("upstream"):
         arrays["upstream"].flat[rng.integers(problem.tokens)] = np.nan if problem.blemish.startswith("nan") else np.inf

@@ -33,6 +33,8 @@ class _Values:
         of_target = np.where(target[:, None] == np.arange(self.p.shape[1]), self.p, 0.0)
         of_target[rows, target] -= np.abs(np.expm1(self.log_p[rows, target]))  # 1 − p is no difference
         of_entropy = np.abs(np.where(self.p > 0, self.log_p, 0.0)) + self.entropy.reshape(-1, 1)
+        # Logits are told apart from the target's: where that is far below, log p of the likeliest is a difference.
+        of_entropy = of_entropy + np.minimum(1.0, -self.log_p[rows, target])[:, None]
         return np.where(
             self.head.valid[:, None], ((self.p - of_target) * g1 + self.p * g2 * of_entropy) * self.scale, 0.0
         )
@@ -104,61 +106,168 @@ def _counted(problem: Problem, arrays: Arrays) -> Any:
     return counted & (arrays["mask"] != 0) if "mask" in arrays else counted
 
 
+def _ratio(o: dict[str, Any], difference: Any, counted: Any) -> tuple[Any, Any]:
+    """Every token's ρ, and where its logarithm is not cut off."""
+    if o.get("ratio") == "sequence":
+        number = np.maximum(counted.sum(-1, keepdims=True), 1)
+        difference = np.where(counted, difference, 0.0).sum(-1, keepdims=True) / number + 0.0 * difference
+    return np.exp(np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)), np.abs(difference) <= LARGEST_LOG_RATIO
+
+
+def _objective(o: dict[str, Any], ratio: Any, free: Any, a: Any, lp: Any) -> tuple[Any, Any, Any]:
+    """J, its derivative in log p, and where the side of a bound is undecided."""
+    low, high, most = 1 - o.get("clip_low", 0.2), 1 + o.get("clip_high", 0.2), o.get("dual_clip")
+    bounded = np.clip(ratio, low, high)
+    if o.get("objective") == "cispo":
+        return bounded * a * lp, bounded * a, np.zeros(ratio.shape, bool)
+    gain, free = np.minimum(bounded * a, ratio * a), free & ~(bounded * a < ratio * a)
+    if most is not None:
+        below = (a < 0) & (gain < most * a)
+        gain, free = np.where(below, most * a, gain), free & ~below
+    near = [np.abs(ratio - bound) < 1e-3 * ratio for bound in (low, high, most) if bound is not None]
+    return gain, np.where(free, ratio * a, 0.0), np.any(near, axis=0)
+
+
+def _sampler(o: dict[str, Any], gap: Any, counted: Any) -> tuple[Any, Any]:
+    """w, and where the side of its limit is undecided."""
+    level, how = o["sampler_correction"].split("_")
+    gap = np.where(counted, gap, 0.0)
+    gap = gap if level == "token" else gap.sum(-1, keepdims=True) + 0.0 * gap
+    weight, limit = np.exp(np.clip(gap, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)), o["sampler_limit"]
+    if how == "truncate":
+        return np.minimum(weight, limit), np.zeros(gap.shape, bool)
+    return np.where(weight > limit, 0.0, weight), np.abs(weight - limit) < 1e-3 * weight
+
+
+def _penalty(o: dict[str, Any], d: Any, ratio: Any, free: Any, counted: Any) -> tuple[Any, Any, Any]:
+    """The KL term of a token; its derivative in the token's own log p, and what ρ adds to that of all its tokens."""
+    cut = np.clip(d, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    kl, own = {
+        "k1": (-d, np.ones(d.shape)),
+        "k2": (d * d / 2, -d),
+        "k3": (np.expm1(cut) - cut, np.where(np.abs(d) > LARGEST_LOG_RATIO, 0.0, -np.expm1(cut))),
+    }[o.get("kl_estimator", "k3")]
+    kl, own = o["kl_coef"] * kl, o["kl_coef"] * own
+    if not o.get("kl_times_ratio"):
+        return kl, own, np.zeros(d.shape)
+    return kl * ratio, own * ratio, np.where(counted & free, kl * ratio, 0.0)
+
+
+def _shared(o: dict[str, Any], by_ratio: Any, counted: Any) -> Any:
+    """What the ratio's gradient gives every token, from what it gives the tokens that have it."""
+    if o.get("ratio") != "sequence":
+        return by_ratio
+    return by_ratio.sum(-1, keepdims=True) / np.maximum(counted.sum(-1, keepdims=True), 1) * counted
+
+
 def policy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     o, counted, values = problem.options, _counted(problem, arrays), _values(problem, arrays)
     a = arrays["advantage"].astype(np.float64)
     a = a if a.shape == problem.shape else np.broadcast_to(a[..., None], problem.shape)
     lp = np.where(counted, values.log_prob, 0.0)
     old = np.where(counted, arrays["old_log_prob"], 0.0) if "old_log_prob" in arrays else lp
-    difference = lp - old
-    ratio = np.exp(np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
-    held = np.clip(ratio, 0.8, 1.2) * a
-    clipped = held < ratio * a
-    losses = -np.minimum(held, ratio * a)
-    d_lp = np.where(clipped | (np.abs(difference) > LARGEST_LOG_RATIO), 0.0, -ratio * a)
-    losses = losses - o.get("entropy_coef", 0.0) * values.entropy
-    near = np.abs(ratio - 0.8) < 1e-3 * ratio
-    near |= np.abs(ratio - 1.2) < 1e-3 * ratio
+    ratio, free = _ratio(o, lp - old, counted)
+    gain, d_gain, near = _objective(o, ratio, free, a, lp)
+    factor = _aggregate(lp, counted, o["aggregation"], o.get("normalizer"))
+    if "sampler_log_prob" in arrays:
+        weight, undecided = _sampler(o, old - arrays["sampler_log_prob"], counted)
+        gain, d_gain, near = gain * weight, d_gain * weight, near | undecided
+    losses, parts = -gain - o.get("entropy_coef", 0.0) * values.entropy, [-factor * d_gain]
     if "reference_log_prob" in arrays:
         d = np.where(counted, arrays["reference_log_prob"], 0.0) - lp
-        cut = np.clip(d, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        losses = losses + o["kl_coef"] * (np.expm1(cut) - cut)
-        d_lp = d_lp - np.where(np.abs(d) > LARGEST_LOG_RATIO, 0.0, o["kl_coef"] * np.expm1(cut))
-    factor = _aggregate(losses, counted, o["aggregation"], o.get("normalizer"))
-    g = arrays["upstream"]
-    gs = g * factor * d_lp, -g * factor * o.get("entropy_coef", 0.0) * np.ones(problem.shape)
-    dz, gross = values.gradient(*gs), values.gross(*gs)
-    rows = factor * np.abs(np.where(counted, losses, 0.0)) + factor * (np.abs(d_lp) + o.get("entropy_coef", 0.0))
-    return _on_top(
-        problem, arrays, values.head, (np.where(counted, losses, 0.0) * factor).sum(), rows, dz, gross, near & counted
-    )
+        kl, own, by_ratio = _penalty(o, d, ratio, free, counted)
+        losses, parts = losses + kl, [*parts, factor * own, _shared(o, factor * by_ratio, counted)]
+    g, d_entropy = arrays["upstream"], -factor * o.get("entropy_coef", 0.0)
+    dz = values.gradient(g * sum(parts), g * d_entropy)
+    gross = values.gross(g * sum(map(np.abs, parts)), g * d_entropy)
+    rows = factor * np.abs(np.where(counted, losses, 0.0)) + sum(map(np.abs, parts)) + np.abs(d_entropy)
+    loss = (np.where(counted, losses, 0.0) * factor).sum()
+    return _on_top(problem, arrays, values.head, loss, rows, dz, gross, near & counted)
+
+
+@dataclasses.dataclass
+class _Scores:
+    """A pair's score of either side, [B] each, and the most that the parts of a score add up to."""
+
+    chosen: Any
+    rejected: Any
+    most: Any
+
+
+def _pairs(o: dict[str, Any], s: _Scores) -> tuple[Any, Any, Any, Any]:
+    """Losses [B], derivatives in both scores and the most that float32's terms of them are; and what is undecided."""
+    beta, eps = o["beta"], o.get("label_smoothing", 0.0)
+    nothing = np.zeros(s.chosen.shape, bool)
+    if o.get("loss_type") == "ipo":
+        gap = s.chosen - s.rejected - 0.5 / beta
+        most = 2 * (s.most + 0.5 / beta)
+        return gap * gap, (2 * gap, -2 * gap), most, nothing
+    if o.get("loss_type") == "orpo":
+        edge = -np.exp(-LARGEST_LOG_RATIO)
+        sides = [np.minimum(side, edge) for side in (s.chosen, s.rejected)]
+        odds = [side - np.log(-np.expm1(side)) for side in sides]
+        slopes = [
+            np.where(side > edge, 0.0, -1.0 / np.expm1(np.minimum(side, edge))) for side in (s.chosen, s.rejected)
+        ]
+        h = odds[0] - odds[1]
+        down = -beta / (1 + np.exp(h))
+        # Near certainty the odds are a quotient of what rounding leaves; a sequence without tokens is not.
+        near = np.any([(side > -1e-2) & (side < 0) for side in (s.chosen, s.rejected)], axis=0)
+        most = beta * (slopes[0] + slopes[1]) * (1 + s.most)
+        return beta * np.logaddexp(0.0, -h), (down * slopes[0], -down * slopes[1]), most, near
+    h = beta * (s.chosen - s.rejected) - o.get("margin", 0.0)
+    losses = (1 - eps) * np.logaddexp(0.0, -h) + eps * np.logaddexp(0.0, h)
+    slope = beta * (eps / (1 + np.exp(-h)) - (1 - eps) / (1 + np.exp(h)))
+    return losses, (slope, -slope), beta * (1 + beta * s.most), nothing
 
 
 def dpo(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     o, counted, values = problem.options, _counted(problem, arrays), _values(problem, arrays)
+    half, kind = problem.shape[0] // 2, o.get("loss_type", "dpo")
+    lp, number = np.where(counted, values.log_prob, 0.0), np.maximum(counted.sum(1), 1)
+    score, most = lp.sum(1), np.abs(lp).sum(1)
+    if "reference_log_prob" in arrays:
+        ref = arrays["reference_log_prob"].astype(np.float64)
+        ref = ref if ref.ndim == 1 else np.where(counted, ref, 0.0).sum(1)
+        score, most = score - ref, most + np.abs(ref)
+    share = 1.0 / number if kind in ("ipo", "simpo", "orpo") else np.ones(2 * half)
+    score, most = score * share, most * share
+    losses, slopes, bound, near = _pairs(o, _Scores(score[:half], score[half:], most[:half] + most[half:]))
+    d_sums, gross = np.concatenate(slopes) * share, np.concatenate([bound, bound]) * share
+    coef = o.get("nll_coef")
+    coef = (1.0 if kind in ("cpo", "orpo") else 0.0) if coef is None else coef
+    per_pair = coef * half / max(1, counted[:half].sum())
+    losses = losses - per_pair * lp[:half].sum(1)
+    d_sums[:half], gross[:half] = d_sums[:half] - per_pair, gross[:half] + per_pair
+    factor = 1.0 / half if o["reduction"] == "mean" else 1.0
+    up = np.tile(np.broadcast_to(arrays["upstream"], (half,)), 2) * factor
+    g1, g1_gross = (np.where(counted, (up * d)[:, None], 0.0) for d in (d_sums, gross))
+    loss = losses if o["reduction"] == "none" else losses.sum() * factor
+    rows = factor * (
+        np.abs(losses).sum() + (np.concatenate([bound, bound]) * (1 + most)).sum() + per_pair * np.abs(lp).sum()
+    )
+    dz, all_of_it = values.gradient(g1, 0.0 * g1), values.gross(g1_gross, 0.0 * g1)
+    return _on_top(problem, arrays, values.head, loss, rows, dz, all_of_it, near)
+
+
+def kto(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
+    o, counted, values = problem.options, _counted(problem, arrays), _values(problem, arrays)
     ref = arrays["reference_log_prob"].astype(np.float64)
     ref = ref if ref.ndim == 1 else np.where(counted, ref, 0.0).sum(1)
-    half, eps = problem.shape[0] // 2, o.get("label_smoothing", 0.0)
-    rewards = o["beta"] * (np.where(counted, values.log_prob, 0.0).sum(1) - ref)
-    margin = rewards[:half] - rewards[half:]
-    losses = (1 - eps) * np.logaddexp(0.0, -margin) + eps * np.logaddexp(0.0, margin)
-    factor = 1.0 / half if o["reduction"] == "mean" else 1.0
-    slope = -(1 - eps) / (1 + np.exp(margin)) + eps / (1 + np.exp(-margin))
-    d_margin = np.broadcast_to(arrays["upstream"], (half,)) * factor * slope * o["beta"]
-    g1 = np.where(counted, np.concatenate([d_margin, -d_margin])[:, None], 0.0)
+    lp, good = np.where(counted, values.log_prob, 0.0), arrays["desirable"] != 0
+    sign = np.where(good, 1.0, -1.0)
+    weight = np.where(good, o.get("desirable_weight", 1.0), o.get("undesirable_weight", 1.0))
+    gain = sign * o["beta"] * (lp.sum(1) - ref - max(o["kl"], 0.0))
+    losses = weight * np.exp(-np.logaddexp(0.0, gain))
+    factor = 1.0 / max(1, problem.shape[0]) if o["reduction"] == "mean" else 1.0
+    up = np.broadcast_to(arrays["upstream"], losses.shape) * factor
+    slope = -up * sign * o["beta"] * losses / (1 + np.exp(-gain))
+    g1 = np.where(counted, slope[:, None], 0.0)
+    most = o["beta"] * (1 + np.abs(lp).sum(1) + np.abs(ref) + abs(o["kl"]))
     loss = losses if o["reduction"] == "none" else losses.sum() * factor
-    sums = o["beta"] * np.abs(np.where(counted, values.log_prob, 0.0)).sum() + np.abs(rewards).sum()
-    rows = factor * (losses + sums) if half else losses
-    return _on_top(
-        problem,
-        arrays,
-        values.head,
-        loss,
-        rows,
-        values.gradient(g1, 0.0 * g1),
-        values.gross(g1, 0.0 * g1),
-        np.zeros(1, bool),
-    )
+    dz, gross = values.gradient(g1, 0.0 * g1), values.gross(g1 * (1 + most)[:, None], 0.0 * g1)
+    rows = factor * (losses * (1 + most)).sum()
+    return _on_top(problem, arrays, values.head, loss, rows, dz, gross, np.zeros(1, bool))
 
 
 def distillation(problem: Problem, arrays: Arrays) -> dict[str, Expected]:

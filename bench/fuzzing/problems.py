@@ -22,8 +22,8 @@ DTYPES = {
     "pallas": {"bfloat16": 0.6, "float16": 0.4},
 }
 FUNCTIONS = {
-    "linear_cross_entropy": 0.55, "linear_log_probs": 0.12, "cross_entropy": 0.12, "clipped_policy_loss": 0.07,
-    "dpo_loss": 0.03, "distillation_loss": 0.06, "padded_index_gather": 0.05,
+    "linear_cross_entropy": 0.48, "linear_log_probs": 0.12, "cross_entropy": 0.12, "clipped_policy_loss": 0.09,
+    "dpo_loss": 0.06, "kto_loss": 0.02, "distillation_loss": 0.06, "padded_index_gather": 0.05,
 }  # fmt: skip
 # Kernels are compiled once for a size of D and V and their options: on a GPU sizes come from these.
 BUCKETS = (
@@ -134,7 +134,7 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
     data = _data(dice, function)
     shape, hidden, vocab = _sizes(dice, backend, function, data, device)
     options, arrays = _options(dice, backend, function, vocab, data)
-    layered = function not in ("padded_index_gather", "dpo_loss")
+    layered = function not in ("padded_index_gather", "dpo_loss", "kto_loss")
     none = options.get("reduction") == "none" or function == "linear_log_probs"
     blemish = _blemish(dice, function, none, int(np.prod(shape)))
     upstream = _upstream(dice, none)
@@ -182,6 +182,8 @@ def _sizes(dice: Dice, backend: str, function: str, data: str, device: str) -> t
         vocab = dice.one((2, 3, 17, 33, 64, 100, 150) if small else (1, 2, 3, 17, 33, 64, 100, 257, 300, 1000))
     if function == "dpo_loss":
         shape = (2 * dice.one((1, 2)), dice.one((1, 3, 6)))
+    if function == "kto_loss":
+        shape = (dice.one((1, 2, 3)), dice.one((1, 3, 6)))
     if function == "clipped_policy_loss" and len(shape) < 2:
         shape = (2, 3)
     if data in ("banned", "tied", "confident_wrong", "confident"):
@@ -232,22 +234,17 @@ def _more_options(dice: Dice, function: str, options: dict[str, Any], arrays: di
     if dice.chance(0.5):
         arrays["mask"] = dice.one(("bool", "float32", "int64"))
     if function == "clipped_policy_loss":
-        options["aggregation"] = dice.one(("token_mean", "sequence_mean"))
-        arrays["advantage"] = dice.one(("per_token", "per_sequence"))
-        if dice.chance(0.6):
-            arrays["old_log_prob"] = "given"
-        if dice.chance(0.4):
-            options["entropy_coef"] = dice.between(0.01, 0.5)
-        if dice.chance(0.4):
-            options["kl_coef"] = dice.between(0.01, 0.5)
-            arrays["reference_log_prob"] = "given"
-        if dice.chance(0.3):
-            options["normalizer"] = dice.between(1.0, 30.0)
+        _policy_options(dice, options, arrays)
     elif function == "dpo_loss":
-        options |= {"beta": dice.between(0.05, 0.5), "reduction": dice.one(("mean", "sum", "none"))}
+        _pair_options(dice, options, arrays)
+    elif function == "kto_loss":
+        options |= {"beta": dice.between(0.05, 2.0), "reduction": dice.one(("mean", "sum", "none"))}
+        options["kl"] = dice.between(-0.2, 2.0)
+        arrays |= {"desirable": dice.one(("bool", "float32", "int64"))}
         arrays["reference_log_prob"] = dice.one(("per_token", "per_sequence"))
-        if dice.chance(0.3):
-            options["label_smoothing"] = dice.between(0.01, 0.5)
+        for name in ("desirable_weight", "undesirable_weight"):
+            if dice.chance(0.3):
+                options[name] = dice.between(0.1, 2.0)
     else:
         options |= {"beta": dice.one((0.0, 0.5, 0.9, 1.0)), "reduction": dice.one(("mean", "sum", "none"))}
         if dice.chance(0.5):
@@ -256,6 +253,46 @@ def _more_options(dice: Dice, function: str, options: dict[str, Any], arrays: di
             options["teacher_softcap"] = dice.between(2.0, 40.0)
         if dice.chance(0.5):
             arrays["teacher_bias"] = "given"
+
+
+def _policy_options(dice: Dice, options: dict[str, Any], arrays: dict[str, str]) -> None:
+    options["aggregation"] = dice.one(("token_mean", "sequence_mean"))
+    arrays["advantage"] = dice.one(("per_token", "per_sequence"))
+    options |= {
+        "objective": dice.one({"clip": 0.7, "cispo": 0.3}),
+        "ratio": dice.one({"token": 0.65, "sequence": 0.35}),
+    }
+    if dice.chance(0.6):
+        arrays["old_log_prob"] = "given"
+    if dice.chance(0.4):
+        options["entropy_coef"] = dice.between(0.01, 0.5)
+    if dice.chance(0.4):
+        options |= {"kl_coef": dice.between(0.01, 0.5), "kl_estimator": dice.one(("k1", "k2", "k3"))}
+        options["kl_times_ratio"] = dice.chance(0.5)
+        arrays["reference_log_prob"] = "given"
+    if dice.chance(0.4):
+        options |= {"clip_low": dice.between(0.05, 1.0), "clip_high": dice.between(0.05, 2.0)}
+    if options["objective"] == "clip" and dice.chance(0.3):
+        options["dual_clip"] = dice.between(1.1, 3.0)
+    if dice.chance(0.3):
+        arrays["sampler_log_prob"] = "given"
+        corrections = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        options |= {"sampler_correction": dice.one(corrections), "sampler_limit": dice.between(0.8, 3.0)}
+    if dice.chance(0.3):
+        options["normalizer"] = dice.between(1.0, 30.0)
+
+
+def _pair_options(dice: Dice, options: dict[str, Any], arrays: dict[str, str]) -> None:
+    kind = dice.one({"dpo": 0.4, "ipo": 0.15, "cpo": 0.15, "simpo": 0.15, "orpo": 0.15})
+    options |= {"loss_type": kind, "beta": dice.between(0.05, 0.5), "reduction": dice.one(("mean", "sum", "none"))}
+    if kind in ("dpo", "ipo"):
+        arrays["reference_log_prob"] = dice.one(("per_token", "per_sequence"))
+    if kind in ("dpo", "cpo", "simpo") and dice.chance(0.3):
+        options["label_smoothing"] = dice.between(0.01, 0.5)
+    if kind in ("dpo", "cpo", "simpo") and dice.chance(0.3):
+        options["margin"] = dice.between(0.1, 1.0)
+    if dice.chance(0.4):
+        options["nll_coef"] = dice.between(0.0, 1.0)
 
 
 def _blemish(dice: Dice, function: str, none: bool, tokens: int) -> str:
@@ -312,7 +349,7 @@ def _way(dice: Dice, backend: str, function: str, dtype: str, device: str) -> di
     """The plan, the transform, and what belongs to one framework or function alone."""
     linear = function in ("linear_cross_entropy", "linear_log_probs")
     plans = {"default": 0.4, "tokens": 0.2, "vocab": 0.2, "budget": 0.2} if linear else {"default": 1.0}
-    if function in ("clipped_policy_loss", "dpo_loss"):
+    if function in ("clipped_policy_loss", "dpo_loss", "kto_loss"):
         plans = {"default": 0.6, "budget": 0.4}
     if function == "padded_index_gather":
         ways = {"plain": 0.7, "twice": 0.3}

@@ -164,6 +164,7 @@ def _gather(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
 
 _TRUTHS = {
     "linear_cross_entropy": _cross_entropy, "cross_entropy": _cross_entropy, "linear_log_probs": per_token.log_probs,
-    "clipped_policy_loss": per_token.policy, "dpo_loss": per_token.dpo, "distillation_loss": per_token.distillation,
+    "clipped_policy_loss": per_token.policy, "dpo_loss": per_token.dpo, "kto_loss": per_token.kto,
+    "distillation_loss": per_token.distillation,
     "padded_index_gather": _gather,
 }  # fmt: skip
