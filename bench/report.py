@@ -70,6 +70,16 @@ def architectures_table(rows: Rows) -> str:
     ))  # fmt: skip
 
 
+def tpu_table(rows: Rows) -> str:
+    """What XLA's scratch is beside the plan's promise."""
+    columns = "chip", "tokens × hidden × vocab", "dtype", "order", "chunks", "scratch [MiB]", "promised [MiB]"
+    return markdown(columns, (
+        [row["chip"], sizes_of(row), row["dtype"], row["order"], row["chunks"], mib(row["scratch_bytes"]),
+         mib(row["promised_bytes"])]
+        for row in rows
+    ))  # fmt: skip
+
+
 def bridges_table(rows: Rows) -> str:
     """The bridges beside the function that each wraps."""
     return markdown(("step", "time [ms]", "over its native step", "host busy [ms]"), (
@@ -189,6 +199,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
         "gist": (gist_table, [read("gist.json")["rows"]]),
         "portable": (portable_table, [read("portable.json")["rows"]]),
         "architectures": (architectures_table, [read("architectures.json")["rows"]]),
+        "tpu": (tpu_table, [read("tpu.json")["rows"]]),
     }  # fmt: skip
     FIGURES.mkdir(parents=True, exist_ok=True)
     for name, (table, rows) in tables.items():

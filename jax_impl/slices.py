@@ -52,27 +52,45 @@ def _varied(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
 
 
 def bits(array: Array) -> Array:
-    """A 16-bit float array as integers, bit by bit; any other array as it is.
-
-    XLA on a CPU slices, gathers and updates 16-bit floats in float32: it would convert the whole array first, V × D
-    that no plan has counted. Integers it moves as they are; the cast costs nothing.
-    """
-    return lax.bitcast_convert_type(array, jnp.uint16) if array.dtype in (jnp.bfloat16, jnp.float16) else array
+    """A 16-bit float array as integers, bit by bit; any other array as it is."""
+    return lax.bitcast_convert_type(array, jnp.uint16) if _is_low(array) else array
 
 
 def floats(bits: Array, dtype: jnp.dtype) -> Array:
     return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
 
 
+def _is_low(array: Array) -> bool:
+    return array.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _moved(move: Callable[..., Array], *arrays: Array, at: Index) -> Array:
+    """``move(*arrays, at)``, which only moves elements of the arrays' dtype.
+
+    XLA on a CPU slices, gathers and updates 16-bit floats in float32: it would convert the whole array first, V × D
+    that no plan has counted. Integers it moves as they are; the cast costs nothing. On a TPU the cast is a copy of the
+    whole array.
+    """
+    if not _is_low(arrays[0]):
+        return move(*arrays, at)
+
+    def as_integers(*arrays: Array) -> Array:
+        *moved, at = arrays
+        return floats(move(*map(bits, moved), at), moved[0].dtype)
+
+    moved: Array = lax.platform_dependent(*arrays, jnp.asarray(at), tpu=move, default=as_integers)
+    return moved
+
+
 def _stay(array: Array, where: Position) -> tuple[Array, Position]:
     """Tie a 16-bit array to the place where it is read. Else XLA casts the whole array before the loop: a copy."""
-    return lax.optimization_barrier((array, where)) if array.dtype in (jnp.bfloat16, jnp.float16) else (array, where)
+    return lax.optimization_barrier((array, where)) if _is_low(array) else (array, where)
 
 
 def take(array: Array, start: Index, size: int) -> Array:
     """array[start:start + size]."""
     array, start = _stay(array, start)
-    return floats(lax.dynamic_slice_in_dim(bits(array), start, size), array.dtype)
+    return _moved(lambda array, start: lax.dynamic_slice_in_dim(array, start, size), array, at=start)
 
 
 def take_block(matrix: Array, rows: int, start: Index, size: int) -> Array:
@@ -82,13 +100,13 @@ def take_block(matrix: Array, rows: int, start: Index, size: int) -> Array:
 
 def put(array: Array, part: Array, start: Index, axis: int = 0) -> Array:
     """array with ``part`` at ``start``. Along the other axis a shorter part fills the beginning."""
-    return floats(lax.dynamic_update_slice_in_dim(bits(array), bits(part), start, axis), array.dtype)
+    return _moved(lambda a, part, start: lax.dynamic_update_slice_in_dim(a, part, start, axis), array, part, at=start)
 
 
 def rows_at(array: Array, indices: Array) -> Array:
     """array[indices] along the first axis."""
     array, indices = _stay(array, indices)
-    return floats(bits(array)[indices], array.dtype)
+    return _moved(lambda array, indices: array[indices], array, at=indices)
 
 
 def run_sums(ids: Array, values: Array) -> tuple[Array, Array]:

@@ -138,7 +138,7 @@ def test_readme_is_short_and_has_a_block_per_framework() -> None:
         ("torch", ()),
         ("jax", ("optax",)),
         ("jax_sharded", ("optax",)),
-        ("trl", ()),
+        pytest.param("trl", (), marks=pytest.mark.slow),
         pytest.param("flax", ("optax",), marks=pytest.mark.slow),
         pytest.param("flax_linen", ("optax",), marks=pytest.mark.slow),
         pytest.param("equinox", ("optax",), marks=pytest.mark.slow),
@@ -179,17 +179,11 @@ def test_the_tables_of_models_and_heads_are_those_of_the_results() -> None:
         assert (ROOT / "docs" / "figures" / f"{name}.md").read_text() == table(results["rows"])
 
 
-def test_the_table_of_the_chips_is_that_of_the_results() -> None:
+@pytest.mark.parametrize("name", ["architectures", "portable", "tpu"])
+def test_a_table_is_that_of_the_results(name: str) -> None:
     pytest.importorskip("matplotlib", reason="the report draws with it")
-    from bench.report import architectures_table
+    from bench import report
 
-    results = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())
-    assert (ROOT / "docs" / "figures" / "architectures.md").read_text() == architectures_table(results["rows"])
-
-
-def test_the_table_of_the_portable_backends_is_that_of_the_results() -> None:
-    pytest.importorskip("matplotlib", reason="the report draws with it")
-    from bench.report import portable_table
-
-    results = json.loads((ROOT / "bench" / "results" / "portable.json").read_text())
-    assert (ROOT / "docs" / "figures" / "portable.md").read_text() == portable_table(results["rows"])
+    results = json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+    table = getattr(report, f"{name}_table")
+    assert (ROOT / "docs" / "figures" / f"{name}.md").read_text() == table(results["rows"])
