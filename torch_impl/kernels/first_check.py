@@ -95,7 +95,7 @@ def _kind(arrays: Arrays, call: Call) -> Kind:
     options = call.options
     chosen = (options.reduction, *(bool(value) for value in dataclasses.astuple(options)[2:]))
     plan, weight = call.chunk_plan, arrays.weight
-    flags = (plan.order, plan.one_pass, plan.chunks > 1, call.statistics, call.log_probs, call.differentiate)
+    flags = (plan.order, plan.one_pass, plan.chunks > 1, call.statistics, call.log_probs, call.lse, call.differentiate)
     into = None if call.into is None else call.into.dtype
     layout = (weight.shape[1], weight.stride(0) % 16, weight.data_ptr() % 16, arrays.hidden.requires_grad)
     return arrays.hidden.device, call.compute_dtype, present, chosen, flags, layout, weight.requires_grad, into
