@@ -50,7 +50,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "normalizer": (NAN, INF, "1", True, [1.0], 1j, 0.0),
     "plan": (3, "tokens", {"order": "tokens"}, [1]), "memory_budget": (0, -1, 1.5, NAN, "1", True, [1]),
     "backend": ("cuda", 1, ["eager"], True),
-    "return_stats": NO_FLAGS, "with_entropy": NO_FLAGS, "sequence_parallel": NO_FLAGS, "defer_weight_grad": NO_FLAGS,
+    "return_stats": NO_FLAGS, "return_lse": NO_FLAGS, "shift": (*NO_INTEGERS, -1, 4, 100), "with_entropy": NO_FLAGS, "sequence_parallel": NO_FLAGS, "defer_weight_grad": NO_FLAGS,
     "inplace_backward": NO_FLAGS, "averaged": NO_FLAGS,
     "process_group": (1, "world", [0]), "axis_name": (1.5, [1]), "vocab": (1.5, "7", 0, -1, True, [7]),
     "pad_to_multiple": (*NO_INTEGERS, 0, -1),
