@@ -25,8 +25,8 @@ from logitless.torch_impl import (  # noqa: E402
 
 B, T, D, V = 2, 3, 4, 9
 FUNCTIONS = (
-    "mean", "slices", "none", "lse", "module", "accumulate", "log_prob", "entropy", "logits", "logits_none", "dpo", "policy",
-    "distillation",
+    "mean", "slices", "none", "lse", "module", "accumulate", "log_prob", "entropy", "logits", "logits_none", "dpo",
+    "policy", "distillation",
 )  # fmt: skip
 REFUSED = "is differentiable once"
 
