@@ -234,14 +234,26 @@ def test_two_backwards(device: str, backend: str, name: str) -> None:
 
 
 @pytest.mark.case(22)
-@in_turns("name dynamic", [("mean", None), ("mean", True), ("none", True), ("log_probs", None), ("length", None)])
+@in_turns(
+    "name dynamic",
+    [
+        ("mean", None),
+        ("mean", True),
+        ("none", True),
+        ("log_probs", None),
+        ("length", None),
+        ("lse", None),
+        ("lse", True),
+    ],
+)
 def test_a_changing_number_of_tokens(device: str, backend: str, name: str, dynamic: bool | None) -> None:
     """One graph for all, after that of the first number; ``length``: the normalizer is a symbol too."""
 
     def function(x: Any, w: Any, b: Any, y: Any) -> Any:
         if name == "log_probs":
             return linear_log_probs(x * 2, w, y, b, with_entropy=True, backend=backend)
-        how = {"normalizer": x.shape[0]} if name == "length" else {"reduction": name}
+        how: dict[str, Any] = {"length": {"normalizer": x.shape[0]}, "lse": {"return_lse": True, "shift": 1}}
+        how = how.get(name) or {"reduction": name}
         return linear_cross_entropy(x * 2, w, y, b, backend=backend, **how)
 
     counter = CompileCounterWithBackend("aot_eager")
