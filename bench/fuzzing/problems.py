@@ -138,23 +138,23 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
     none = options.get("reduction") == "none" or function == "linear_log_probs"
     blemish = _blemish(dice, function, none, int(np.prod(shape)))
     upstream = _upstream(dice, none)
-    needs, laid = _needs(dice, function, arrays), _layouts(dice, backend, function, arrays)
+    needs = _needs(dice, function, arrays)
     way = _way(dice, backend, function, dtype, device)
     if backend == "triton" and device == "cpu" and blemish in ("nan_row", "dead_ignored"):
         options.pop("return_stats", None)  # the interpreter's argmax raises where all elements are NaN
     if "accumulate_own" in way["extras"] and way["plan"] == "budget":
         way["plan"] = "default"  # one chunk, or the vocab order: what that needs at least is no plan's own number
-    options |= _lse_and_shift(dice, function, shape, blemish)
     if way["transform"] == "second" and (not needs or blemish != "none" or not np.prod(shape)):
         way["transform"] = "plain"
-    return Problem(
+    problem = Problem(
         seed, index, device, backend, function, dtype, shape, hidden, vocab, data,
         blemish, options, arrays,
         ignored=dice.one((0.0, 0.0, 0.25, 0.7)) if layered and not dice.chance(0.03) else 1.0 if layered else 0.0,
         upstream="random" if blemish.endswith("upstream") else upstream,
-        layouts=_one_apart(laid, arrays, data, blemish, "shift" in options),
+        layouts=_one_apart(_layouts(dice, backend, function, arrays), arrays, data, blemish),
         needs=needs, **way,
     )  # fmt: skip
+    return problem if function != "linear_cross_entropy" else _with_lse_and_shift(dice, problem)
 
 
 def _data(dice: Dice, function: str) -> str:
@@ -229,14 +229,15 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
     return options, arrays
 
 
-def _lse_and_shift(dice: Dice, function: str, shape: tuple[int, ...], blemish: str) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if function == "linear_cross_entropy":
-        if dice.chance(0.25):
-            options["return_lse"] = True
-        if blemish != "outside" and 0 not in shape and shape[-1:] > (1,) and dice.chance(0.25):
-            options["shift"] = dice.one((1, 1, shape[-1] - 1))
-    return options
+def _with_lse_and_shift(dice: Dice, problem: Problem) -> Problem:
+    options, layouts, shape = dict(problem.options), dict(problem.layouts), problem.shape
+    if dice.chance(0.25):
+        options["return_lse"] = True
+    if problem.blemish != "outside" and 0 not in shape and shape[-1:] > (1,) and dice.chance(0.25):
+        options["shift"] = dice.one((1, 1, shape[-1] - 1))
+        if layouts["target"] in ("expanded", "broadcast"):  # the last ids are not the others
+            layouts["target"] = "step"
+    return dataclasses.replace(problem, options=options, layouts=layouts)
 
 
 def _more_options(dice: Dice, function: str, options: dict[str, Any], arrays: dict[str, str]) -> None:
@@ -282,9 +283,7 @@ def _upstream(dice: Dice, none: bool) -> str:
     return str(dice.one(("random", "random", "expanded", "step", "offset") if none else ("one", "scaled", "scaled")))
 
 
-def _one_apart(
-    layouts: dict[str, str], arrays: dict[str, str], data: str, blemish: str, shifted: bool
-) -> dict[str, str]:
+def _one_apart(layouts: dict[str, str], arrays: dict[str, str], data: str, blemish: str) -> dict[str, str]:
     """Of an array in which one element differs from the others, elements do not share memory."""
     apart = {
         "nan_row": ("hidden", "logits"),
@@ -293,7 +292,6 @@ def _one_apart(
     }.get(blemish, ())
     apart = (*apart, "bias", "logits") if data == "banned" else apart
     apart = (*apart, "class_weight", "target") if arrays.get("class_weight") == "unused" else apart
-    apart = (*apart, "target") if shifted else apart
     shared = ("expanded", "broadcast")
     return {name: "step" if name in apart and layout in shared else layout for name, layout in layouts.items()}
 
