@@ -8,7 +8,8 @@ With p the probabilities of token i and y its target, the gradient of a loss in 
 
     dz_j = g (α p_j − (ε/V) k_j − β δ_jy)        β = (1 − ε) k_y,    α = β + (ε/V) Σ_j k_j + 2 λ lse
 
-g is the upstream gradient times the token's weight. The slope of a softcap multiplies all of it.
+g is the upstream gradient times the token's weight. The slope of a softcap multiplies all of it. The gradient of lse
+itself is p_j, without a weight.
 """
 
 from __future__ import annotations
@@ -241,6 +242,11 @@ def row_upstream(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, upst
     return xp.where(tokens.valid, upstream * tokens.token_weight * options.logit_scale, 0.0)
 
 
+def lse_upstream(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, upstream: A) -> A:
+    """The same of lse, which no token weight multiplies."""
+    return xp.where(tokens.valid, upstream * options.logit_scale, 0.0)
+
+
 def smooth_share(tokens: Tokens[A], options: LossOptions) -> A | float:
     """(ε/V) Σ_j k_j; without smoothing 0, whatever the weights of classes that no token has."""
     if not options.label_smoothing:
@@ -312,6 +318,32 @@ def known_loss_rows(
     return KnownRows(
         sums.anchor, sums.log_total, factor=g * scale, target=target / scale, alpha=alpha / scale, sigma=smooth / scale
     )
+
+
+def known_loss_and_lse_rows(
+    xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: TokenSums[A], g: A, g_lse: A
+) -> KnownRows[A]:
+    """The rows of g ℓ + g_lse lse: dz_j = (g α + g_lse) p_j − g ((ε/V) k_j + β δ_jy).
+
+    As :func:`known_loss_rows`, but g α + g_lse may cancel, so nothing is divided by it: each row is scaled by the sum
+    of its coefficients' sizes.
+    """
+    k = tokens.target_class_weight()
+    alpha, beta = alpha_beta(xp, tokens, options, sums.lse, k)
+    p, q = xp.exp(-sums.nll), -xp.expm1(-sums.nll)
+    size = xp.abs(alpha) + xp.abs(beta)
+    target = g * ((alpha - beta) * p - beta * q) + g_lse * p
+    smooth = 0.0 if options.separable else options.label_smoothing / tokens.vocab
+    if smooth:
+        largest = tokens.largest_class_weight()
+        size = size if largest is None else size + smooth * largest
+        target = target - g * (smooth * k)
+    size = xp.abs(g) * size + xp.abs(g_lse)
+    scale = xp.where(_is_zero(size), 1.0, size)
+    target = sloped(xp, target / scale, sums.target_logit, options)
+    sigma = g * smooth / scale if smooth else None
+    alpha = (g * alpha + g_lse) / scale
+    return KnownRows(sums.anchor, sums.log_total, factor=scale, target=target, alpha=alpha, sigma=sigma)
 
 
 def known_log_prob_rows(

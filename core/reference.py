@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from logitless.spec import ALPHA_FLOOR, RESCUE_NATS, STATISTICS, LossOptions, TokenStats
+from logitless.spec import ALPHA_FLOOR, RESCUE_NATS, STATISTICS, LossOptions, TokenStats, check_shift
 
 Array = NDArray[np.float64]
 Stats = TokenStats[NDArray[np.generic]]
@@ -21,7 +21,8 @@ Stats = TokenStats[NDArray[np.generic]]
 
 @dataclasses.dataclass(frozen=True)
 class LossResult:
-    """The loss (scalar, or [...] for "none"), the gradients of Σ loss · upstream, and the statistics."""
+    """The loss (scalar, or [...] for "none"), the gradients of Σ loss · upstream + Σ lse · lse_upstream, and the
+    statistics, lse among them."""
 
     loss: Array
     hidden_grad: Array
@@ -32,7 +33,8 @@ class LossResult:
 
 @dataclasses.dataclass(frozen=True)
 class LogitsResult:
-    """The loss (scalar, or [...] for "none"), the logits' gradient of Σ loss · upstream, and the statistics."""
+    """The loss (scalar, or [...] for "none"), the logits' gradient of Σ loss · upstream + Σ lse · lse_upstream, and the
+    statistics, lse among them."""
 
     loss: Array
     logits_grad: Array
@@ -91,21 +93,27 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: float = 1.0,
     normalizer: ArrayLike | None = None,
+    shift: int = 0,
     upstream: ArrayLike = 1.0,
+    lse_upstream: ArrayLike = 0.0,
     chunk: int = 128,
 ) -> LossResult:
     """Loss, its gradients times ``upstream`` (a scalar, or [...] for "none"), and statistics; all float64.
 
-    The formula is in :mod:`logitless.spec`. ``chunk``: tokens worked on at a time; it changes no value beyond rounding.
+    The gradients of every token's lse times ``lse_upstream`` (a scalar or [...]) are added: ∂lse / ∂z_j = p_j. With a
+    ``shift``, position i is scored against target[..., i + shift], and the last ones are ignored. The formula is in
+    :mod:`logitless.spec`. ``chunk``: tokens worked on at a time; it changes no value beyond rounding.
     """
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)  # type: ignore[arg-type]
     options = options.tempered(temperature)
+    target = _shifted(np.asarray(target), shift, ignore_index)
     inputs = _inputs(hidden, weight, target, bias, token_weight, class_weight, ignore_index)
     tokens = inputs.y.size
     g = np.broadcast_to(np.asarray(upstream, np.float64), np.shape(target) if reduction == "none" else ())
     norm = _norm(inputs, options, normalizer)
     g_rows = g.reshape(-1) if reduction == "none" else np.full(tokens, float(g) * norm)
     g_rows = g_rows * inputs.t * options.logit_scale
+    g_lse = np.broadcast_to(np.asarray(lse_upstream, np.float64), np.shape(target)).reshape(-1)
 
     loss = np.zeros(tokens)
     dx, dw, db = np.zeros_like(inputs.x), np.zeros_like(inputs.w), np.zeros_like(inputs.b)
@@ -118,6 +126,11 @@ def linear_cross_entropy(
         dx[rows], chunk_dw, chunk_db = _products(inputs, rows, options, part, g_rows[rows])
         dw += chunk_dw
         db += chunk_db
+        if np.any(g_lse[rows]):
+            dz = _lse_gradient(inputs, rows, options, part, g_lse[rows])
+            dx[rows] += dz @ inputs.w
+            dw += dz.T @ np.where(inputs.valid[rows, None], inputs.x[rows], 0.0)
+            db += dz.sum(0)
     shape = np.shape(target)
     return LossResult(
         loss.reshape(shape) if reduction == "none" else np.asarray(np.sum(loss) * norm),
@@ -185,6 +198,7 @@ def cross_entropy(
     temperature: float = 1.0,
     normalizer: ArrayLike | None = None,
     upstream: ArrayLike = 1.0,
+    lse_upstream: ArrayLike = 0.0,
     chunk: int = 128,
 ) -> LogitsResult:
     """:func:`linear_cross_entropy` of logits that exist: they replace hidden weightᵀ + bias."""
@@ -195,6 +209,7 @@ def cross_entropy(
     g = np.broadcast_to(np.asarray(upstream, np.float64), shape if reduction == "none" else ())
     norm = _norm(inputs, options, normalizer)
     g_rows = g.reshape(-1) if reduction == "none" else np.full(tokens, float(g) * norm)
+    g_lse = np.broadcast_to(np.asarray(lse_upstream, np.float64), shape).reshape(-1)
     loss, gradient, stats = np.zeros(tokens), np.zeros_like(r), []
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
@@ -202,12 +217,23 @@ def cross_entropy(
         loss[rows] = _loss_rows(inputs, rows, options, part)
         stats.append(_stats_rows(inputs, rows, part))
         gradient[rows] = _logit_gradient(inputs, rows, options, part, g_rows[rows] * inputs.t[rows])
+        if np.any(g_lse[rows]):
+            gradient[rows] += _lse_gradient(inputs, rows, options, part, g_lse[rows])
     total_loss = loss.reshape(shape) if reduction == "none" else np.asarray(np.sum(loss) * norm)
     return LogitsResult(total_loss, gradient.reshape(np.shape(logits)), _shaped_stats(stats, shape))
 
 
 def _float64(values: ArrayLike) -> Array:
     return np.asarray(values).astype(np.float64)
+
+
+def _shifted(target: NDArray[np.generic], shift: int, ignore_index: int) -> NDArray[np.generic]:
+    check_shift(shift, target.shape)
+    if not shift:
+        return target
+    moved = np.full_like(target, ignore_index)
+    moved[..., :-shift] = target[..., shift:]
+    return moved
 
 
 def _inputs(
@@ -322,6 +348,15 @@ def _logit_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _C
     dz[index, y] = (rest * part.e_target - beta * part.s) / total - smooth * k[y]
     dz = dz * _slope(part.z, options) * options.logit_scale * g[:, None]
     return np.where(valid[:, None], dz, 0.0)
+
+
+def _lse_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> Array:
+    """∂ Σ g lse / ∂r: g p_j times the slope."""
+    total = part.s + part.e_target
+    p = part.e / total[:, None]
+    p[np.arange(len(p)), inputs.y[rows]] = part.e_target / total
+    dz = p * _slope(part.z, options) * options.logit_scale * g[:, None]
+    return np.where(inputs.valid[rows, None], dz, 0.0)
 
 
 def _products(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g: Array) -> tuple[Array, Array, Array]:

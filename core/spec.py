@@ -177,6 +177,21 @@ def check_ignore_index(value: object) -> None:
         raise ValueError(f"ignore_index: got {value}, allowed is what an int32 target can hold")
 
 
+def check_shift(value: object, target: tuple[int, ...]) -> None:
+    """Check ``shift`` beside a target of this shape: an integer from 0 to T - 1, T the target's last axis.
+
+    Raises TypeError unless it is an integer, ValueError for its size or a target without axes.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"shift: got {value!r}, allowed is an integer")
+    if int(value) == 0:
+        return
+    if not target:
+        raise ValueError(f"shift: got {value} beside a target without axes, allowed is 0")
+    if not 0 < int(value) < target[-1]:
+        raise ValueError(f"shift: got {value} beside a target {target}, allowed is 0 or less than its last axis")
+
+
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless ``value`` is one of those that are allowed."""
     if value not in allowed:

@@ -35,10 +35,12 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
+    return_lse: bool = False,
+    shift: int = 0,
     axis_name: AxisName | None = None,
     vocab: int | None = None,
     sequence_parallel: bool = False,
-) -> Array | tuple[Array, TokenStats[Array]]:
+) -> Array | tuple[Array | TokenStats[Array], ...]:
     """Cross-entropy of ``softmax(f(hidden @ weight.T + bias))`` against ``target``, without holding the logits.
 
     With z = logit_scale · (hidden weightᵀ + bias), then z = softcap · tanh(z / softcap) if a softcap is given, and z
@@ -74,6 +76,12 @@ def linear_cross_entropy(
             and "pallas" is taken as it is: what is traced may be compiled for another one. Compiled for one that is no
             CUDA device, it is a NotImplementedError that names "xla".
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
+        return_lse: also return lse, [...] in the loss's dtype, 0 for an ignored token; class and token weights are no
+            part of it. Both it and the loss are differentiable, with any upstream gradients: ∂lse_i / ∂z_ij = p_ij.
+            With gradients a call costs 8·N·D·V flops, for every reduction, and nothing is held for the backward.
+        shift: position i is scored against target[..., i + shift], and the last ``shift`` positions are ignored: 1
+            for a causal model whose hidden [..., T, D] and target [..., T] come from the same tokens. Less than T.
+            Nothing is copied but the target; token_weight, results and gradients stay at hidden's positions.
         axis_name: inside of jax.shard_map, the mesh axis (or axes) over which the vocabulary is cut: weight, bias and
             class_weight are this device's part of it in the axis's order, hidden and target are the same on all its
             devices, and ids count through the whole vocabulary. The results are those of the whole vocabulary, the same
@@ -87,8 +95,8 @@ def linear_cross_entropy(
     With axis_name a plan is one for this device's rows of the weight. NumPy arrays are taken as well. Numbers (options)
     are static: another value compiles anew.
 
-    Returns the loss in float32 (float64 for float64 input), or (loss, TokenStats). Gradients have each argument's dtype
-    and shape.
+    Returns the loss in float32 (float64 for float64 input), or a tuple: the loss, then lse and TokenStats where they
+    were asked for. Gradients have each argument's dtype and shape.
 
     Raises ValueError or TypeError naming the argument, what came and what is allowed; NotImplementedError for a backend
     that cannot run.
@@ -98,11 +106,11 @@ def linear_cross_entropy(
     request = Request(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
         logit_scale=logit_scale, softcap=softcap, temperature=temperature, plan=plan, memory_budget=memory_budget,
-        backend=backend, statistics=return_stats,
+        backend=backend, statistics=return_stats, lse=return_lse, shift=shift,
     )  # fmt: skip
     arrays, call = checks.ready(raw, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
-    loss, stats = loss_and_stats(call, arrays)
-    return (loss, stats) if return_stats else loss
+    results = tuple(value for value in loss_and_stats(call, arrays) if value is not None)
+    return results if len(results) > 1 else results[0]
 
 
 def linear_log_probs(

@@ -91,6 +91,10 @@ class Request:
     """Of a loss its statistics, of log-probabilities the entropy."""
     log_probs: bool = False
     """Whether log-probabilities are asked for, and not a loss."""
+    lse: bool = False
+    """Whether a loss comes with every token's lse, differentiable too."""
+    shift: int = 0
+    """How many positions the target is moved to the front."""
 
 
 @jax.tree_util.register_static
@@ -109,6 +113,8 @@ class Call:
     """Whether the forward makes the gradients, which then wait for the upstream scalar."""
     holds: bool = False
     """Whether the forward holds its exponentials, because the upstream gradient arrives per token."""
+    lse: bool = False
+    """Whether a loss comes with every token's lse, differentiable too: its upstream gradient arrives per token."""
 
 
 class Shared(NamedTuple):

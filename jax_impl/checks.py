@@ -31,16 +31,27 @@ from logitless.spec import ArrayInfo, LossOptions
 def ready(raw: RawArrays, request: Request, shard: Shard) -> tuple[Arrays[Array], Call]:
     """A call on one device: its arrays as JAX's, and everything else, all of it checked."""
     flag = {"with_entropy" if request.log_probs else "return_stats": request.statistics}
-    spec.check_flags(**flag)
+    spec.check_flags(**flag, return_lse=request.lse)
     spec.check_backend(request.backend, BACKENDS)
     check_plan_argument(request.plan, request.memory_budget)
     options = loss_options(request)
     check_arrays(raw, shard)
+    spec.check_shift(request.shift, tuple(raw.target.shape))
     check_normalizer(raw.normalizer, request.reduction)
-    check_ids(raw.target, shard.vocab or raw.weight.shape[0], options.ignore_index)
+    check_ids(raw.target, shard.vocab or raw.weight.shape[0], options.ignore_index, request.shift)
     name = usable_backend(request.backend, raw, cut=False)
     plan = _chosen_plan(raw, shard, request, options, name)
-    return as_jax(raw, raw.hidden.dtype), _planned(options, plan, request, name, shard)
+    arrays = as_jax(raw, raw.hidden.dtype)
+    arrays = arrays._replace(target=shifted(arrays.target, request.shift, options.ignore_index))
+    return arrays, _planned(options, plan, request, name, shard)
+
+
+def shifted(target: Array, shift: int, ignore_index: int) -> Array:
+    """The ids that the positions are scored against: target[..., i + shift], ignore_index at the last positions."""
+    if not shift:
+        return target
+    before = [(0, 0)] * (target.ndim - 1)
+    return jnp.pad(target[..., shift:], (*before, (0, shift)), constant_values=ignore_index)
 
 
 def loss_options(request: Request) -> LossOptions:
@@ -87,10 +98,10 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
         vocab=vocab,
         dtype=dtype,
         memory_budget=budget,
-        one_pass=options.reduction != "none" and options.separable,
+        one_pass=options.reduction != "none" and options.separable and not request.lse,
         device="cpu" if device_of(hidden).platform == "cpu" else "gpu",
         kind="pallas" if backend == "pallas" else "xla",
-        hold=hold and not shard.active,
+        hold=hold and not shard.active and not request.lse,
     )
     return choose_plan(wanted)
 
@@ -100,10 +111,11 @@ def _planned(options: LossOptions, plan: ChunkPlan, request: Request, name: str,
     if not plan.tokens:
         name = "xla"  # nothing for a kernel to do
     backend, dtype = backend_named(name), jnp.dtype(plan.dtype)
-    one_pass = plan.one_pass and options.separable and options.reduction != "none" and backend.one_pass(dtype, options)
-    holds = plan.holds_all and options.separable and options.reduction == "none" and not shard.active
+    now = options.separable and not request.lse
+    one_pass = now and plan.one_pass and options.reduction != "none" and backend.one_pass(dtype, options)
+    holds = now and plan.holds_all and options.reduction == "none" and not shard.active
     holds = holds and not (request.log_probs and request.statistics) and backend.holds(dtype)
-    return Call(options, plan, request.statistics, name, shard, one_pass, holds)
+    return Call(options, plan, request.statistics, name, shard, one_pass, holds, request.lse)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,15 +171,18 @@ def check_normalizer(normalizer: object, reduction: str) -> None:
     spec.check_normalizer(normalizer, known, reduction)
 
 
-def check_ids(target: RawArray, vocab: int, ignore_index: int) -> None:
+def check_ids(target: RawArray, vocab: int, ignore_index: int, shift: int = 0) -> None:
     """Raise ValueError for an id outside, where looking at the ids waits for nothing. Else that token's loss is NaN.
 
-    A NumPy array is always looked at before it is converted, because int64 would wrap to int32.
+    The first ``shift`` ids along the last axis are no position's target. A NumPy array is always looked at before it
+    is converted, because int64 would wrap to int32.
     """
     ids = readable(target)
     if ids is None:
         return
     outside = ((ids < 0) | (ids >= vocab)) & (ids != ignore_index)
+    if shift:
+        outside = outside & (np.arange(ids.shape[-1]) >= shift)
     if outside.any():
         position = tuple(int(axis[0]) for axis in np.nonzero(outside))
         raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index)

@@ -4,6 +4,7 @@
 | --- | --- | --- | --- |
 | nothing to differentiate | sums | – | 2·N·D·V |
 | mean, sum, a plan in one pass | sums and gradients | multiply by the upstream scalar, in the last cast | 6 |
+| with lse as a result | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan that knows lse first | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan in one pass and one chunk (kernels) | sums, exponentials | gradients with what arrived | 6 |
 """
@@ -33,6 +34,7 @@ Tree = TypeVar("Tree")
 
 Cotangent = Array | SymbolicZero | None
 Loss = tuple[Array, TokenStats[Array] | None]
+LossAndLse = tuple[Array, Array | None, TokenStats[Array] | None]
 LogProbs = tuple[Array, Array | None]
 
 # Nothing arrived, so no gradient is made.
@@ -153,21 +155,26 @@ def loss_output(
     return loss, TokenStats(*(values.reshape(shape) for values in numerics.token_stats(XP, inputs, sums)))
 
 
-def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[Loss, Known]:
+def _outputs(call: Call, arrays: Arrays[Array], inputs: Inputs, sums: TokenSums, norm: Array) -> LossAndLse:
+    shape = arrays.target.shape
+    loss, stats = loss_output(call.options, call.statistics, shape, inputs, sums, norm)
+    return loss, jnp.where(inputs.valid, sums.lse, 0.0).reshape(shape) if call.lse else None, stats
+
+
+def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[LossAndLse, Known]:
     inputs = _inputs(call, arrays)
     norm = normalizer(inputs, call.options, arrays.normalizer)
     sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan, call.statistics)
-    output = loss_output(call.options, call.statistics, arrays.target.shape, inputs, sums, norm)
-    return output, Known(arrays, sums, inputs.shared)
+    return _outputs(call, arrays, inputs, sums, norm), Known(arrays, sums, inputs.shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(call: Call, arrays: Arrays[Array]) -> Loss:
+def _loss(call: Call, arrays: Arrays[Array]) -> LossAndLse:
     return _loss_from_sums(call, arrays)[0]
 
 
-def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[Loss, object]:
-    """(loss, statistics), and what :func:`loss_gradients` needs."""
+def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[LossAndLse, object]:
+    """(loss, lse, statistics), and what :func:`loss_gradients` needs."""
     if not ((call.one_pass or call.holds) and any(needs)):
         return _loss_from_sums(call, arrays)
     inputs = _inputs(call, arrays)
@@ -176,10 +183,10 @@ def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[Loss,
     backend = backend_named(call.backend)
     make = backend.token_gradients if call.holds else backend.loss_gradients
     sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics)
-    return loss_output(call.options, call.statistics, arrays.target.shape, inputs, sums, norm), held
+    return _outputs(call, arrays, inputs, sums, norm), held
 
 
-def _loss_forward(call: Call, primals: Arrays[CustomVJPPrimal]) -> tuple[Loss, Packed]:
+def _loss_forward(call: Call, primals: Arrays[CustomVJPPrimal]) -> tuple[LossAndLse, Packed]:
     arrays, needs = values_and_needs(primals)
     checks.check_tracked(call, needs)
     output, kept = loss_forward(call, arrays, needs)
@@ -188,23 +195,30 @@ def _loss_forward(call: Call, primals: Arrays[CustomVJPPrimal]) -> tuple[Loss, P
 
 def _loss_backward(call: Call, residuals: Packed, cotangents: tuple[Cotangent, ...]) -> tuple[Arrays[Array | None]]:
     (kept, likes), needs = unpacked(residuals)
-    upstream = arrived(cotangents[0])
-    if upstream is None:
+    upstream, g_lse = map(arrived, cotangents[:2])
+    if upstream is None and g_lse is None:
         return (NO_COTANGENTS,)
-    return cotangents_of(loss_gradients(call, kept, Needs(*needs), upstream), likes, call.shard)
+    return cotangents_of(loss_gradients(call, kept, Needs(*needs), upstream, g_lse), likes, call.shard)
 
 
-def loss_gradients(call: Call, kept: object, needs: Needs, upstream: Array) -> Gradients:
+def loss_gradients(call: Call, kept: object, needs: Needs, upstream: Array | None, g_lse: Array | None) -> Gradients:
     """Gradients from what :func:`loss_forward` kept; of hidden, this device's share."""
     backend = backend_named(call.backend)
     if not isinstance(kept, Known):
+        assert upstream is not None  # gradients are made or begun only where lse is no result
         return backend.finish(kept, call.options, call.plan, needs, upstream)
     arrays = kept.arrays
     inputs = _inputs(call, arrays, kept.shared)
     norm = normalizer(inputs, call.options, arrays.normalizer)
+    if upstream is None:
+        upstream = jnp.zeros(inputs.target.shape if call.options.reduction == "none" else ())
     per_token = upstream.reshape(-1) if call.options.reduction == "none" else upstream * norm
     g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(per_token))
-    known = numerics.known_loss_rows(XP, inputs, call.options, kept.sums, g)
+    if g_lse is None:
+        known = numerics.known_loss_rows(XP, inputs, call.options, kept.sums, g)
+    else:
+        h = numerics.lse_upstream(XP, inputs, call.options, inputs.wide(g_lse.reshape(-1)))
+        known = numerics.known_loss_and_lse_rows(XP, inputs, call.options, kept.sums, g, h)
     return backend.known_gradients(inputs, call.options, call.plan, known, g, needs)
 
 

@@ -30,6 +30,7 @@ class Outcome:
     loss: Any
     grads: dict[str, Any]
     stats: Any = None
+    lse: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ class TorchEager(Implementation):
 
     def run(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
-        wrt: Any = ARGUMENTS, upstream: Any = 1.0, **options: Any,
+        wrt: Any = ARGUMENTS, upstream: Any = 1.0, lse_upstream: Any = 0.0, **options: Any,
     ) -> Outcome:  # fmt: skip
         import torch
 
@@ -122,11 +123,15 @@ class TorchEager(Implementation):
         result = self.function()(
             arrays["hidden"], arrays["weight"], self.array(target), arrays["bias"], backend=self.backend, **options
         )
-        loss, stats = result if options.get("return_stats") else (result, None)
+        loss, *more = result if isinstance(result, tuple) else (result,)
+        lse = more.pop(0) if options.get("return_lse") else None
         if loss.requires_grad:
-            loss.backward(torch.as_tensor(np.array(upstream), dtype=loss.dtype, device=loss.device).expand_as(loss))
+            given = [(loss, upstream)] if lse is None else [(loss, upstream), (lse, lse_upstream)]
+            gs = [torch.as_tensor(np.array(g), dtype=m.dtype, device=m.device).expand_as(m) for m, g in given]
+            torch.autograd.backward([m for m, _ in given], gs)
         grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
-        return Outcome(self.numpy(loss), grads, None if stats is None else type(stats)(*map(self.numpy, stats)))
+        stats = [type(found)(*map(self.numpy, found)) for found in more]
+        return Outcome(self.numpy(loss), grads, stats[0] if stats else None, self.numpy(lse))
 
     def run_log_probs(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
@@ -228,7 +233,7 @@ class JaxXla(Implementation):
 
     def run(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
-        wrt: Any = ARGUMENTS, upstream: Any = 1.0, **options: Any,
+        wrt: Any = ARGUMENTS, upstream: Any = 1.0, lse_upstream: Any = 0.0, **options: Any,
     ) -> Outcome:  # fmt: skip
         import jax
         import jax.numpy as jnp
@@ -247,11 +252,20 @@ class JaxXla(Implementation):
                 a = arrays | chosen
                 return self.function()(a["hidden"], a["weight"], ids, a["bias"], backend=self.backend, **options)
 
-            with_stats = bool(options.get("return_stats"))
-            value, backward, *stats = jax.vjp(loss, {name: arrays[name] for name in wrt}, has_aux=with_stats)
-            (made,) = backward(jnp.broadcast_to(jnp.asarray(upstream, value.dtype), value.shape))
+            count = 2 if options.get("return_lse") else 1
+
+            def split(chosen: dict[str, Any]) -> Any:
+                made = loss(chosen)
+                made = made if isinstance(made, tuple) else (made,)
+                return made[:count], made[count:]
+
+            values, backward, stats = jax.vjp(split, {name: arrays[name] for name in wrt}, has_aux=True)
+            upstreams = zip(values, (upstream, lse_upstream), strict=False)
+            (made,) = backward(tuple(jnp.broadcast_to(jnp.asarray(g, m.dtype), m.shape) for m, g in upstreams))
             grads = {name: self.numpy(made[name]) if name in wrt else None for name in ARGUMENTS}
-            return Outcome(self.numpy(value), grads, type(stats[0])(*map(self.numpy, stats[0])) if with_stats else None)
+            stats = [type(found)(*map(self.numpy, found)) for found in stats]
+            lse = self.numpy(values[1]) if count == 2 else None
+            return Outcome(self.numpy(values[0]), grads, stats[0] if stats else None, lse)
 
     def run_log_probs(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,

@@ -212,10 +212,12 @@ def test_signatures_are_the_same_in_both_frameworks(impl: Any) -> None:
         "memory_budget",
         "backend",
         "return_stats",
+        "return_lse",
+        "shift",
     ]
     defaults = {
         "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "logit_scale": 1.0,
-        "temperature": 1.0, "return_stats": False, "with_entropy": False,
+        "temperature": 1.0, "return_stats": False, "return_lse": False, "shift": 0, "with_entropy": False,
     }  # fmt: skip
     loss, log_probs = functions(impl)
     expected_log_probs = [

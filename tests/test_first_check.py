@@ -65,10 +65,29 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     return found
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_without_gradients_and_without_tokens(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = comparisons(monkeypatch)
+    hidden, weight, target = arrays()
+    with mode():
+        linear_cross_entropy(hidden, weight, target, backend="triton")
+        linear_cross_entropy(hidden[:0], weight, target[:0], backend="triton")
+    assert found == [None]
+
+
+def test_tokens_along_several_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = comparisons(monkeypatch)
+    hidden, weight, target = arrays()
+    rows = hidden.reshape(2, TOKENS // 2, HIDDEN), weight, target.reshape(2, -1)
+    linear_cross_entropy(*rows, token_weight=torch.rand(2, TOKENS // 2), backend="triton").backward()
+    assert found == [None]
+
+
 def test_each_kind_of_call_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = comparisons(monkeypatch)
     hidden, weight, target = arrays()
     calls: list[dict[str, Any]] = [{}, {"softcap": 5.0}, {"plan": IN_CHUNKS}, {"accumulate_into": weight.detach() * 0}]
+    calls += [{"token_weight": torch.rand(TOKENS), "class_weight": torch.rand(VOCAB), "bias": torch.zeros(VOCAB)}]
     for options in calls:
         for _ in range(2):
             linear_cross_entropy(hidden, weight, target, backend="triton", **options).backward()
@@ -89,7 +108,7 @@ def test_nothing_is_compared_where_nothing_is_new(setting: str | None, monkeypat
 @pytest.mark.parametrize(("chip", "new"), [("9.0", False), ("8.0", True), ("12.0", True), ("gfx942", True)])
 def test_what_is_new(chip: str, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "chip_of", lambda index: chip)
-    assert first_check.is_new.__wrapped__(0) is new
+    assert first_check.is_new(0) is new
 
 
 def test_nothing_is_compared_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "loss_of_weight": lambda x: linear_cross_entropy(X, jnp.tile(x, (2, 1))[:V], Y),
     "loss_of_bias": lambda x: linear_cross_entropy(X, W, Y, jnp.resize(x, V)),
     "losses": lambda x: linear_cross_entropy(x, W, Y, reduction="none").sum(),
+    "lse": lambda x: linear_cross_entropy(x, W, Y, return_lse=True, shift=1)[1].sum(),  # type: ignore[union-attr]
     "two_pass": lambda x: linear_cross_entropy(x, W, Y, softcap=5.0, label_smoothing=0.1),
     "log_probs": lambda x: linear_log_probs(x, W, Y)[0].sum(),
     "entropy": lambda x: linear_log_probs(x, W, Y, with_entropy=True)[1].sum(),

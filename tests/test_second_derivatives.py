@@ -26,8 +26,8 @@ from logitless.torch_impl import (  # noqa: E402
 
 B, T, D, V = 2, 3, 4, 9
 FUNCTIONS = (
-    "mean", "slices", "none", "module", "accumulate", "log_prob", "entropy", "logits", "logits_none", "dpo", "kto",
-    "policy", "sequence", "distillation",
+    "mean", "slices", "none", "lse", "module", "accumulate", "log_prob", "entropy", "logits", "logits_none", "dpo",
+    "kto", "policy", "sequence", "distillation",
 )  # fmt: skip
 REFUSED = "is differentiable once"
 
@@ -55,6 +55,7 @@ def make(name: str, device: str, backend: str) -> tuple[Callable[[Any], Any], An
         "mean": lambda x: linear_cross_entropy(x, w, y, backend=backend),
         "slices": lambda x: linear_cross_entropy(x, w, y, plan=slices, backend=backend),
         "none": lambda x: linear_cross_entropy(x, w, y, reduction="none", backend=backend).sum(),
+        "lse": lambda x: linear_cross_entropy(x, w, y, return_lse=True, shift=1, backend=backend)[1].sum(),
         "module": lambda x: head(x, y),
         "accumulate": accumulated,
         "log_prob": lambda x: linear_log_probs(x, w, y, backend=backend)[0].sum(),

@@ -258,6 +258,50 @@ def test_a_policy_on_a_mesh_of_data_and_vocabulary() -> None:
         assert error(made, wanted) <= 4 * TINY["float32"]
 
 
+@pytest.mark.case(18, 21, 26)
+@pytest.mark.parametrize("how", ["shard_map", "wrapper", "explicit", "sequence"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_lse_and_the_shift(how: str, rows: int) -> None:
+    """One row of tokens as well, which the data axis cuts: a position's target may be another device's."""
+    x, w, y = arrays()
+    h = np.random.default_rng(6).standard_normal(24).astype(np.float32)
+    if rows > 1:
+        x, y, h = x.reshape(rows, -1, x.shape[-1]), y.reshape(rows, -1), h.reshape(rows, -1)
+    options = {"softcap": 5.0, "label_smoothing": 0.1, "return_lse": True, "shift": 2}
+    true = reference.linear_cross_entropy(
+        *map(np.asarray, (x, w, y)), softcap=5.0, label_smoothing=0.1, shift=2, upstream=3.0, lse_upstream=h
+    )
+    mesh = mesh_of(AxisType.Explicit if how == "explicit" else AxisType.Auto, data=2, vocab=2)
+    sharded = sharded_linear_cross_entropy(
+        mesh, vocab_axis="vocab", data_axis="data", sequence_parallel=how == "sequence"
+    )
+
+    def body(x: Any, w: Any, y: Any) -> Any:
+        return linear_cross_entropy(x, w, y, axis_name="vocab", **options)
+
+    def values(x: Any, w: Any, y: Any) -> Any:
+        if how == "shard_map":
+            return jax.shard_map(body, mesh=VOCAB, in_specs=(P(), P("vocab"), P()), out_specs=P())(x, w, y)
+        return sharded(x, w, y, **options)
+
+    @jax.jit
+    def run(x: Any, w: Any, y: Any, h: Any) -> Any:
+        made, backward = jax.vjp(lambda x, w: values(x, w, y), x, w)
+        loss, lse = made
+        upstream = jnp.full_like(loss, 3.0), (lse * 0 + h if how == "explicit" else h)
+        return made, backward(upstream)
+
+    given = (x, w, y, jnp.asarray(h))
+    if how == "explicit":
+        specs = (P("data"), P("vocab"), P("data"), P("data"))
+        given = tuple(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(given, specs, strict=True))
+    (loss, lse), (dx, dw) = run(*given)
+    expected = (true.loss, true.stats.lse, true.hidden_grad, true.weight_grad)
+    for made, wanted in zip((loss, lse, dx, dw), expected, strict=True):
+        assert error(made, wanted) <= 2 * TINY["float32"]
+    assert not np.asarray(lse)[..., -2:].any()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Data parallel, FSDP, and what is communicated
 

@@ -265,6 +265,44 @@ def test_losses_on_top_name_a_missing_group() -> None:
             on_top(name, case, slice(None), slice(None), sequence_parallel=True)
 
 
+def lse_run(rank: int, case: dict[str, Any], sequence: bool, backend: str) -> Any:
+    own = shares(len(case["weight"]), 2)[rank]
+    x, w = EAGER.array(case["hidden"], "float32"), EAGER.array(case["weight"][own], "float32")
+    if sequence:
+        x = x[rank : rank + 1].clone()
+    x.requires_grad_()
+    w.requires_grad_()
+    loss, lse = linear_cross_entropy(
+        x, w, torch.tensor(case["target"]), softcap=5.0, label_smoothing=0.1, return_lse=True, shift=1,
+        process_group=group_of(2), sequence_parallel=sequence, backend=backend,
+    )  # fmt: skip
+    (3 * loss + (lse * torch.tensor(case["h"])).sum()).backward()
+    return [EAGER.numpy(value) for value in (loss, lse, x.grad, w.grad)]
+
+
+@pytest.mark.case(18, 21, 26)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_lse_and_the_shift(pool: Ranks, sequence: bool, backend: str) -> None:
+    """hidden [2, 5, D]: under sequence parallelism a rank has one of the rows, and all targets."""
+    rng = np.random.default_rng(0)
+    case: dict[str, Any] = {"hidden": rng.standard_normal((2, 5, 12)), "weight": rng.standard_normal((43, 12))}
+    case |= {"target": rng.integers(0, 43, (2, 5)), "h": rng.standard_normal((2, 5))}
+    alone = EAGER.run(
+        case["hidden"], case["weight"], case["target"], softcap=5.0, label_smoothing=0.1, return_lse=True, shift=1,
+        upstream=3.0, lse_upstream=case["h"],
+    )  # fmt: skip
+    answers = pool.run(lse_run, case, sequence, backend, ranks=2)
+    for loss, lse, *_ in answers:
+        assert error(loss, alone.loss) <= 4 * TINY["float32"]
+        assert error(lse, alone.lse) <= 4 * TINY["float32"]
+    if sequence:
+        assert error(np.concatenate([made[2] for made in answers]), alone.grads["hidden"]) <= 4 * TINY["float32"]
+    else:
+        assert all(error(made[2], alone.grads["hidden"]) <= 4 * TINY["float32"] for made in answers)
+    assert error(np.concatenate([made[3] for made in answers]), alone.grads["weight"]) <= 4 * TINY["float32"]
+
+
 def ties_run(rank: int) -> Any:
     """Ten equal logits on two ranks, then the second's best above the first's."""
     weight, target = torch.zeros(5, 3), torch.tensor([7, 2])

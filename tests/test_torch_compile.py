@@ -82,7 +82,7 @@ def assert_same(function: Callable[..., Any], arrays: tuple[Any, ...], training:
 def loss_with(backend: str, **options: Any) -> Callable[..., Any]:
     def function(x: Any, w: Any, b: Any, y: Any) -> Any:
         made = linear_cross_entropy(x * 2, w, y, b, backend=backend, **options)
-        return (made[0], *made[1]) if options.get("return_stats") else made
+        return (*made[:-1], *made[-1]) if options.get("return_stats") else made
 
     return function
 
@@ -99,6 +99,8 @@ def options_named(name: str, device: str, backend: str) -> dict[str, Any]:
         "softcap": {"softcap": 3.0, "logit_scale": 0.7},
         "softcap_smooth": {"softcap": 3.0, "label_smoothing": 0.1},
         "statistics": {"return_stats": True},
+        "lse": {"return_lse": True, "shift": 1},
+        "lse_statistics": {"return_lse": True, "return_stats": True, "reduction": "none", **smooth},
         "number": {"normalizer": 7.3},
         "tensor": {"normalizer": torch.tensor(7.3, device=device)},
         "chunks": {"plan": plan_of(backend, order="tokens", chunk=12)},
@@ -109,8 +111,8 @@ def options_named(name: str, device: str, backend: str) -> dict[str, Any]:
 
 
 OPTIONS = (
-    "plain", "sum_z", "none", "smooth", "softcap", "softcap_smooth", "statistics", "number", "tensor", "chunks",
-    "chunks_smooth", "two_passes", "vocab",
+    "plain", "sum_z", "none", "smooth", "softcap", "softcap_smooth", "statistics", "lse", "lse_statistics", "number",
+    "tensor", "chunks", "chunks_smooth", "two_passes", "vocab",
 )  # fmt: skip
 # These take no path of their own through the graph.
 SLOW = ("sum_z", "smooth", "softcap", "softcap_smooth", "number", "two_passes")
@@ -232,14 +234,26 @@ def test_two_backwards(device: str, backend: str, name: str) -> None:
 
 
 @pytest.mark.case(22)
-@in_turns("name dynamic", [("mean", None), ("mean", True), ("none", True), ("log_probs", None), ("length", None)])
+@in_turns(
+    "name dynamic",
+    [
+        ("mean", None),
+        ("mean", True),
+        ("none", True),
+        ("log_probs", None),
+        ("length", None),
+        ("lse", None),
+        ("lse", True),
+    ],
+)
 def test_a_changing_number_of_tokens(device: str, backend: str, name: str, dynamic: bool | None) -> None:
     """One graph for all, after that of the first number; ``length``: the normalizer is a symbol too."""
 
     def function(x: Any, w: Any, b: Any, y: Any) -> Any:
         if name == "log_probs":
             return linear_log_probs(x * 2, w, y, b, with_entropy=True, backend=backend)
-        how = {"normalizer": x.shape[0]} if name == "length" else {"reduction": name}
+        how: dict[str, Any] = {"length": {"normalizer": x.shape[0]}, "lse": {"return_lse": True, "shift": 1}}
+        how = how.get(name) or {"reduction": name}
         return linear_cross_entropy(x * 2, w, y, b, backend=backend, **how)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -367,7 +381,9 @@ def calls_of_operations(function: Callable[..., Any], arrays: tuple[Any, ...]) -
     return seen
 
 
-@in_turns("name", [("plain",), ("chunks_smooth",), ("statistics",), ("two_passes",), ("log_probs",)])
+@in_turns(
+    "name", [("plain",), ("chunks_smooth",), ("statistics",), ("two_passes",), ("log_probs",), ("lse_statistics",)]
+)
 def test_operations_keep_their_promises(device: str, backend: str, name: str) -> None:
     """PyTorch's own checks: schema, shapes, strides and dtypes as announced, no aliases, nothing written."""
 
@@ -377,7 +393,7 @@ def test_operations_keep_their_promises(device: str, backend: str, name: str) ->
     function = log_probs if name == "log_probs" else loss_with(backend, **options_named(name, device, backend))
     calls = calls_of_operations(function, tensors(device))
     assert {operation.namespace for operation, _ in calls} == {"logitless"}
-    assert len(calls) == (2 if backend == "triton" or name in ("two_passes", "log_probs") else 1)
+    assert len(calls) == (2 if backend == "triton" or name in ("two_passes", "log_probs", "lse_statistics") else 1)
     for operation, arguments in calls:
         detached = tuple(a.detach() if torch.is_tensor(a) else a for a in arguments)
         # The kernels' matrices have places that are never written or read: those cannot be compared.

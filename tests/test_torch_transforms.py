@@ -38,6 +38,10 @@ def plan_named(name: str, backend: str) -> Any:
     return plan(tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, dtype="float32", fused=backend == "triton", **order)
 
 
+def _with_lse(made: Any) -> Any:
+    return made[0] + (made[1] ** 2).sum()
+
+
 def losses(backend: str) -> dict[str, Callable[..., Any]]:
     """Scalars of (x, w, b, y)."""
 
@@ -52,6 +56,8 @@ def losses(backend: str) -> dict[str, Callable[..., Any]]:
         "mean": loss(z_loss=1e-3),
         "smooth": loss(label_smoothing=0.1, softcap=5.0),
         "none": lambda *given: (loss(reduction="none")(*given) ** 2).sum(),
+        "lse": lambda *given: _with_lse(loss(return_lse=True, shift=1)(*given)),
+        "lse_statistics": lambda *given: _with_lse(loss(return_lse=True, return_stats=True, softcap=5.0)(*given)),
         "statistics": lambda *given: loss(return_stats=True)(*given)[0],
         "chunks": loss(plan=plan_named("chunks", backend)),
         "slices": loss(plan=plan_named("slices", backend)),

@@ -189,6 +189,37 @@ def test_deferred(way: str, into: bool) -> None:
         close(t["weight"].grad, true["weight"], dtype)
 
 
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("buffer_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_with_lse(backend: str, buffer_dtype: Any, deferred: bool) -> None:
+    """Both upstream gradients wait, and those of two backward calls add up."""
+    skip_without_triton(backend)
+    if (backend, buffer_dtype) == ("triton", torch.bfloat16):
+        pytest.skip("Triton's interpreter cuts float32 off where it should round it to bfloat16")
+    dtype = torch.bfloat16 if buffer_dtype == torch.bfloat16 else torch.float32
+    h = torch.randn(TOKENS, generator=torch.Generator().manual_seed(2))
+    plain = tensors(dtype)
+    loss, lse = linear_cross_entropy(**plain, return_lse=True, shift=1, backend="eager", **OPTIONS)
+    torch.autograd.backward([loss, lse], [torch.tensor(3.0), h])
+    t = tensors(dtype)
+    into = None if buffer_dtype is None else torch.zeros(VOCAB, SIZE, dtype=buffer_dtype)
+    loss, lse, *handle = linear_cross_entropy(
+        **t, return_lse=True, shift=1, accumulate_into=into, defer_weight_grad=deferred, backend=backend, **OPTIONS
+    )
+    for factor, kept in ((0.25, True), (0.75, deferred)):
+        torch.autograd.backward([loss, lse], [factor * torch.tensor(3.0), factor * h], retain_graph=kept)
+        if not deferred and buffer_dtype == torch.bfloat16:
+            break  # a second sum would be rounded twice
+    for each in handle:
+        each.compute()
+    share = 0.25 if not deferred and buffer_dtype == torch.bfloat16 else 1.0
+    assert (t["weight"].grad is None) == (into is not None)
+    for name in ("hidden", "weight", "bias"):
+        made = into if name == "weight" and into is not None else t[name].grad
+        close(made, share * plain[name].grad, dtype)
+
+
 def test_deferred_beside_frozen_hidden_states_and_earlier_gradients() -> None:
     t = tensors()
     t["hidden"] = t["hidden"].detach()

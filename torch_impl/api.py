@@ -44,6 +44,8 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
+    return_lse: bool = False,
+    shift: int = 0,
     process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     accumulate_into: Tensor | None = None,
@@ -81,6 +83,12 @@ def linear_cross_entropy(
         backend: "triton" (kernels: bfloat16, float16, float32 on a GPU of docs/chips.md, or CPU tensors under
             TRITON_INTERPRET=1), "eager" (plain operations, anywhere), or None: the first that runs.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
+        return_lse: also return lse, [...] in the loss's dtype, 0 for an ignored token; class and token weights are no
+            part of it. Both it and the loss are differentiable, with any upstream gradients: ∂lse_i / ∂z_ij = p_ij.
+            With gradients a call costs 8·N·D·V flops, for every reduction, and nothing is held for the backward.
+        shift: position i is scored against target[..., i + shift], and the last ``shift`` positions are ignored: 1
+            for a causal model whose hidden [..., T, D] and target [..., T] come from the same tokens. Less than T.
+            Nothing is copied but the target; token_weight, results and gradients stay at hidden's positions.
         process_group: the torch.distributed ranks that share the vocabulary: weight, bias and class_weight are this
             rank's consecutive entries [V_r, ...], in the order of the ranks, of any sizes; hidden and target are the
             same on every rank, ids count from the first rank's first entry, and so must be the upstream gradient. Loss
@@ -97,7 +105,7 @@ def linear_cross_entropy(
         defer_weight_grad: also return a :class:`DeferredWeightGrad`: the backward makes hidden's gradient only, its
             ``compute()`` those of weight and bias, later, with 2·N·D·V flops more; what is kept is said there.
 
-    Returns the loss in float32 (float64 for float64 input), or a tuple: the loss, then TokenStats and
+    Returns the loss in float32 (float64 for float64 input), or a tuple: the loss, then lse, TokenStats and
     DeferredWeightGrad where they were asked for. Gradients have each argument's dtype and shape. Nothing is written to
     an argument but accumulate_into; on a GPU nothing synchronises with the host. The last four arguments leave
     torch.compile's graph.
@@ -109,21 +117,24 @@ def linear_cross_entropy(
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
     spec.check_flags(
-        return_stats=return_stats, sequence_parallel=sequence_parallel, defer_weight_grad=defer_weight_grad
-    )
+        return_stats=return_stats, return_lse=return_lse, sequence_parallel=sequence_parallel,
+        defer_weight_grad=defer_weight_grad,
+    )  # fmt: skip
     arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
     request = Request(
         reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature, _fields(plan),
-        memory_budget, backend, return_stats, False, process_group, sequence_parallel, accumulate_into,
-        defer_weight_grad,
+        memory_budget, backend, return_stats, False, return_lse, shift, process_group, sequence_parallel,
+        accumulate_into, defer_weight_grad,
     )  # fmt: skip
     deferred = None
     if _is_apart(arrays, request):
-        (loss, *stats), deferred = sharding.values(arrays, normalizer, request)
+        values, deferred = sharding.values(arrays, normalizer, request)
     else:
-        loss, *stats = _values(arrays, normalizer, request)
-    results = (loss, *([TokenStats(*stats)] if return_stats else []), *([deferred] if defer_weight_grad else []))
-    return results if len(results) > 1 else loss
+        values = _values(arrays, normalizer, request)
+    own = 2 if return_lse else 1
+    stats = [TokenStats(*values[own:])] if return_stats else []
+    results = (*values[:own], *stats, *([deferred] if defer_weight_grad else []))
+    return results if len(results) > 1 else results[0]
 
 
 def linear_log_probs(
@@ -160,7 +171,7 @@ def linear_log_probs(
     arrays = Arrays(hidden, weight, bias, target)
     request = Request(
         "none", ignore_index, 0.0, 0.0, logit_scale, softcap, temperature, _fields(plan), memory_budget, backend,
-        with_entropy, True, process_group, sequence_parallel,
+        with_entropy, True, group=process_group, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     if _is_apart(arrays, request):
         (log_prob, *entropy), _ = sharding.values(arrays, None, request)
@@ -181,7 +192,7 @@ def _is_apart(arrays: Arrays, request: Request) -> bool:
 
 @tracing.kept_whole
 def _values(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -> tuple[Tensor, ...]:
-    """The loss and, if asked for, the statistics; or log-probabilities and, if asked for, entropies."""
+    """The loss and, if asked for, lse and the statistics; or log-probabilities and, if asked for, entropies."""
     arrays, request = Arrays(*arrays), Request(*request)
     tracing.check_transforms("linear_log_probs" if request.log_probs else "linear_cross_entropy")
     plain, call = first_check.checked(lambda: checks.ready(arrays, normalizer, request))

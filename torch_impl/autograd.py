@@ -60,7 +60,7 @@ class Steps(Protocol):
 
     def loss_gradients(
         self, arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None,
-        upstream: Tensor, /,
+        upstream: Tensor, g_lse: Tensor | None, /,
     ) -> Gradients: ...  # fmt: skip
 
     def log_probs(self, arrays: Arrays, call: Call, needs: Needs, /) -> steps.LogProbs: ...
@@ -139,7 +139,8 @@ def reverse_only(name: str) -> staticmethod[..., NoReturn]:
 
 
 def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tuple[Tensor, ...]:
-    """The loss and, if asked for, the eight statistics; or the log-probabilities and, if asked for, the entropies."""
+    """The loss and, if asked for, lse and the eight statistics; or the log-probabilities and, if asked for, the
+    entropies."""
     if call.log_probs:
         results = LinearLogProbsFunction.apply(call, *arrays[:4])  # type: ignore[no-untyped-call]
     else:
@@ -180,17 +181,17 @@ def _take(ctx: Context) -> Waiting | None:
 
 
 def _weight_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], upstream: Tensor
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], upstream: Tensor, g_lse: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW and db of a loss whose backward has left them for later."""
     if not needs.any:
         return None, None
-    gradients = steps.loss_gradients(arrays, call, needs, saved, None, upstream)
+    gradients = steps.loss_gradients(arrays, call, needs, saved, None, upstream, g_lse)
     return gradients.weight, gradients.bias
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The loss and the eight statistics (or Nones), from hidden, weight, bias and what is not differentiated.
+    """The loss, lse and the eight statistics (or Nones), from hidden, weight, bias and what is not differentiated.
 
     Gradients that the forward has begun wait in ctx.waiting for the upstream scalar. The first backward takes them.
     """
@@ -206,23 +207,26 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.save_for_backward(*arrays, *step.saved)
         stats = [None if value is None else own(value) for value in step.stats]
         ctx.mark_non_differentiable(*(value for value in stats if value is not None))
-        return (own(step.loss), *stats)
+        return (own(step.loss), None if step.lse is None else own(step.lse), *stats)
 
     jvp = reverse_only("linear_cross_entropy")
 
     @staticmethod
     @differentiable_once("linear_cross_entropy")
-    def backward(ctx: Context, kept: tuple[Tensor, ...], upstream: Tensor, *_: Tensor | None) -> Derivatives:
+    def backward(
+        ctx: Context, kept: tuple[Tensor, ...], upstream: Tensor, g_lse: Tensor | None, *_: Tensor | None
+    ) -> Derivatives:
         waiting, call = _take(ctx), ctx.call
         arrays, saved = Arrays(*kept[:6]), kept[6:]
         needs = _needs(ctx.needs_input_grad[2:], call, arrays)
         if call.deferred is not None:
             rest = dataclasses.replace(needs, hidden=None)
-            call.deferred.arrived(upstream, arrays, functools.partial(_weight_gradients, arrays, call, rest, saved))
+            both = (upstream,) if g_lse is None else (upstream, g_lse)
+            call.deferred.arrived(both, arrays, functools.partial(_weight_gradients, arrays, call, rest, saved))
             needs = needs.hidden_alone
             if not needs.any:
                 return (None,) * 8
-        gradients = _steps(call).loss_gradients(arrays, call, needs, saved, waiting, upstream)
+        gradients = _steps(call).loss_gradients(arrays, call, needs, saved, waiting, upstream, g_lse)
         return None, None, gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 

@@ -70,6 +70,10 @@ class Request(NamedTuple):
     """Of a loss its statistics, of log-probabilities the entropy."""
     log_probs: bool = False
     """Whether log-probabilities are asked for, and not a loss."""
+    lse: bool = False
+    """Whether a loss comes with every token's lse, differentiable too."""
+    shift: int = 0
+    """How many positions the target is moved to the front."""
     group: dist.ProcessGroup | None = None
     """The ranks that share the vocabulary, or None."""
     sequence_parallel: bool = False
@@ -114,6 +118,13 @@ class Call:
     """What computes dW and db after the backward, or None."""
     log_probs: bool = False
     """Whether log-probabilities are asked for, and not a loss."""
+    lse: bool = False
+    """Whether a loss comes with every token's lse, differentiable too: its upstream gradient arrives per token."""
+
+    @property
+    def differentiable(self) -> int:
+        """How many of the results have a gradient. They come first."""
+        return 1 + (self.statistics if self.log_probs else self.lse)
 
     @property
     def fields(self) -> int:

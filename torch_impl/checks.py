@@ -30,10 +30,12 @@ def ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -
     """A call on one device: its arrays as the kernels read them, and everything else, all of it checked."""
     options = loss_options(request)
     dtype, backend = check_call(arrays, normalizer, request)
-    check_ids(arrays.target, arrays.weight.shape[0], options.ignore_index)
+    arrays = arrays._replace(target=scored(arrays, request, arrays.weight.shape[0]))
     plan, traced = _chosen_plan(arrays, request, options, dtype, backend), tracing.is_looked_at(arrays.hidden)
     grad = torch.is_grad_enabled()
-    call = Call(options, plan, dtype, request.statistics, grad, backend, traced, log_probs=request.log_probs)
+    call = Call(
+        options, plan, dtype, request.statistics, grad, backend, traced, log_probs=request.log_probs, lse=request.lse
+    )
     return (arrays if traced else plain(arrays)), call
 
 
@@ -52,6 +54,7 @@ def check_call(
     ``ranks`` hold hidden together, one after another along ``shared_axis``.
     """
     dtype = check_tensors(arrays, shared_axis, ranks)
+    spec.check_shift(tracing.number(request.shift), tuple(arrays.target.shape))
     check_normalizer(normalizer, request.reduction, arrays.hidden.device)
     return dtype, chosen_backend(request.backend, arrays.hidden.device, dtype)
 
@@ -85,10 +88,10 @@ def _chosen_plan(
     tokens, budget = arrays.target.numel(), tracing.number(request.memory_budget)
     if request.plan is not None:
         return given_plan(arrays, request, dtype)
-    one_pass = options.reduction != "none" and options.separable
+    one_pass = options.reduction != "none" and options.separable and not request.lse
     # A call can hold its exponentials for an upstream gradient per token, if a budget allows it.
     hold = options.separable and budget is not None and not (request.log_probs and request.statistics)
-    hold = hold and not tracing.is_looked_at(arrays.weight)
+    hold = hold and not request.lse and not tracing.is_looked_at(arrays.weight)
     choose = functools.partial(planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold)
     if tracing.is_symbol(tokens):
         waits = backend_named(backend).PRODUCTS_WAIT
@@ -176,14 +179,28 @@ def check_normalizer(normalizer: Tensor | float | None, reduction: Reduction, de
         raise ValueError(f"normalizer: got device {normalizer.device}, allowed is hidden's {device} or the CPU")
 
 
-def check_ids(target: Tensor, vocab: int, ignore_index: int) -> None:
-    """Look at the ids where looking costs no synchronisation; elsewhere an id outside makes that token's loss NaN."""
+def scored(arrays: Arrays, request: Request, vocab: int) -> Tensor:
+    """The ids that the positions are scored against, checked: target, moved to the front by the request's shift."""
+    target, shift, ignore_index = arrays.target, tracing.number(request.shift), tracing.number(request.ignore_index)
+    if not shift:
+        check_ids(target, vocab, ignore_index)
+        return target
+    check_ids(target[..., shift:], vocab, ignore_index, shift)
+    return torch.nn.functional.pad(target[..., shift:], (0, shift), value=ignore_index)
+
+
+def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0) -> None:
+    """Look at the ids where looking costs no synchronisation; elsewhere an id outside makes that token's loss NaN.
+
+    ``shift``: how many there were before them along the last axis.
+    """
     if target.device.type != "cpu" or tracing.is_traced(target):
         return
     outside = ((target < 0) | (target >= vocab)) & (target != ignore_index)
     if bool(outside.any()):
         position = tuple(int(axis[0]) for axis in torch.nonzero(outside, as_tuple=True))
-        raise spec.out_of_range_error(position, int(target[position]), vocab, ignore_index)
+        given = (*position[:-1], position[-1] + shift) if shift else position
+        raise spec.out_of_range_error(given, int(target[position]), vocab, ignore_index)
 
 
 def info(tensor: Tensor) -> ArrayInfo:

@@ -4,6 +4,7 @@
 | --- | --- | --- | --- |
 | nothing to differentiate | sums | – | 2·N·D·V |
 | mean, sum, a plan in one pass | sums and gradients | multiply by the upstream scalar, in the last cast | 6 |
+| with lse as a result | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan that knows lse first | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan in one pass and one chunk (kernels) | sums, exponentials | gradients with what arrived | 6 |
 """
@@ -37,7 +38,7 @@ Result = TypeVar("Result")
 
 def one_pass(call: Call) -> bool:
     """Whether a loss's forward computes its gradients too, if any are wanted."""
-    possible = call.plan.one_pass and call.options.separable and call.options.reduction != "none"
+    possible = call.plan.one_pass and call.options.separable and call.options.reduction != "none" and not call.lse
     if call.into is not None and call.deferred is None:
         possible = possible and adds_in_one_pass(backend_named(call.backend), call.chunk_plan)
     return possible and backend_named(call.backend).one_pass(call.compute_dtype, call.options)
@@ -45,7 +46,7 @@ def one_pass(call: Call) -> bool:
 
 def holds(call: Call) -> bool:
     """Whether a call whose upstream gradient arrives per token holds its exponentials until then."""
-    if call.traced or call.shard is not None or not backend_named(call.backend).holds(call.compute_dtype):
+    if call.traced or call.lse or call.shard is not None or not backend_named(call.backend).holds(call.compute_dtype):
         return False
     return call.chunk_plan.holds_all and call.options.separable and call.options.reduction == "none"
 
@@ -54,6 +55,7 @@ class Loss(NamedTuple):
     """What a loss's forward leaves."""
 
     loss: Tensor
+    lse: Tensor | None
     stats: tuple[Tensor | None, ...]
     saved: tuple[Tensor, ...]
     """For the backward: what autograd may save as it does any tensor."""
@@ -108,7 +110,8 @@ def _prepare(arrays: Arrays, call: Call) -> Inputs:
 
 
 def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
-    """The loss, the eight statistics (or Nones), and what the backward needs for the gradients ``needs``."""
+    """The loss, lse (or None), the eight statistics (or Nones), and what the backward needs for the gradients
+    ``needs``."""
     return _run_step("loss", arrays, call, needs, lambda call: _loss(arrays, normalizer, call, needs))
 
 
@@ -128,27 +131,31 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
             total = shaped(backend.losses(inputs, options, sums), arrays.target.shape)
         else:
             total = backend.total_loss(inputs, options, sums, norm)
+        lse = shaped(sums.lse.masked_fill(~inputs.valid, 0.0), arrays.target.shape) if call.lse else None
         found = numerics.token_stats(XP, inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
         stats = tuple(None if value is None else shaped(value, arrays.target.shape) for value in found)
     kept = needs.any or call.deferred is not None
     saved = (norm, sums.target_logit, sums.anchor, sums.log_total) if kept else ()
-    return Loss(total, stats, saved, waiting)
+    return Loss(total, lse, stats, saved, waiting)
 
 
 def loss_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, upstream: Tensor
-) -> Gradients:
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, upstream: Tensor,
+    g_lse: Tensor | None = None,
+) -> Gradients:  # fmt: skip
     """The gradients: finished from what waits, else recomputed (the per-token upstream has just arrived, or what waited
     is used up)."""
     if waiting is not None:
         with _no_autocast(arrays):
             return _cast(waiting.finish(upstream.to(saved[0].dtype)), arrays)
     return _run_step(
-        "loss_gradients", arrays, call, needs, lambda call: _known_loss(arrays, call, needs, saved, upstream)
+        "loss_gradients", arrays, call, needs, lambda call: _known_loss(arrays, call, needs, saved, upstream, g_lse)
     )
 
 
-def _known_loss(arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], upstream: Tensor) -> Gradients:
+def _known_loss(
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], upstream: Tensor, g_lse: Tensor | None
+) -> Gradients:
     options = call.options
     norm, target_logit, anchor, log_total = saved
     with _no_autocast(arrays):
@@ -156,7 +163,11 @@ def _known_loss(arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, .
         per_token = upstream.reshape(-1).to(norm.dtype) if options.reduction == "none" else upstream * norm
         g = numerics.row_upstream(XP, inputs, options, inputs.wide(per_token))
         sums = TokenSums(target_logit, anchor, log_total)
-        known = numerics.known_loss_rows(XP, inputs, options, sums, g)
+        if g_lse is None:
+            known = numerics.known_loss_rows(XP, inputs, options, sums, g)
+        else:
+            h = numerics.lse_upstream(XP, inputs, options, inputs.wide(g_lse.reshape(-1)))
+            known = numerics.known_loss_and_lse_rows(XP, inputs, options, sums, g, h)
         backend = backend_named(call.backend)
         return _cast(backend.known_gradients(inputs, options, call.chunk_plan, known, g, needs), arrays)
 

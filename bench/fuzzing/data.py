@@ -16,7 +16,8 @@ ZIPF = 1.0
 
 
 def make(problem: Problem) -> Arrays:
-    """Every array of the call by the name of its argument, "upstream" and, with an entropy, "upstream_entropy"."""
+    """Every array of the call by the name of its argument, "upstream" and, with an entropy or lse, "upstream_entropy"
+    or "upstream_lse"."""
     rng = problem.rng()
     if problem.function == "padded_index_gather":
         return _gather(problem, rng)
@@ -31,6 +32,15 @@ def make(problem: Problem) -> Arrays:
     if problem.function == "cross_entropy":
         _to_logits(problem, arrays)
     return arrays | _upstreams(problem, rng)
+
+
+def given(problem: Problem, arrays: Arrays) -> Arrays:
+    """The arrays as a call gets them: with a shift, a target whose first ids are no position's, and no ids at all."""
+    shift = problem.options.get("shift", 0)
+    if not shift:
+        return arrays
+    y = arrays["target"]
+    return arrays | {"target": np.concatenate([np.full_like(y[..., :shift], problem.vocab), y[..., :-shift]], axis=-1)}
 
 
 def side_dtype(problem: Problem) -> str:
@@ -95,6 +105,8 @@ def _sampled(problem: Problem, rng: Any, x: Any, w: Any, b: Any) -> Any:
 
 def _ignore(problem: Problem, rng: Any, target: Any) -> Any:
     ignored = rng.random(target.shape) < problem.ignored
+    if "shift" in problem.options:
+        ignored[..., -problem.options["shift"] :] = True
     return np.where(ignored, problem.options.get("ignore_index", -100), target).astype(np.int64)
 
 
@@ -183,6 +195,8 @@ def _upstreams(problem: Problem, rng: Any) -> Arrays:
         arrays["upstream"].flat[rng.integers(problem.tokens)] = np.nan if problem.blemish.startswith("nan") else np.inf
     if problem.options.get("with_entropy"):
         arrays["upstream_entropy"] = rng.standard_normal(problem.shape)
+    if problem.options.get("return_lse"):
+        arrays["upstream_lse"] = rng.standard_normal(problem.shape)
     if problem.upstream == "expanded":
         arrays = {name: _shared(values, "broadcast") for name, values in arrays.items()}
     return {name: round_to(values, side_dtype(problem)) for name, values in arrays.items()}

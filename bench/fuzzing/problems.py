@@ -146,7 +146,7 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
         way["plan"] = "default"  # one chunk, or the vocab order: what that needs at least is no plan's own number
     if way["transform"] == "second" and (not needs or blemish != "none" or not np.prod(shape)):
         way["transform"] = "plain"
-    return Problem(
+    problem = Problem(
         seed, index, device, backend, function, dtype, shape, hidden, vocab, data,
         blemish, options, arrays,
         ignored=dice.one((0.0, 0.0, 0.25, 0.7)) if layered and not dice.chance(0.03) else 1.0 if layered else 0.0,
@@ -154,6 +154,7 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
         layouts=_one_apart(_layouts(dice, backend, function, arrays), arrays, data, blemish),
         needs=needs, **way,
     )  # fmt: skip
+    return problem if function != "linear_cross_entropy" else _with_lse_and_shift(dice, problem)
 
 
 def _data(dice: Dice, function: str) -> str:
@@ -228,6 +229,17 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
     else:
         _more_options(dice, function, options, arrays)
     return options, arrays
+
+
+def _with_lse_and_shift(dice: Dice, problem: Problem) -> Problem:
+    options, layouts, shape = dict(problem.options), dict(problem.layouts), problem.shape
+    if dice.chance(0.25):
+        options["return_lse"] = True
+    if problem.blemish != "outside" and 0 not in shape and shape[-1:] > (1,) and dice.chance(0.25):
+        options["shift"] = dice.one((1, 1, shape[-1] - 1))
+        if layouts["target"] in ("expanded", "broadcast"):  # the last ids are not the others
+            layouts["target"] = "step"
+    return dataclasses.replace(problem, options=options, layouts=layouts)
 
 
 def _more_options(dice: Dice, function: str, options: dict[str, Any], arrays: dict[str, str]) -> None:

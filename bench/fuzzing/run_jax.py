@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.fuzzing.data import Arrays
+from bench.fuzzing.data import Arrays, given
 from bench.fuzzing.plans import plan_arguments
 from bench.fuzzing.problems import Problem
 from logitless import jax_impl
@@ -24,7 +24,7 @@ def run(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     if _done % CACHED_PROBLEMS == 0:  # what was compiled for other shapes and options is never used again
         jax.clear_caches()
     with jax.enable_x64(problem.dtype == "float64"):
-        inputs = {name: _array(problem, name, values) for name, values in arrays.items()}
+        inputs = {name: _array(problem, name, values) for name, values in given(problem, arrays).items()}
         outputs = _outputs(problem, inputs)
         return {name: _numpy(value) for name, value in outputs.items() if value is not None}
 
@@ -74,7 +74,7 @@ def _laid_out(values: Any, layout: str) -> Any:
 
 
 def _outputs(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
-    names = {"upstream", "upstream_entropy"}
+    names = ("upstream", "upstream_entropy", "upstream_lse")
     inputs = {name: array for name, array in arrays.items() if name not in names}
     options = dict(problem.options) | plan_arguments(problem)
     if problem.function != "padded_index_gather":
@@ -86,8 +86,8 @@ def _outputs(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
 
     def call(chosen: dict[str, Any], rest: dict[str, Any]) -> tuple[Any, Any]:
         results = function(**rest, **chosen, **options)
-        results, stats = results if has_stats else (results, None)
         results = results if isinstance(results, tuple) else (results,)
+        results, stats = (results[:-1], results[-1]) if has_stats else (results, None)
         return tuple(m for m in results if m is not None), stats
 
     def downstream(chosen: dict[str, Any], rest: dict[str, Any], gs: tuple[Any, ...]) -> Any:
@@ -110,14 +110,14 @@ def _outputs(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
         return results, stats, grads
 
     chosen = {name: inputs.pop(name) for name in problem.needs}
-    gs = tuple(arrays[name] for name in ("upstream", "upstream_entropy") if name in arrays)
+    gs = tuple(arrays[name] for name in names if name in arrays)
     if problem.transform == "vmap":
         doubled = jax.tree.map(lambda a: jnp.stack([jnp.flip(jnp.asarray(a)), jnp.asarray(a)]), (chosen, inputs, gs))
         results, stats, grads = jax.tree.map(lambda a: a[1], jax.vmap(step)(*doubled))
     else:
         results, stats, grads = (jax.jit(step) if problem.transform == "jit" else step)(chosen, inputs, gs)
     named = {"linear_log_probs": ("log_prob", "entropy"), "padded_index_gather": ("output",)}
-    outputs = dict(zip(named.get(problem.function, ("loss",)), results, strict=False))
+    outputs = dict(zip(named.get(problem.function, ("loss", "lse")), results, strict=False))
     if stats is not None:
         outputs |= {f"stats.{name}": value for name, value in stats._asdict().items()}
     return outputs | {f"d{name}": grad for name, grad in grads.items()}

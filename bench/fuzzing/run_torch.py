@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.fuzzing.data import Arrays
+from bench.fuzzing.data import Arrays, given
 from bench.fuzzing.plans import plan_arguments
 from bench.fuzzing.problems import Problem
 from logitless import torch_impl
 
 JUNK_ID = 10**6
+MORE_UPSTREAMS = ("upstream_entropy", "upstream_lse")
 
 
 def run(problem: Problem, arrays: Arrays) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def run(problem: Problem, arrays: Arrays) -> dict[str, Any]:
     # The compiler would keep a symbol of every size it has seen: each problem begins anew.
     if problem.transform == "compile":
         torch._dynamo.reset()
-    tensors = {name: _tensor(problem, name, values, device) for name, values in arrays.items()}
+    tensors = {name: _tensor(problem, name, values, device) for name, values in given(problem, arrays).items()}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     with torch.autocast(device, torch.bfloat16, enabled="autocast" in problem.extras):
         outputs = _Run(problem, tensors).outputs()
@@ -91,7 +92,7 @@ class _Run:
         self.problem, self.tensors = problem, tensors
         self.function = getattr(torch_impl, problem.function)
         self.needs = {name: tensors[name] for name in problem.needs}
-        names = {"upstream", "upstream_entropy"}
+        names = {"upstream", *MORE_UPSTREAMS}
         self.arguments = {name: tensor for name, tensor in tensors.items() if name not in names}
         self.options = dict(problem.options)
         if problem.function != "padded_index_gather":
@@ -115,6 +116,8 @@ class _Run:
         stats = None
         if isinstance(returned, tuple) and self.problem.function == "linear_cross_entropy":
             returned, *more = returned
+            if self.options.get("return_lse"):
+                returned = (returned, more.pop(0))
             stats = more[0] if self.options.get("return_stats") else None
             self.deferred = more[-1] if "defer" in self.problem.extras else None
         elif self.options.get("return_stats"):
@@ -122,10 +125,10 @@ class _Run:
         return returned, stats
 
     def upstreams(self, returned: Any, factor: float = 1.0) -> tuple[Tensor, ...]:
-        values = (self.tensors["upstream"], self.tensors.get("upstream_entropy"))
+        values = (self.tensors["upstream"], *(self.tensors[name] for name in MORE_UPSTREAMS if name in self.tensors))
         return tuple(
             (factor * g).to(m.dtype).expand_as(m) if factor != 1.0 else _alike(g, m)
-            for g, m in zip(values, _several(returned), strict=False) if g is not None
+            for g, m in zip(values, _several(returned), strict=False)
         )  # fmt: skip
 
     def outputs(self) -> dict[str, Any]:
@@ -229,7 +232,7 @@ class _Run:
     def _named(self, returned: Any, stats: Any, grads: dict[str, Any]) -> dict[str, Any]:
         results = _several(returned)
         names = {"linear_log_probs": ("log_prob", "entropy"), "padded_index_gather": ("output",)}
-        outputs = dict(zip(names.get(self.problem.function, ("loss",)), results, strict=False))
+        outputs = dict(zip(names.get(self.problem.function, ("loss", "lse")), results, strict=False))
         if stats is not None:
             outputs |= {f"stats.{name}": value for name, value in stats._asdict().items()}
         return outputs | grads

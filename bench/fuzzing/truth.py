@@ -56,8 +56,9 @@ def _cross_entropy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     if problem.arrays.get("class_weight") == "unused":  # what no target has may be anything
         arrays = arrays | {"class_weight": np.where(np.abs(arrays["class_weight"]) < 1e30, arrays["class_weight"], 1.0)}
     upstream = _zero_outside(arrays["upstream"], outside, options)
+    h = np.where(outside, 0.0, arrays.get("upstream_lse", 0.0))
     true = reference.cross_entropy(
-        raw.reshape(*problem.shape, problem.vocab), target, upstream=upstream,
+        raw.reshape(*problem.shape, problem.vocab), target, upstream=upstream, lse_upstream=h,
         token_weight=arrays.get("token_weight"), class_weight=arrays.get("class_weight"),
         normalizer=problem.options.get("normalizer"), **options,
     )  # fmt: skip
@@ -67,6 +68,8 @@ def _cross_entropy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     outputs = {"loss": Expected(loss, allowed, wide_dtype(problem.dtype))}
     if problem.options.get("return_stats"):
         outputs |= _stats(problem, true.stats, magnitude, outside)
+    if problem.options.get("return_lse"):
+        outputs["lse"] = _stats(problem, true.stats, magnitude, outside)["stats.lse"]
     dz = true.logits_grad.reshape(problem.tokens, problem.vocab)
     gross = _gross(problem, arrays, factors, raw, true.stats)
     if not linear:
@@ -74,7 +77,8 @@ def _cross_entropy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
         known = norm_of(round_to(gradient, problem.dtype) - gradient)
         outputs["dlogits"] = bounded(problem, gradient, known, Sums(0.0, norm_of(gross), 0.0), magnitude, outside)
         return outputs
-    return outputs | products(problem, arrays, head, dz, gross, outside, _ideal(problem, arrays, options))
+    ideal = None if "upstream_lse" in arrays else _ideal(problem, arrays, options)
+    return outputs | products(problem, arrays, head, dz, gross, outside, ideal)
 
 
 def _zero_outside(upstream: Any, outside: Any, options: dict[str, Any]) -> Any:
@@ -108,6 +112,8 @@ def _gross(problem: Problem, arrays: Arrays, of: Factors, raw: Any, stats: Any) 
     gross[index, y] += beta * (-np.expm1(-stats.nll.reshape(-1)) - p[index, y])
     # A softcap's slope, 1 less a square near 1, is off by what that square is: it makes nothing smaller.
     gross = gross * scale * (g * of.cancelled)[:, None]
+    if "upstream_lse" in arrays:
+        gross = gross + scale * np.abs(arrays["upstream_lse"].reshape(-1))[:, None] * p
     return np.where(np.isfinite(gross), gross, 0.0)
 
 

@@ -30,8 +30,8 @@ from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
 from logitless.spec import TokenStats
 
-Results = tuple[Array, TokenStats[Array] | Array | None]
-"""The loss and its statistics or None, or log-probabilities and entropies or None."""
+Results = vjp.LossAndLse | vjp.LogProbs
+"""The loss, lse or None and statistics or None; or log-probabilities and entropies or None."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -112,6 +112,11 @@ class Layout:
         if self.vocab is not None and not (type(self.vocab) is int and 1 <= self.vocab <= rows):
             raise ValueError(f"vocab: got {self.vocab!r}, allowed is 1 to the weight's {rows} rows")
 
+    def whole(self, array: Array) -> Array:
+        """The array on every device, if the mesh has Explicit axes: an axis that they cut has no slices."""
+        explicit = AxisType.Explicit in self.mesh.axis_types
+        return jax.reshard(array, NamedSharding(self.mesh, P())) if explicit else array
+
     def placed(self, arrays: Arrays[Array]) -> Arrays[Array]:
         """The arrays laid out as they will be cut, if the mesh has Explicit axes. Else the compiler moves them."""
         if AxisType.Explicit not in self.mesh.axis_types:
@@ -138,9 +143,9 @@ class _Setup:
         return self.request.reduction != "none"
 
     @property
-    def output_specs(self) -> tuple[P, P]:
+    def output_specs(self) -> tuple[P, ...]:
         tokens = self.layout.specs().target
-        return P() if self.scalar else tokens, tokens
+        return (tokens, tokens) if self.request.log_probs else (P() if self.scalar else tokens, tokens, tokens)
 
     def map(
         self, body: Callable[Arguments, Result], in_specs: Pytree, out_specs: Pytree
@@ -156,10 +161,10 @@ def _forward(setup: _Setup, arrays: Arrays[Array], needs: Needs) -> tuple[Result
 
     def body(raw: RawArrays) -> tuple[Results, Pytree]:
         arrays, call = checks.ready(raw, setup.request, layout.shard(setup.rows))
-        (value, more), kept = forward(call, arrays, needs)
+        (value, *more), kept = forward(call, arrays, needs)
         if setup.scalar and layout.data_axes:
             value = lax.psum(value, layout.data_axes)
-        return (value, more), (call, vjp.likes_of(arrays), jax.tree.map(lambda part: part[None], kept))
+        return (value, *more), (call, vjp.likes_of(arrays), jax.tree.map(lambda part: part[None], kept))
 
     return setup.map(body, (layout.specs(),), (setup.output_specs, P(layout.axes)))(arrays)
 
@@ -180,7 +185,7 @@ def _sharded_backward(
 ) -> tuple[Arrays[Array | None]]:
     (call, likes, kept), flags = unpacked(residuals)
     needs, layout = Needs(*flags), setup.layout
-    upstream = tuple(map(vjp.arrived, cotangents if setup.request.log_probs else cotangents[:1]))
+    upstream = tuple(map(vjp.arrived, cotangents[:2]))  # those of statistics are none
     if all(cotangent is None for cotangent in upstream):
         return (vjp.NO_COTANGENTS,)
     gradients: Callable[..., Gradients] = vjp.log_probs_gradients if setup.request.log_probs else vjp.loss_gradients
@@ -194,7 +199,7 @@ def _sharded_backward(
         return cotangents._replace(weight=weight, bias=bias)
 
     specs = layout.specs()
-    in_specs = (P(layout.axes), setup.output_specs[: len(upstream)])
+    in_specs = (P(layout.axes), setup.output_specs[:2])
     return (setup.map(body, in_specs, specs)(kept, upstream),)
 
 
@@ -211,10 +216,16 @@ def _check_options(function: Callable[..., object], options: Iterable[str]) -> N
 
 def _run(layout: Layout, raw: RawArrays, request: Request) -> Results:
     layout.check(raw)
-    checks.check_ids(raw.target, layout.vocab or raw.weight.shape[0], request.ignore_index)
+    spec.check_shift(request.shift, tuple(raw.target.shape))
+    checks.check_ids(raw.target, layout.vocab or raw.weight.shape[0], request.ignore_index, request.shift)
     spec.check_backend(request.backend, BACKENDS)
     checks.usable_backend(request.backend, raw)  # refuse here, where the arrays' devices are known
-    setup, arrays = _Setup(layout, raw.weight.shape[0], request), layout.placed(as_jax(raw, raw.hidden.dtype))
+    arrays = as_jax(raw, raw.hidden.dtype)
+    if request.shift:  # here, where the whole target is: a part may end before its last positions' targets
+        target = layout.whole(arrays.target)
+        arrays = arrays._replace(target=checks.shifted(target, request.shift, request.ignore_index))
+    setup = _Setup(layout, raw.weight.shape[0], dataclasses.replace(request, shift=0))
+    arrays = layout.placed(arrays)
     results: Results = _compiled(setup, arrays)
     return results
 
@@ -226,7 +237,7 @@ def sharded_linear_cross_entropy(
     data_axis: AxisName | None = None,
     vocab: int | None = None,
     sequence_parallel: bool = False,
-) -> Callable[..., Array | tuple[Array, TokenStats[Array]]]:
+) -> Callable[..., Array | tuple[Array | TokenStats[Array], ...]]:
     """:func:`linear_cross_entropy` of arrays that lie on ``mesh``. Each device works on its part of them.
 
     Returns a function with the same arguments (without axis_name, vocab and sequence_parallel), results and gradients.
@@ -256,13 +267,14 @@ def sharded_linear_cross_entropy(
     def loss(
         hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, token_weight: Array | None = None,
         class_weight: Array | None = None, normalizer: Array | float | None = None, return_stats: bool = False,
-        **options: Any,
-    ) -> Array | tuple[Array, TokenStats[Array]]:  # fmt: skip
+        return_lse: bool = False, **options: Any,
+    ) -> Array | tuple[Array | TokenStats[Array], ...]:  # fmt: skip
         _check_options(linear_cross_entropy, options)
         # A normalizer may be a number.
         raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)  # type: ignore[arg-type]
-        loss, stats = _run(layout, raw, Request(statistics=return_stats, **options))
-        return (loss, stats) if isinstance(stats, TokenStats) else loss
+        made = _run(layout, raw, Request(statistics=return_stats, lse=return_lse, **options))
+        results = tuple(value for value in made if value is not None)
+        return results if len(results) > 1 else results[0]
 
     return loss
 
@@ -284,8 +296,7 @@ def sharded_linear_log_probs(
     ) -> tuple[Array, Array | None]:  # fmt: skip
         _check_options(linear_log_probs, options)
         request = Request(reduction="none", statistics=with_entropy, log_probs=True, **options)
-        log_prob, entropy = _run(layout, Arrays(hidden, weight, bias, target), request)
-        assert not isinstance(entropy, TokenStats)
+        log_prob, entropy = _run(layout, Arrays(hidden, weight, bias, target), request)  # type: ignore[misc]
         return log_prob, entropy
 
     return log_probs

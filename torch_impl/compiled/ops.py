@@ -41,6 +41,7 @@ class Recipe:
     options: tuple[Any, ...]
     compute_dtype: str
     statistics: bool
+    lse: bool
     backend: Kind
     wanted: tuple[bool, bool, bool]
     """Whether gradients of hidden, weight and bias are wanted."""
@@ -59,6 +60,7 @@ class Recipe:
             options=dataclasses.astuple(call.options),
             compute_dtype=str(call.compute_dtype).removeprefix("torch."),
             statistics=call.statistics,
+            lse=call.lse,
             backend=call.backend,
             wanted=(needs.hidden is not None, needs.weight is not None, needs.bias is not None),
             held=needs.any and steps.one_pass(call),
@@ -89,7 +91,7 @@ class Recipe:
     def call(self, arrays: Arrays, token_chunk: int) -> Call:
         """The call again, where sizes are numbers."""
         plan = self._plan(arrays, token_chunk)
-        return Call(self.loss_options, plan, self.dtype, self.statistics, True, self.backend)
+        return Call(self.loss_options, plan, self.dtype, self.statistics, True, self.backend, lse=self.lse)
 
     def _plan(self, arrays: Arrays, token_chunk: int) -> ChunkPlan:
         tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
@@ -115,7 +117,7 @@ def _recipe(text: str) -> Recipe:
     "logitless::loss", mutates_args=(), schema=f"({_ARRAYS}, Tensor? normalizer, {_CALL}) -> Tensor[]"
 )
 def _loss(*arguments: Any) -> list[Tensor]:
-    """[loss, the eight statistics if asked for, and for the backward: what waits, or what known sums there are]."""
+    """[loss, lse and the eight statistics if asked for, and for the backward: what waits, or the known sums]."""
     *tensors, normalizer, text, token_chunk = arguments
     arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
@@ -123,7 +125,7 @@ def _loss(*arguments: Any) -> list[Tensor]:
     saved = list(step.saved)
     if recipe.held:
         saved = cast(WaitingLoss, step.waiting).tensors(_held_layout(arrays, recipe, token_chunk))
-    return [value for value in (step.loss, *step.stats, *saved) if value is not None]
+    return [value for value in (step.loss, step.lse, *step.stats, *saved) if value is not None]
 
 
 @_loss.register_fake
@@ -132,6 +134,8 @@ def _(*arguments: Any) -> list[Tensor]:
     arrays, recipe = Arrays(*tensors), _recipe(text)
     dtype, shape = accumulation_dtype(recipe.dtype), arrays.target.shape
     results = [_new(arrays, shape if recipe.loss_options.reduction == "none" else (), dtype)]
+    if recipe.lse:
+        results.append(_new(arrays, shape, dtype))
     if recipe.statistics:
         results += [_new(arrays, shape, getattr(torch, row.dtype or "", dtype)) for row in STATISTICS.values()]
     if recipe.held:
@@ -145,16 +149,16 @@ def _(*arguments: Any) -> list[Tensor]:
 @torch.library.custom_op(
     "logitless::loss_gradients",
     mutates_args=(),
-    schema=f"({_ARRAYS}, Tensor[] saved, Tensor upstream, {_CALL}) -> Tensor[]",
+    schema=f"({_ARRAYS}, Tensor[] saved, Tensor upstream, Tensor? g_lse, {_CALL}) -> Tensor[]",
 )
 def _loss_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_loss` left for them."""
-    *tensors, saved, upstream, text, token_chunk = arguments
+    *tensors, saved, upstream, g_lse, text, token_chunk = arguments
     arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     if recipe.held:
         return _present(steps.held_gradients(arrays, call, needs, saved, upstream))
-    return _present(steps.loss_gradients(arrays, call, needs, tuple(saved), None, upstream))
+    return _present(steps.loss_gradients(arrays, call, needs, tuple(saved), None, upstream, g_lse))
 
 
 @torch.library.custom_op(
@@ -238,20 +242,22 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: N
     if normalizer is not None and not isinstance(normalizer, Tensor):  # a number here may be a symbol
         normalizer = torch.full((), normalizer, dtype=dtype, device=device)
     results = torch.ops.logitless.loss(*arrays, normalizer, Recipe.of(call, needs).text(), _chunk(call))
-    first = 1 + call.fields
-    stats = tuple(results[1:first]) if call.statistics else (None,) * len(TokenStats._fields)
-    return steps.Loss(results[0], stats, tuple(results[first:]), None)
+    own = call.differentiable
+    first = own + call.fields
+    stats = tuple(results[own:first]) if call.statistics else (None,) * len(TokenStats._fields)
+    return steps.Loss(results[0], results[1] if call.lse else None, stats, tuple(results[first:]), None)
 
 
 def loss_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, upstream: Tensor
-) -> Gradients:
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, upstream: Tensor,
+    g_lse: Tensor | None = None,
+) -> Gradients:  # fmt: skip
     """:func:`steps.loss_gradients`; what waits is in ``saved``, and may be used more than once."""
     del waiting
     recipe = Recipe.of(call, needs)
     if recipe.held and not backend_named(call.backend).PRODUCTS_WAIT:
         return steps.held_gradients(arrays, call, needs, list(saved), upstream)
-    gradients = torch.ops.logitless.loss_gradients(*arrays, list(saved), upstream, recipe.text(), _chunk(call))
+    gradients = torch.ops.logitless.loss_gradients(*arrays, list(saved), upstream, g_lse, recipe.text(), _chunk(call))
     return _named(gradients, needs)
 
 

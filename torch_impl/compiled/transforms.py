@@ -30,25 +30,29 @@ class TransformedContext(Context):
 
 
 class TransformedLoss(torch.autograd.Function):
-    """autograd.LinearCrossEntropyFunction: the loss, the eight statistics or none, and what the backward needs."""
+    """autograd.LinearCrossEntropyFunction: the loss, lse and statistics if asked for, and what the backward needs."""
 
     @staticmethod
     def forward(
         call: Call, needs: Needs, normalizer: Tensor | float | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         step = ops.loss(Arrays(*tensors), normalizer, call, needs)  # type: ignore[arg-type]
-        return tuple(value for value in (step.loss, *step.stats, *step.saved) if value is not None)
+        return tuple(value for value in (step.loss, step.lse, *step.stats, *step.saved) if value is not None)
 
     @staticmethod
     def setup_context(ctx: TransformedContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, ctx.needs, _, *tensors = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*tensors, *output[1 + ctx.call.fields :])
+        own = ctx.call.differentiable
+        ctx.mark_non_differentiable(*output[own:])
+        ctx.save_for_backward(*tensors, *output[own + ctx.call.fields :])
 
     @staticmethod
     @differentiable_once("linear_cross_entropy")
-    def backward(ctx: TransformedContext, kept: tuple[Tensor, ...], upstream: Tensor, *_: Tensor | None) -> Derivatives:
-        gradients = ops.loss_gradients(Arrays(*kept[:6]), ctx.call, ctx.needs, kept[6:], None, upstream)
+    def backward(
+        ctx: TransformedContext, kept: tuple[Tensor, ...], upstream: Tensor, *more: Tensor | None
+    ) -> Derivatives:
+        g_lse = more[0] if ctx.call.lse else None
+        gradients = ops.loss_gradients(Arrays(*kept[:6]), ctx.call, ctx.needs, kept[6:], None, upstream, g_lse)
         return None, None, None, gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
@@ -63,7 +67,7 @@ class TransformedLogProbs(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: TransformedContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, ctx.needs, *tensors = inputs
-        kinds = 2 if ctx.call.statistics else 1
+        kinds = ctx.call.differentiable
         ctx.mark_non_differentiable(*output[kinds:])
         ctx.save_for_backward(*tensors, *output[kinds:])
 
@@ -83,6 +87,6 @@ def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tup
     needs = wanted(*arrays[:3])
     if call.log_probs:
         log_probs: tuple[Tensor, ...] = TransformedLogProbs.apply(call, needs, *arrays[:4])  # type: ignore[no-untyped-call]
-        return log_probs[: 2 if call.statistics else 1]
+        return log_probs[: call.differentiable]
     loss: tuple[Tensor, ...] = TransformedLoss.apply(call, needs, normalizer, *arrays)  # type: ignore[no-untyped-call]
-    return loss[: 1 + call.fields]
+    return loss[: call.differentiable + call.fields]

@@ -29,23 +29,25 @@ class DeferredWeightGrad:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """``weight``, ``bias``: the parameters as they were given, whose ``.grad`` the gradients are added to."""
         self._parameters = weight, bias
-        self._gradients: Callable[[Tensor], tuple[Tensor | None, Tensor | None]] | None = None
+        self._gradients: Callable[..., tuple[Tensor | None, Tensor | None]] | None = None
         self._arrays: tuple[Tensor | None, ...] = ()
         self._versions: list[int] = []
-        self._upstream: Tensor | None = None
+        self._upstream: tuple[Tensor, ...] | None = None
         self._computed = False
 
     def arrived(
         self,
-        upstream: Tensor,
+        upstream: tuple[Tensor, ...],
         arrays: Iterable[Tensor | None],
-        gradients: Callable[[Tensor], tuple[Tensor | None, Tensor | None]],
+        gradients: Callable[..., tuple[Tensor | None, Tensor | None]],
     ) -> None:
         """What a backward leaves. The upstream gradients of several backward calls add up.
 
-        ``gradients`` gives dW and db for an upstream gradient. It reads ``arrays``.
+        ``upstream`` has one of each result that has a gradient, and ``gradients`` gives dW and db for them. It reads
+        ``arrays``.
         """
-        self._upstream = upstream if self._upstream is None else self._upstream + upstream
+        before = self._upstream
+        self._upstream = upstream if before is None else tuple(a + b for a, b in zip(before, upstream, strict=True))
         self._arrays = tuple(arrays)
         self._gradients, self._versions = gradients, _versions(self._arrays)
 
@@ -68,7 +70,7 @@ class DeferredWeightGrad:
             )
         self._gradients, self._upstream, self._arrays, self._computed = None, None, (), True
         with torch.no_grad():
-            for parameter, gradient in zip(self._parameters, gradients(upstream), strict=True):
+            for parameter, gradient in zip(self._parameters, gradients(*upstream), strict=True):
                 if parameter is not None and gradient is not None:
                     _add_gradient(parameter, gradient)
 

@@ -87,14 +87,14 @@ def _ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) 
             raise
         vocab = placed.arrays.weight.shape[0]
         shard = agreement.agree(placed.group, placed.device, facts, vocab, placed.token_axis is not None)
+    target = checks.scored(placed.arrays, request, shard.vocab if shard else placed.arrays.weight.shape[0])
+    placed = dataclasses.replace(placed, arrays=placed.arrays._replace(target=target))
     local = checks.plain(placed.tokens_first)
-    vocab = local.weight.shape[0]
-    checks.check_ids(local.target, shard.vocab if shard else vocab, options.ignore_index)
     plan = _plan(local, request, options, dtype, backend, shard)
     grad = torch.is_grad_enabled()
     call = Call(
         options, plan, dtype, request.statistics, grad, backend, shard=shard,
-        into=dtensors.local(request.into) if grad else None, log_probs=request.log_probs,
+        into=dtensors.local(request.into) if grad else None, log_probs=request.log_probs, lse=request.lse,
     )  # fmt: skip
     return dataclasses.replace(placed, arrays=local), call
 
@@ -175,7 +175,14 @@ def _facts(
         "whether hidden requires grad": bool(arrays.hidden.requires_grad),
         "whether anything requires grad": any(isinstance(v, Tensor) and v.requires_grad for v in arrays),
         "whether autograd is on": torch.is_grad_enabled(),
-        "the options": (options, request.statistics, request.log_probs, request.sequence_parallel),
+        "the options": (
+            options,
+            request.statistics,
+            request.log_probs,
+            request.lse,
+            request.shift,
+            request.sequence_parallel,
+        ),
         "the plan": request.plan,
         "the memory budget": -1 if request.memory_budget is None else request.memory_budget,
         "the backend and what becomes of dW": (backend, _dtype_of(request.into), request.deferred),
@@ -210,7 +217,7 @@ def _plan(
         order = "vocab" if narrow and not one_pass else None
         return planned(tokens=tokens, memory_budget=budget, one_pass=one_pass, order=order)
 
-    plan = choose(options.reduction != "none" and options.separable)
+    plan = choose(options.reduction != "none" and options.separable and not request.lse)
     if adds and not (plan.one_pass and adds_in_one_pass(backend_named(backend), plan)):
         plan = choose(False)
     return _cut(plan, vocab)

@@ -13,7 +13,6 @@ ranks must use the same backend, and on given logits. No mirror: Pallas' kernels
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -45,7 +44,7 @@ def checked(ready: Callable[[], tuple[Arrays, Call]]) -> tuple[Arrays, Call]:
 
 def passes(arrays: Arrays, call: Call) -> bool:
     """Whether the call's kernels may run: they need no check, or they have passed it. If not, they are unavailable."""
-    if call.backend != "triton" or call.traced or not wanted(arrays.hidden.device):
+    if call.backend != "triton" or call.traced or not arrays.target.numel() or not wanted(arrays.hidden.device):
         return True
     kind = _kind(arrays, call)
     if kind in _passed:
@@ -66,7 +65,6 @@ def wanted(device: torch.device) -> bool:
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-@functools.lru_cache
 def is_new(index: int | None) -> bool:
     """Whether the kernels were never run on a CUDA or ROCm device's chip."""
     return not architecture.was_run(architecture.chip_of(index))
@@ -95,7 +93,7 @@ def _kind(arrays: Arrays, call: Call) -> Kind:
     options = call.options
     chosen = (options.reduction, *(bool(value) for value in dataclasses.astuple(options)[2:]))
     plan, weight = call.chunk_plan, arrays.weight
-    flags = (plan.order, plan.one_pass, plan.chunks > 1, call.statistics, call.log_probs, call.differentiate)
+    flags = (plan.order, plan.one_pass, plan.chunks > 1, call.statistics, call.log_probs, call.lse, call.differentiate)
     into = None if call.into is None else call.into.dtype
     layout = (weight.shape[1], weight.stride(0) % 16, weight.data_ptr() % 16, arrays.hidden.requires_grad)
     return arrays.hidden.device, call.compute_dtype, present, chosen, flags, layout, weight.requires_grad, into
@@ -125,7 +123,8 @@ def _small(arrays: Arrays, call: Call) -> tuple[Arrays, ChunkPlan]:
     hidden.requires_grad_(arrays.hidden.requires_grad)
     target = torch.randint(vocab, (tokens,), generator=random, device=device).to(arrays.target.dtype)
     target[::7] = call.options.ignore_index
-    positive = [like(v, n, 1.0) for v, n in ((arrays.token_weight, tokens), (arrays.class_weight, vocab))]
+    given = None if arrays.token_weight is None else arrays.token_weight.reshape(-1)
+    positive = [like(v, n, 1.0) for v, n in ((given, tokens), (arrays.class_weight, vocab))]
     token_weight, class_weight = (None if v is None else v.abs_() for v in positive)
     small = Arrays(hidden, weight, like(arrays.bias, vocab, 1.0), target, token_weight, class_weight)
     by_tokens = plan.order == "tokens"
