@@ -81,7 +81,9 @@ def _by_pointers(
     return Architecture(name, _portable, tiles, arithmetic, chips, aligned, descriptors=False)
 
 
-# What is not Hopper: compiled, and held against plain operations at the first call (first_check.py).
+# Chips, by what their names begin with: Hopper, on which every kernel was run and measured, and the others, for which
+# they were compiled and are held against plain operations at the first call (first_check.py).
+RUN = ("9.",)
 OTHERS = ("8.", "10.", "12.", "gfx942", "gfx950")
 
 # A call takes the first record that fits its operands and its GPU.
@@ -99,7 +101,7 @@ ARCHITECTURES = [
             WEIGHT_SUM: Tiles(128, 256, 64, halves=2, skew=1, split=True),
         },
         arithmetic="half",
-        chips=("9.",),
+        chips=RUN,
         aligned=True,
     ),
     # By pointers, without a spilled register, in no more shared memory than a chip has: 163 KiB (8.0, 8.7), 99 KiB
@@ -213,7 +215,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cuda" and index is None:
         index = torch.cuda.current_device()
     chip = chip_of(index)
-    if chip is not None and not chip.startswith(("9.", *OTHERS)):
+    if chip is not None and not chip.startswith((*RUN, *OTHERS)):
         return (
             f"its kernels are built for NVIDIA GPUs of compute capability 8.x, 9.x, 10.x and 12.x, and for AMD's "
             f"gfx942 and gfx950, not {chip}"
@@ -234,7 +236,7 @@ def chip_of(index: int | None) -> str | None:
 
 def was_run(chip: str | None) -> bool:
     """Whether every kernel was run and measured on such a chip; the interpreter counts."""
-    return chip is None or chip.startswith("9.")
+    return chip is None or chip.startswith(RUN)
 
 
 @functools.lru_cache
