@@ -15,10 +15,13 @@ from logitless.problems import Case
 from logitless.rounding import Floats, round_to
 
 
-def ideal_gradients(case: Case, product: Callable[[Floats, Floats], Floats] = np.matmul) -> dict[str, Floats]:
+def ideal_gradients(
+    case: Case, product: Callable[[Floats, Floats], Floats] = np.matmul, lse_upstream: Floats | float = 0.0
+) -> dict[str, Floats]:
     """loss, dhidden, dweight and dbias of ``case`` by full logits in its dtype, as float64 NumPy arrays.
 
-    ``product`` multiplies two matrices. Another BLAS than NumPy's sums in another order.
+    ``product`` multiplies two matrices. Another BLAS than NumPy's sums in another order. ``lse_upstream`` [N] or a
+    scalar is the upstream gradient of every token's lse.
     """
     dtype = case.problem.dtype
     real: type[np.floating] = np.float64 if dtype == "float64" else np.float32
@@ -53,14 +56,25 @@ def ideal_gradients(case: Case, product: Callable[[Floats, Floats], Floats] = np
     dz = p * (beta + smooth * k.sum() + 2 * real(o.z_loss) * lse)[:, None] - smooth * k
     dz[index, y] -= beta
     rows = np.where(valid, case.upstream_rows() * t * o.logit_scale, 0).astype(real)
-    # A common scale costs nothing (loss scaling), so the largest factor is not rounded. In float16 the scale includes
-    # the class weights, because of its range.
+    lse_rows = np.where(valid, np.broadcast_to(lse_upstream, valid.shape) * o.logit_scale, 0).astype(real)
+    # In float16 the scale includes the class weights, because of its range.
     size = np.abs(beta) + abs(smooth * k.sum()) if dtype == "float16" else np.ones_like(beta)
-    unit = np.abs(rows * np.where(size > 0, size, 1)).max(initial=0) or real(1)
-    dz = round_to(np.where(valid[:, None], dz * slope, 0) * (rows / unit)[:, None], dtype).astype(real)
-    x = np.where(valid[:, None], x, 0)
+    unit = (np.abs(rows * np.where(size > 0, size, 1)) + np.abs(lse_rows)).max(initial=0) or real(1)
+    dz = dz * (rows / unit)[:, None] + p * (lse_rows / unit)[:, None]
+    dz = round_to(np.where(valid[:, None], dz * slope, 0), dtype).astype(real)
+    loss = case.reduce(loss.astype(np.float64))
+    return {"loss": loss} | _products(dz, w, np.where(valid[:, None], x, 0), unit, case, product)
+
+
+def _products(
+    dz: Floats, w: Floats, x: Floats, unit: np.floating, case: Case, product: Callable[[Floats, Floats], Floats]
+) -> dict[str, Floats]:
+    """The gradients of ``unit`` · ``dz`` [N, V], rounded.
+
+    A common scale costs nothing (loss scaling), so the largest factor is not rounded.
+    """
+    dtype = case.problem.dtype
     return {
-        "loss": case.reduce(loss.astype(np.float64)),
         "dhidden": round_to(product(dz, w) * unit, dtype).astype(np.float64).reshape(case.hidden.shape),
         "dweight": round_to(product(dz.T, x) * unit, dtype).astype(np.float64),
         "dbias": round_to(dz.sum(axis=0) * unit, dtype).astype(np.float64),

@@ -325,25 +325,26 @@ def known_loss_and_lse_rows(
 ) -> KnownRows[A]:
     """The rows of g ℓ + g_lse lse: dz_j = (g α + g_lse) p_j − g ((ε/V) k_j + β δ_jy).
 
-    As :func:`known_loss_rows`, but g α + g_lse may cancel, so nothing is divided by it: each row is scaled by the sum
-    of its coefficients' sizes.
+    As :func:`known_loss_rows`, but g α + g_lse may cancel, so nothing is divided by it: each row is scaled by its
+    largest coefficient, so that the matrix holds numbers near probabilities.
     """
     k = tokens.target_class_weight()
     alpha, beta = alpha_beta(xp, tokens, options, sums.lse, k)
     p, q = xp.exp(-sums.nll), -xp.expm1(-sums.nll)
-    size = xp.abs(alpha) + xp.abs(beta)
-    target = g * ((alpha - beta) * p - beta * q) + g_lse * p
+    target = (g * (alpha - beta) + g_lse) * p - g * (beta * q)
+    alpha = g * alpha + g_lse
     smooth = 0.0 if options.separable else options.label_smoothing / tokens.vocab
-    if smooth:
+    sigma = g * smooth if smooth else None
+    if sigma is not None:
+        target = target - sigma * k
+    scale = xp.maximum(xp.abs(alpha), xp.abs(target))
+    if sigma is not None:
         largest = tokens.largest_class_weight()
-        size = size if largest is None else size + smooth * largest
-        target = target - g * (smooth * k)
-    size = xp.abs(g) * size + xp.abs(g_lse)
-    scale = xp.where(_is_zero(size), 1.0, size)
-    target = sloped(xp, target / scale, sums.target_logit, options)
-    sigma = g * smooth / scale if smooth else None
-    alpha = (g * alpha + g_lse) / scale
-    return KnownRows(sums.anchor, sums.log_total, factor=scale, target=target, alpha=alpha, sigma=sigma)
+        scale = xp.maximum(scale, xp.abs(sigma if largest is None else sigma * largest))
+    safe = xp.where(_is_zero(scale), 1.0, scale)
+    target = sloped(xp, target / safe, sums.target_logit, options)
+    sigma = None if sigma is None else sigma / safe
+    return KnownRows(sums.anchor, sums.log_total, factor=scale, target=target, alpha=alpha / safe, sigma=sigma)
 
 
 def known_log_prob_rows(

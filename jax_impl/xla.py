@@ -387,7 +387,9 @@ def known_gradients(
     # The devices' shares of dX are rounded after their sum.
     hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
     known = known.of(XP, inputs.valid)
-    unit = known.unit(XP) if inputs.hidden.dtype == jnp.float16 else numerics.largest_factor(XP, g)
+    # The factors are not g where alpha is given, nor in float16.
+    whole = inputs.hidden.dtype == jnp.float16 or known.alpha is not None
+    unit = known.unit(XP) if whole else numerics.largest_factor(XP, g)
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, hidden_dtype, unit)
 
     def chunk(state: State, first: Index, tokens: int) -> State:

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import HAVE_BOTH, JaxXla, Outcome, TorchEager
+from implementations import HAVE_BOTH, JaxXla, Outcome, TorchEager, options_of, run_case
 from test_per_token import every_implementation, in_its_own_dtype, some
 
 from logitless import plan, reference
+from logitless.ideal import ideal_gradients
+from logitless.problems import BY_NAME
 from logitless.spec import REDUCTIONS
-from logitless.tolerances import GRADIENT, TINY, error
+from logitless.tolerances import GRADIENT, TINY, allowance, error
 
 TOKENS, VOCAB = 40, 90
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -88,6 +90,34 @@ def test_dtypes(impl: Any, dtype: str, name: str) -> None:
     h[y == -100] = 1e30  # which must not set the scale of the others
     made = impl.run(x, w, y, b, dtype=dtype, upstream=g, lse_upstream=h, return_lse=True, **drawn(name))
     assert_right(made, true, dtype)
+
+
+@pytest.mark.case(18)
+@every_implementation
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name", ["confident", "confident_wrong", "confident_wrong_none", "odd_all", "ragged", "trained"]
+)
+def test_within_the_rule(impl: Any, dtype: str, name: str) -> None:
+    """A token's two coefficients of p may cancel, so rows differ in size: the matrix must keep its digits.
+
+    Where all targets share one value, one rounding decides, in the ideal path as well: other draws of h can miss.
+    """
+    if impl.name == "torch_triton_interpreted" and dtype == "bfloat16":
+        pytest.skip("Triton's interpreter cuts float32 off where it should round it to bfloat16")
+    problem = BY_NAME[name].with_dtype(dtype)
+    case = problem.case()
+    h = np.random.default_rng(9).standard_normal(problem.tokens) * np.abs(case.upstream_rows()).max()
+    true = reference.linear_cross_entropy(
+        case.hidden, case.weight, case.target, case.bias, upstream=case.upstream,
+        lse_upstream=h.reshape(case.target.shape), **options_of(case)
+    )  # fmt: skip
+    made = run_case(impl, case, return_lse=True, lse_upstream=h.reshape(case.target.shape))
+    for output, ideal in ideal_gradients(case, lse_upstream=h).items():
+        if output == "loss" or (gradient := made.grads[output[1:]]) is None:
+            continue
+        exact = getattr(true, f"{output[1:]}_grad")
+        assert error(gradient, exact) <= allowance(error(ideal, exact), dtype), output
 
 
 @pytest.mark.case(18)
@@ -207,12 +237,12 @@ def test_rows_that_are_not_finite_stay_alone(impl: Any, kind: str) -> None:
 @pytest.mark.case(18)
 @in_its_own_dtype
 def test_without_a_gradient_it_is_free(impl: Any) -> None:
-    """The same sums as without lse, so the same bits."""
+    """The same sums as without lse, so the loss has the same bits. Statistics may take other tiles on a GPU."""
     x, w, b, y = some(TOKENS, vocab=VOCAB, dtype=impl.dtype)
-    plain = impl.run(x, w, y, b, wrt=(), return_stats=True)
+    plain, stats = (impl.run(x, w, y, b, wrt=(), return_stats=asked) for asked in (False, True))
     made = impl.run(x, w, y, b, wrt=(), return_lse=True)
     assert made.loss == plain.loss
-    assert (made.lse == plain.stats.lse).all()
+    assert error(made.lse, stats.stats.lse) <= TINY["float32"]
 
 
 @pytest.mark.case(22)
