@@ -60,6 +60,7 @@ EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "logit_sca
 # "class_weight" and "bias" make arrays, "into" a buffer of that dtype, and "hidden" is another size of it.
 CALLS: dict[str, dict[str, Any]] = {
     "one chunk": {},
+    "in dW's rows": {"hidden": TOKENS, "bias": True},
     "chunks": {"plan": PER_CHUNK},
     "slices": {"plan": PER_SLICE},
     "everything": {"class_weight": True, "bias": True, **EVERYTHING},

@@ -48,10 +48,14 @@ def _block_depth(cut: Cut, rows: int, columns: int) -> float:
     hidden_turns: float = _turns(rows, cut.hidden)
     if cut.splits_hidden:
         hidden_turns = cut.hidden_tiles(rows) / HOPPER.multiprocessors + HOPPER.split_overhead_turns
-    return _turns(rows, columns) * cut.hidden + hidden_turns * columns + _turns(columns, cut.hidden) * rows
+    programs = HOPPER.multiprocessors
+    if cut.lends:  # whole rows of tiles at a time
+        beside = math.ceil(cut.hidden / HOPPER.tile[1])
+        programs = programs // beside * beside
+    return _turns(rows, columns) * cut.hidden + hidden_turns * columns + _turns(columns, cut.hidden, programs) * rows
 
 
-def _turns(rows: int, columns: int) -> int:
-    """Whole turns of the multiprocessors for a product of this size."""
+def _turns(rows: int, columns: int, programs: int = HOPPER.multiprocessors) -> int:
+    """Whole turns of the programs for a product of this size."""
     tiles = math.ceil(rows / HOPPER.tile[0]) * math.ceil(columns / HOPPER.tile[1])
-    return math.ceil(tiles / HOPPER.multiprocessors)
+    return math.ceil(tiles / programs)

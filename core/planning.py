@@ -27,7 +27,7 @@ import functools
 import math
 
 from logitless.cost import relative_cost
-from logitless.hardware import ACCUMULATOR_TOKENS, Device
+from logitless.hardware import ACCUMULATOR_TOKENS, HOPPER, Device
 from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Cut, Kind, Order, promised_bytes, round_up
 from logitless.spec import FLOAT_DTYPES, check_flags
 
@@ -92,6 +92,7 @@ class Request:
     one_pass: bool = True
     hold: bool = False
     device: Device = "gpu"
+    lends: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("tokens", 0), ("hidden", 1), ("vocab", 1)):
@@ -128,14 +129,22 @@ class Request:
         return self.hold and self.kernels and self.dtype != "float16" and self.tokens > 0 and not self.in_one_pass
 
     @property
+    def can_lend(self) -> bool:
+        """Whether the exponentials of all tokens fit into dW's rows, whose tiles are made at a time."""
+        fits = 0 < self.tokens <= self.hidden and math.ceil(self.hidden / HOPPER.tile[1]) <= HOPPER.multiprocessors
+        return self.lends and self.kind == "triton" and self.dtype == "bfloat16" and fits
+
+    @property
     def slack(self) -> float:
         """How much more than the fastest plan a default plan may cost, if it holds less."""
+        if self.can_lend:
+            return COST_SLACK
         return FUSED_COST_SLACK if self.kernels and self.in_one_pass else COST_SLACK
 
-    def plan(self, order: Order, one_pass: bool, token_chunk: int, vocab_chunk: int) -> ChunkPlan:
+    def plan(self, order: Order, one_pass: bool, token_chunk: int, vocab_chunk: int, lends: bool = False) -> ChunkPlan:
         """One of the plans to choose from."""
         sizes = (self.tokens, self.hidden, self.vocab, self.dtype)
-        return ChunkPlan(*sizes, order, one_pass, token_chunk, vocab_chunk, self.kind)
+        return ChunkPlan(*sizes, order, one_pass, token_chunk, vocab_chunk, self.kind, lends)
 
 
 def plan(
@@ -153,6 +162,7 @@ def plan(
     padded: bool = False,
     hold: bool = False,
     eager: bool = False,
+    lends: bool = False,
 ) -> ChunkPlan:
     """Choose how to cut a linear cross-entropy call.
 
@@ -173,15 +183,18 @@ def plan(
             exponentials in the input dtype are held from the forward until the upstream gradients arrive. (The calls
             allow it where a memory_budget is given and only losses or log-probabilities are differentiated.)
         eager: whether the scratch is that of PyTorch's "eager", which is less than XLA's.
+        lends: with ``fused``, whether the exponentials may lie in dW's rows until dW is made there, which takes one
+            pass in every reduction: PyTorch on Hopper, bfloat16, tokens ≤ hidden. (Calls allow it if they make dW
+            themselves, and differentiate losses or log-probabilities alone.)
 
     Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
     is a ValueError that names the smallest scratch there is.
     """
-    check_flags(one_pass=one_pass, fused=fused, padded=padded, hold=hold, eager=eager)
+    check_flags(one_pass=one_pass, fused=fused, padded=padded, hold=hold, eager=eager, lends=lends)
     kind: Kind = "eager" if eager else "xla"
     if fused:
         kind = "pallas" if padded else "triton"
-    request = Request(tokens, hidden, vocab, dtype, kind, memory_budget, order, chunk, one_pass, hold, device)
+    request = Request(tokens, hidden, vocab, dtype, kind, memory_budget, order, chunk, one_pass, hold, device, lends)
     if fused and eager:
         raise ValueError("eager: got True beside fused=True, allowed is False: a backend is one of the two")
     return choose(request)
@@ -219,6 +232,8 @@ def _candidates(request: Request) -> list[ChunkPlan]:
         block = min(vocab, TOKENS_ORDER_BLOCK)
         one_pass, most = request.in_one_pass, max(1, tokens)
         candidates += [request.plan("tokens", one_pass, min(size, most), block) for size in sizes]
+        if request.can_lend and (chunk is None or chunk >= tokens):
+            candidates.append(request.plan("tokens", True, tokens, block, lends=True))
         if request.holds and (chunk is None or chunk >= tokens):
             candidates.append(request.plan("tokens", True, tokens, block))
     if order in (None, "vocab"):

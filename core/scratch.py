@@ -75,6 +75,9 @@ class Cut:
     kind: Kind = "xla"
     """The backend that the promise is for. A promise for "xla" holds for "eager" too. "triton" and "pallas" run each
     other's plans, but keep the promise only for their own."""
+    lends: bool = False
+    """Whether the exponentials of all tokens lie in dW's rows until the last product makes dW there, and so take no
+    scratch (PyTorch on Hopper)."""
 
     @property
     def kernels(self) -> bool:
@@ -179,7 +182,7 @@ def promised_bytes(cut: Cut) -> int:
 def _triton(cut: Cut) -> int:
     item = ITEMSIZE[cut.dtype]
     rows = cut.token_chunk
-    matrix = rows * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
+    matrix = 0 if cut.lends else rows * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
     operand = rows * round_up(cut.hidden, ROW_ALIGNMENT_BYTES // item) * item
     # Sums, and statistics, of every column tile of the first product.
     lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * cut.token_chunk * 4
@@ -197,7 +200,7 @@ def _triton(cut: Cut) -> int:
     if cut.one_pass:
         return matrix + operand + lines + sums + smoothing + vectors
     # If lse is known and there is one chunk of tokens, dX's buffer holds the operand until dX is written.
-    lent = cut.token_chunk >= cut.tokens and cut.hidden * item % 16 == 0
+    lent = cut.token_chunk >= cut.tokens and cut.hidden * item % 16 == 0 and not cut.lends
     backward = matrix + (max(sums, operand) if lent else sums + operand)
     return max(operand + lines + smoothing, backward) + vectors
 

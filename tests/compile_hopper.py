@@ -16,7 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from logitless.torch_impl.kernels import hopper
 from logitless.torch_impl.kernels.architecture import ARCHITECTURES
-from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGHT, WEIGHT_SUM
+from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGHT, WEIGHT_SUM, WeightKind
 
 (HOPPER,) = (found for found in ARCHITECTURES if found.name == "hopper")
 
@@ -35,6 +35,7 @@ READS = {
     "TARGETS": ("key_ptr", "token_ptr", "value_ptr", "bounds_ptr", "hidden_ptr"),
     "SPLIT": ("parts_ptr",),
     "PACE": ("progress_ptr",),
+    "LENT": ("counter_ptr",),
 }
 
 
@@ -43,9 +44,15 @@ def block(dtype: str, rows: int, columns: int) -> str:
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
 
+def turned(lent: bool, rows: int, columns: int) -> tuple[int, int]:
+    """A block of e, or of eᵀ where that lies in dW's rows."""
+    return (columns, rows) if lent else (rows, columns)
+
+
 def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]:
     t = HOPPER.tiles[LOGITS]
-    options = {"STATISTICS": False, "SUM_LOGITS": False, **{f"HAS_{flag}": False for flag in FLAGS}, **chosen}
+    options = {"STATISTICS": False, "SUM_LOGITS": False, "LENT": False, **{f"HAS_{flag}": False for flag in FLAGS}}
+    options |= chosen
     known = ("log_total_ptr", "factor_ptr", "target_value_ptr")
     return {
         "kernel": hopper.logits_kernel,
@@ -55,7 +62,7 @@ def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]
         "blocks": {
             "x_desc": block(dtype, t.block_rows, t.bk),
             "w_desc": block(dtype, t.bn, t.bk),
-            "e_desc": block(dtype, t.block_rows, t.bn),
+            "e_desc": block(dtype, *turned(options["LENT"], t.block_rows, t.bn)),
         },
         "dtype": dtype,
     }
@@ -63,14 +70,15 @@ def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]
 
 def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
     t = HOPPER.tiles[HIDDEN if final else HIDDEN_SUM]
-    options = {"ADD": False, "FINAL": final, "ROWS": False, "SMOOTH": False, "SPLIT": False, **chosen}
+    options = {"ADD": False, "FINAL": final, "ROWS": False, "SMOOTH": False, "SPLIT": False, "LENT": False}
+    options |= chosen
     return {
         "kernel": hopper.hidden_kernel,
         "tiles": t,
         "constants": options | {"PIECES": 4, "PARTS": t.bn // t.block_columns},
         "none": ("sum_desc",) if final else ("scale_ptr",),
         "blocks": {
-            "e_desc": block(dtype, t.block_rows, t.bk),
+            "e_desc": block(dtype, *turned(options["LENT"], t.block_rows, t.bk)),
             "w_desc": block(dtype, t.bk, t.bn),
             "sum_desc": block("fp32", t.block_rows, t.block_columns),
         },
@@ -83,7 +91,7 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
     parted = chosen.get("PARTED", False)
     t = HOPPER.tiles[WEIGHT if final and not into else WEIGHT_SUM]
     options = {"ADD": False, "FINAL": final, "INTO": False, "PARTED": False, "SMOOTH": False, "HAS_CLASS": False}
-    options["TARGETS"] = False
+    options |= {"TARGETS": False, "LENT": False}
     high, low = (block(bits, t.block_rows, t.block_columns) for bits in ("i16", "i8"))
     summed = high if parted else block("fp32", t.block_rows, t.block_columns)
     return {
@@ -93,7 +101,7 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
         "none": (() if final else ("scale_ptr",)) + (() if parted else ("low_ptr",))
         + (() if parted and not final else ("low_desc",)),
         "blocks": {
-            "e_desc": block(dtype, t.bk, t.block_rows),
+            "e_desc": block(dtype, *turned(chosen.get("LENT", False), t.bk, t.block_rows)),
             "x_desc": block(dtype, t.bk, t.bn),
             "low_desc": low,
             "out_desc": block(dtype, t.block_rows, t.block_columns) if final and not into else summed,
@@ -105,6 +113,10 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
 CONFIGURATIONS = {
     "sums": lambda: logits("bf16", 0, 2),
     "anchored": lambda: logits("bf16", 1, 2),
+    "anchored, lent": lambda: logits("bf16", 1, 2, LENT=True),
+    "anchored, lent, all": lambda: logits(
+        "bf16", 1, 4, LENT=True, STATISTICS=True, HAS_BIAS=True, HAS_SCALE=True, HAS_CAP=True
+    ),
     "known": lambda: logits("bf16", 2, 1),
     "known fp16": lambda: logits("fp16", 2, 1),
     "statistics": lambda: logits("bf16", 0, 4, STATISTICS=True),
@@ -113,6 +125,8 @@ CONFIGURATIONS = {
     ),
     "known, all": lambda: logits("bf16", 2, 4, **{f"HAS_{flag}": True for flag in FLAGS}),
     "hidden": lambda: hidden("bf16", True, ROWS=True),
+    "hidden, lent": lambda: hidden("bf16", True, ROWS=True, LENT=True),
+    "hidden, lent, split": lambda: hidden("bf16", True, ROWS=True, LENT=True, SPLIT=True),
     "hidden, split": lambda: hidden("bf16", True, ROWS=True, SPLIT=True),
     "hidden, all": lambda: hidden("bf16", True, ROWS=True, ADD=True, SMOOTH=True),
     "hidden sum": lambda: hidden("bf16", False, ROWS=True),
@@ -120,6 +134,8 @@ CONFIGURATIONS = {
     "weight": lambda: weight("bf16", True, 1),
     "weight and targets": lambda: weight("bf16", True, 1, TARGETS=True),
     "weight and targets, all": lambda: weight("bf16", True, 4, TARGETS=True, SMOOTH=True, HAS_CLASS=True),
+    "weight in place": lambda: weight("bf16", True, 1, TARGETS=True, LENT=True),
+    "weight in place, all": lambda: weight("bf16", True, 4, TARGETS=True, LENT=True, SMOOTH=True, HAS_CLASS=True),
     "weight, all": lambda: weight("bf16", True, 4, ADD=True, SMOOTH=True, HAS_CLASS=True),
     "weight into, add": lambda: weight("bf16", True, 2, ADD=True, INTO=True),
     "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
@@ -133,7 +149,8 @@ CONFIGURATIONS = {
 
 def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     kernel, t, names = what["kernel"], what["tiles"], what["kernel"].arg_names
-    launched = hopper.PRODUCTS.constants(t) | hopper.PRODUCTS.registers(what["constants"].get("TARGETS", False))
+    flags = (what["constants"].get(flag, False) for flag in ("FINAL", "PARTED", "ADD", "SMOOTH", "TARGETS", "LENT"))
+    launched = hopper.PRODUCTS.constants(t) | hopper.PRODUCTS.registers(WeightKind(*flags))
     constants = {k: v for k, v in launched.items() if k in names} | what["constants"] | {"GROUP": 8, "PROGRAMS": 132}
     if "PACE" in names:
         constants["PACE"] = t.pace
@@ -142,7 +159,7 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     constants |= {name: None for name in (*unread, *what["none"]) if name in names and name not in fixed}
     own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr", "hidden_ptr")}
     whole = ("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "progress_ptr")
-    whole += ("key_ptr", "token_ptr", "bounds_ptr")
+    whole += ("counter_ptr", "key_ptr", "token_ptr", "bounds_ptr")
     narrow = constants.get("FINAL") and t is not HOPPER.tiles[WEIGHT_SUM]
     out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
     if constants.get("INTO"):

@@ -23,6 +23,10 @@ PLAIN = (
     "known",
     "known fp16",
     "hidden",
+    "anchored, lent",
+    "hidden, lent",
+    "hidden, lent, split",
+    "weight in place",
     "hidden, split",
     "hidden sum, add",
     "weight",
@@ -31,7 +35,7 @@ PLAIN += ("weight sum", "weight sum, add")
 PLAIN += ("weight and targets", "weight into, add", "weight parted", "weight parted, added")
 OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all", "weight into narrow")
 OTHERS += ("weight and targets, all",)
-OTHERS += ("weight from parts",)
+OTHERS += ("weight from parts", "anchored, lent, all", "weight in place, all")
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitless import ChunkPlan, plan
+from logitless.hardware import HOPPER
 from logitless.planning import COST_SLACK, check_plan_argument, check_plan_sizes
-from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, VOCAB_TILE
+from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, VOCAB_TILE, round_up
 from logitless.spec import FLOAT_DTYPES, ITEMSIZE
 
 LLAMA = {"tokens": 16384, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16"}
@@ -328,3 +329,44 @@ def test_known_plans() -> None:
     assert plan(**LLAMA).chunks == 4
     assert plan(**(LLAMA | {"tokens": 4096})).chunks <= 2
     assert plan(tokens=2048, hidden=512, vocab=32768, dtype="float32", device="cpu").chunks >= 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exponentials in dW's rows
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize(("tokens", "hidden", "vocab"), [(4096, 4096, 128256), (2048, 4096, 128256), (100, 512, 5000)])
+def test_exponentials_in_the_rows_of_dw(tokens: int, hidden: int, vocab: int, one_pass: bool) -> None:
+    sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "bfloat16", "fused": True}
+    made, own = plan(**sizes, one_pass=one_pass, lends=True), plan(**sizes, order="tokens", chunk=tokens)
+    assert made.lends
+    assert made.one_pass
+    assert made.token_chunk == tokens
+    stride = round_up(vocab, ROW_ALIGNMENT_BYTES // 2)
+    assert made.scratch_bytes == own.scratch_bytes - tokens * stride * 2
+    assert made.relative_cost("gpu") >= own.relative_cost("gpu")
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        {"tokens": 4097},
+        {"dtype": "float16"},
+        {"dtype": "float32"},
+        {"lends": False},
+        {"padded": True},
+        {"fused": False},
+    ],
+)
+def test_where_they_do_not_fit(different: dict[str, Any]) -> None:
+    sizes = {"tokens": 4096, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16", "fused": True, "lends": True}
+    assert not plan(**(sizes | different)).lends
+
+
+def test_more_columns_of_tiles_than_programs() -> None:
+    """All column tiles of a row are made at a time."""
+    most = HOPPER.tile[1] * HOPPER.multiprocessors
+    sizes: dict[str, Any] = {"tokens": 128, "vocab": 4096, "dtype": "bfloat16", "fused": True, "lends": True}
+    assert plan(**sizes, hidden=most).lends
+    assert not plan(**sizes, hidden=most + 1).lends

@@ -52,6 +52,9 @@ class Backend(Protocol[Prepared]):
     def holds(self, dtype: torch.dtype) -> bool:
         """Whether exponentials can wait for an upstream gradient per token."""
 
+    def lends(self, weight: Tensor, dtype: torch.dtype) -> bool:
+        """Whether exponentials [N, V] can lie in the rows of dW, N ≤ D, until dW is made there."""
+
     def run_step(
         self, name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result], /
     ) -> Result:

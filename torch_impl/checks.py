@@ -87,16 +87,39 @@ def _chosen_plan(
 ) -> ChunkPlan | LatePlan:
     tokens, budget = arrays.target.numel(), tracing.number(request.memory_budget)
     if request.plan is not None:
-        return given_plan(arrays, request, dtype)
+        plan = given_plan(arrays, request, dtype)
+        waits = _may_wait(arrays, request, options)
+        if plan.lends and not (waits and _may_lend(arrays, request, dtype, backend)):
+            raise ValueError(
+                "plan: got one with lends=True, allowed is one without: either this call makes no dW of its own "
+                "(accumulate_into, a deferred, frozen or sharded weight, torch.compile), or its results (entropy, lse) "
+                "or its GPU and dtype need another way"
+            )
+        return plan
     one_pass = options.reduction != "none" and options.separable and not request.lse
-    # A call can hold its exponentials for an upstream gradient per token, if a budget allows it.
-    hold = options.separable and budget is not None and not (request.log_probs and request.statistics)
-    hold = hold and not request.lse and not tracing.is_looked_at(arrays.weight)
-    choose = functools.partial(planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold)
+    waits = _may_wait(arrays, request, options)
+    hold, lends = waits and budget is not None, waits and _may_lend(arrays, request, dtype, backend)
+    choose = functools.partial(
+        planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold, lends=lends
+    )
     if tracing.is_symbol(tokens):
-        waits = backend_named(backend).PRODUCTS_WAIT
-        return tracing.symbolic_plan(tokens, lambda n: choose(tokens=n), budget, chunk_waits=waits)
+        products_wait = backend_named(backend).PRODUCTS_WAIT
+        return tracing.symbolic_plan(tokens, lambda n: choose(tokens=n), budget, chunk_waits=products_wait)
     return choose(tokens=tokens)
+
+
+def _may_wait(arrays: Arrays, request: Request, options: LossOptions) -> bool:
+    """Whether exponentials can wait for an upstream gradient per token: all gradients are proportional to it."""
+    proportional = options.separable and not request.lse and not (request.log_probs and request.statistics)
+    return proportional and not tracing.is_looked_at(arrays.weight)
+
+
+def _may_lend(arrays: Arrays, request: Request, dtype: torch.dtype, backend: Kind) -> bool:
+    """Whether dW is a new matrix that this call's backward writes, so that its rows are free until then."""
+    weight = arrays.weight
+    own = request.into is None and not request.deferred and request.group is None
+    wanted = torch.is_grad_enabled() and weight.requires_grad
+    return own and wanted and backend_named(backend).lends(weight, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

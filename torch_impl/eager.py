@@ -66,6 +66,12 @@ def holds(dtype: torch.dtype) -> bool:
     return False
 
 
+def lends(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether exponentials can lie in dW's rows. Here they cannot."""
+    del weight, dtype
+    return False
+
+
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why plain operations cannot run there: they can anywhere."""
     del device, dtype

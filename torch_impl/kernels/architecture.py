@@ -46,6 +46,8 @@ class Architecture:
     """Whether it only takes operands whose rows start on 16 bytes."""
     descriptors: bool = True
     """Whether tiles are read and written by descriptor. Else by pointers, for chips without tensor memory access."""
+    in_place: bool = False
+    """Whether dW's product can read exponentials that lie where it writes."""
 
     def takes(self, arithmetic: str, chip: str | None, aligned: bool) -> bool:
         here = self.chips is None or (chip is not None and chip.startswith(self.chips))
@@ -103,6 +105,7 @@ ARCHITECTURES = [
         arithmetic="half",
         chips=RUN,
         aligned=True,
+        in_place=True,
     ),
     # By pointers, without a spilled register, in no more shared memory than a chip has: 163 KiB (8.0, 8.7), 99 KiB
     # (8.6, 8.9, 12.x), 64 KiB (gfx942), 160 KiB (gfx950). The first product's tile of 16 bits has 256 columns

@@ -27,11 +27,13 @@ from logitless.torch_impl.call import XP, Gradients, KnownRows, Needs, TokenSums
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels import architecture
 from logitless.torch_impl.kernels.held import Held, HeldTokens, held_gradients, held_layout
-from logitless.torch_impl.kernels.kernel_call import KernelCall
-from logitless.torch_impl.kernels.products import GradientProducts
+from logitless.torch_impl.kernels.kernel_call import KernelCall, aligned_rows
+from logitless.torch_impl.kernels.launch import cdiv
+from logitless.torch_impl.kernels.products import GradientProducts, matrix_of
 from logitless.torch_impl.kernels.rehearsal import run_step
 from logitless.torch_impl.kernels.rows import Rows, losses, normalizer, prepare, total_loss
 from logitless.torch_impl.kernels.sums import Sums, known_by_position, relative_factors
+from logitless.torch_impl.kernels.tiles import WEIGHT
 
 # What a backend has; the functions that are not here are imported.
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "held_layout",
     "holds",
     "known_gradients",
+    "lends",
     "loss_gradients",
     "losses",
     "normalizer",
@@ -88,6 +91,15 @@ def holds(dtype: torch.dtype) -> bool:
     return dtype != torch.float16
 
 
+def lends(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether exponentials can lie in dW's rows: where the products can work in place, and dW has their dtype."""
+    if weight.dtype != dtype:
+        return False
+    found = architecture.architecture_of(dtype, weight.device.index, aligned_rows(weight))
+    beside = cdiv(weight.shape[1], found.tiles[WEIGHT].bn)
+    return found.in_place and beside <= architecture.multiprocessors(weight.device.index)
+
+
 def token_sums(inputs: Rows, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
     c = KernelCall(inputs, options, plan)
@@ -110,7 +122,7 @@ def loss_gradients(
     factors = relative_factors(c)
     products = GradientProducts(c, needs, sums.smoothing, factors.g, norm * inputs.summary[1])
     with c.on_device():
-        x, e = c.operand(), c.matrix(c.chunk, c.vocab)
+        x, e = c.operand(), matrix_of(c, c.vocab, products.weight)
         slices = plan.token_slices or ((0, 0),)
         for first, last in slices:
             sums.gather(first, x)
@@ -131,12 +143,13 @@ def token_gradients(
     """Sums, and exponentials that wait for an upstream gradient per token: 6·N·D·V flops, in a plan of one chunk."""
     c = KernelCall(inputs, options, plan)
     sums, factors = Sums(c, statistics), relative_factors(c)
+    weight = c.empty(c.vocab, c.size, c.dtype) if plan.lends else None
     with c.on_device():
-        x, e = c.operand(), c.matrix(c.chunk, c.vocab)
+        x, e = c.operand(), matrix_of(c, c.vocab, weight)
         sums.gather(0, x)
         sums.product(0, x, e)
         sums.finish(0, x, e, factors)
-    return sums.result(), HeldTokens(c, needs, sums.smoothing, factors, x, e)
+    return sums.result(), HeldTokens(c, needs, sums.smoothing, factors, x, e, weight)
 
 
 def known_gradients(
@@ -149,8 +162,10 @@ def known_gradients(
     products = GradientProducts(c, needs, smoothing, g / unit, unit)
     with c.on_device():
         vectors = known_by_position(c, known, unit)
-        lent = products.hidden if len(plan.token_slices) == 1 and not c.shard.split else None
-        x, e = c.operand(lent), c.matrix(c.chunk, plan.fused_columns)
+        # x may lie where dX will be, unless dX is made first.
+        free = len(plan.token_slices) == 1 and not c.shard.split and not plan.lends
+        x = c.operand(products.hidden if free else None)
+        e = matrix_of(c, plan.fused_columns, products.weight)
         for first, _ in plan.token_slices:
             c.gather(first, x)
             products.add_smooth_x(first, x)

@@ -114,9 +114,11 @@ class HeldTokens:
     """A single chunk's exponentials, made in the forward, waiting for an upstream gradient per token."""
 
     def __init__(
-        self, call: KernelCall, needs: Needs, smoothing: Smoothing | None, factors: Factors, x: Tensor, e: Tensor
-    ):
-        """factors: for the upstream gradient 1."""
+        self, call: KernelCall, needs: Needs, smoothing: Smoothing | None, factors: Factors, x: Tensor, e: Tensor,
+        weight: Tensor | None,
+    ) -> None:  # fmt: skip
+        """factors: for the upstream gradient 1. ``weight``: dW's memory, if e lies in it."""
+        self.weight = weight
         self.call, self.needs, self.smoothing, self.factors, self.x, self.e = call, needs, smoothing, factors, x, e
 
     def finish(self, upstream: Tensor) -> Gradients:
@@ -126,7 +128,8 @@ class HeldTokens:
         unit = numerics.largest_factor(XP, g)
         g = g / unit
         factors = f.times(g, c.by_position(g))
-        products = GradientProducts(c, self.needs, self.smoothing, factors.g, unit * c.inputs.summary[1])
+        unit = unit * c.inputs.summary[1]
+        products = GradientProducts(c, self.needs, self.smoothing, factors.g, unit, self.weight)
         with c.on_device():
             products.add_smooth_x(0, self.x)
             products.scale_operand(0, self.x, factors)

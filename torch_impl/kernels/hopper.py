@@ -261,6 +261,18 @@ def put(desc, stage, piece, row, column, INDEX: gl.constexpr, PIECES: gl.constex
 
 
 @gluon.jit
+def put_turned(desc, stage, piece, row, column, INDEX: gl.constexpr, PIECES: gl.constexpr):
+    """:func:`put` of a whole tile, transposed: ``row`` and ``column`` are where the transposed tile begins."""
+    WIDTH: gl.constexpr = piece.shape[1]
+    if INDEX == 0:
+        tma.store_wait(0)  # until what was staged before has been read
+    stage.slice(INDEX * WIDTH, WIDTH, dim=0).permute((1, 0)).store(piece.to(desc.dtype))
+    if INDEX == PIECES - 1:
+        fence_async_shared()
+        tma_store(desc, [row, column], stage)
+
+
+@gluon.jit
 def barriers(STAGES: gl.constexpr):
     """ready, free and turn."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -272,6 +284,18 @@ def barriers(STAGES: gl.constexpr):
     mbarrier.init(turn, count=1)
     fence_async_shared()
     return ready, free, turn
+
+
+@gluon.jit
+def pairs_of_barriers():
+    """Two and two, at each of which one group or warp arrives."""
+    first = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(first.index(i), count=1)
+        mbarrier.init(second.index(i), count=1)
+    fence_async_shared()
+    return first, second
 
 
 @gluon.jit
@@ -411,7 +435,7 @@ def logits_tiles(
     HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr,
     HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr,
-    PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
+    PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, LENT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`logits_kernel`: products, then everything kernels.logits_kernel makes of them."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -488,7 +512,10 @@ def logits_tiles(
                 if HAS_CAP and MODE == ANCHORED:
                     e = e * (1.0 - (z / cap) * (z / cap))
             if MODE != SUMS:
-                put(e_desc, staging.index(HALF), e, top, n * BN, q, PIECES, False)
+                if LENT:
+                    put_turned(e_desc, staging.index(HALF), e, n * BN, top, q, PIECES)
+                else:
+                    put(e_desc, staging.index(HALF), e, top, n * BN, q, PIECES, False)
         if MODE != KNOWN:
             line = n * chunk + row
             gl.store(sum_ptr + line, sums, mask=inside)
@@ -513,17 +540,18 @@ def logits_kernel(
     HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr,
     HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr,
-    PIECES: gl.constexpr,
+    PIECES: gl.constexpr, LENT: gl.constexpr,
 ):  # fmt: skip
     """kernels.logits_kernel: z = f(x wᵀ + b) for entries start ≤ j < start + columns, never stored; sums and e of it.
 
-    The arguments are the same (w_ptr and w_stride are what a kernel without descriptors reads).
+    The arguments are the same (w_ptr and w_stride are what a kernel without descriptors reads). LENT: e_desc describes
+    eᵀ, which lies in dW's rows (products.lent_matrix).
     """
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, BM // 2, BK], x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
     staging = x_smem
     if MODE != SUMS:
-        staging = gl.allocate_shared_memory(e_desc.dtype, [2, BM // 2, BN], e_desc.layout)
+        staging = gl.allocate_shared_memory(e_desc.dtype, [2, BN, BM // 2] if LENT else [2, BM // 2, BN], e_desc.layout)
     ready, free, turn = barriers(STAGES)
     gl.warp_specialize(
         [
@@ -533,7 +561,7 @@ def logits_kernel(
                 log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
                 count_ptr, first, chunk, size, start, columns, scale, cap, 0,
                 MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
             )),
             (logits_tiles, (
                 e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr,
@@ -541,7 +569,7 @@ def logits_kernel(
                 log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
                 count_ptr, first, chunk, size, start, columns, scale, cap, 1,
                 MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
             )),
             (load_tiles, (
                 x_desc, w_desc, x_smem, w_smem, ready, free, None, count_ptr, first, chunk, size, columns, False,
@@ -612,6 +640,7 @@ def hidden_tiles(
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr, PACE: gl.constexpr,
+    LENT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`hidden_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -624,7 +653,7 @@ def hidden_tiles(
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         turns = unit // programs
         whole = multiply(
-            e_smem, w_smem, ready, free, turn, turns, turns * steps, depth, HALF, False, True, BM, BN, STAGES, SKEW,
+            e_smem, w_smem, ready, free, turn, turns, turns * steps, depth, HALF, LENT, True, BM, BN, STAGES, SKEW,
             layout,
         )  # fmt: skip
         part = parts_ptr
@@ -652,14 +681,17 @@ def hidden_kernel(
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
-    SPLIT: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr, LENT: gl.constexpr,
 ):  # fmt: skip
     """kernels.hidden_kernel, with the same arguments: dX of a chunk from S vocabulary entries.
 
     Beside its arguments: the sum's descriptor, so that the memory itself adds; with SPLIT ``parts`` [PROGRAMS, BM, BN],
     where the parts of split tiles are left for kernels.combine_hidden_kernel; and with PACE ``progress`` [1], 0 before.
+    LENT: e_desc describes eᵀ.
     """
-    e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BM // 2, BK], e_desc.layout)
+    e_smem = gl.allocate_shared_memory(
+        e_desc.dtype, [2 * STAGES, BK, BM // 2] if LENT else [2 * STAGES, BM // 2, BK], e_desc.layout
+    )
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
     staging = e_smem
     if not FINAL:
@@ -671,17 +703,17 @@ def hidden_kernel(
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
                 count_ptr, first, chunk, columns, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE, LENT,
             )),
             (hidden_tiles, (
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
                 row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
                 count_ptr, first, chunk, columns, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE, LENT,
             )),
             (load_tiles, (
                 e_desc, w_desc, e_smem, w_smem, ready, free, progress_ptr, count_ptr, first, chunk, columns,
-                size, False, False, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT, PACE,
+                size, False, LENT, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT, PACE,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -756,13 +788,62 @@ def multiply_targets(
 
 
 @gluon.jit
+def put_aside(stage, staged, emptied, turns, piece, INDEX: gl.constexpr, PIECES: gl.constexpr):
+    """A piece of a tile into shared memory, for :func:`store_over` to store; ``turns``: tiles before this one."""
+    WIDTH: gl.constexpr = piece.shape[1]
+    if INDEX == 0:
+        mbarrier.wait(emptied, (turns & 1) ^ 1)
+    piece = piece.to(stage.dtype)
+    if PIECES == 1:
+        stage.store(piece)
+    else:
+        stage.slice(INDEX * WIDTH, WIDTH, dim=1).store(piece)
+    if INDEX == PIECES - 1:
+        fence_async_shared()
+        mbarrier.arrive(staged)
+
+
+@gluon.jit
+def store_over(
+    out_desc, staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
+    LENT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """The storing warp of dW in place. A half of a tile is stored over rows of eᵀ when the programs of all column tiles
+    have read them: each counts itself in ``counter`` [2 · row tiles] when its last step's operands have come.
+
+    The multiplying groups do not wait for that, but work on their next tile. Nobody waits for ever: the launch is
+    cooperative, so all programs run at a time, or it fails. They take tiles in ascending order, and tiles of one row
+    are neighbours. So of the rows that are not complete, the first one's tiles wait for nothing but their own products.
+    """
+    if LENT:
+        _rows, row_tiles, column_tiles, _steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
+        for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+            m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+            for half in gl.static_range(2):
+                mbarrier.wait(staged.index(half), (tile // PROGRAMS) & 1)
+                counter = counter_ptr + 2 * m + half
+                while gl.load(counter, volatile=True) < column_tiles:
+                    pass
+                gl.atomic_add(counter, 0, sem="acquire")
+                # Orders what is known by now before the accelerator's store.
+                gl.inline_asm_elementwise(
+                    "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+                )
+                tma_store(out_desc, [m * BM + half * (BM // 2), n * BN], staging.index(half))
+                tma.store_wait(0)
+                mbarrier.arrive(emptied.index(half))
+
+
+@gluon.jit
 def weight_tiles(
-    out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent, sum_ptr,
-    low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr, first, chunk, start,
-    columns, size, HALF: gl.constexpr, ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr,
+    out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent, staged,
+    emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr,
+    counter_ptr, first, chunk, start, columns, size,
+    HALF: gl.constexpr, ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr,
     SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
-    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, LENT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`weight_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -784,7 +865,7 @@ def weight_tiles(
             later, _n = tile_of(gl.minimum(tile + PROGRAMS, tiles - 1), row_tiles, column_tiles, GROUP)
             next_begin, next_end = targets_of(bounds_ptr, later, BM)
         whole = multiply(
-            e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, True, True, BM, BN, STAGES, SKEW,
+            e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, not LENT, True, BM, BN, STAGES, SKEW,
             layout,
         )  # fmt: skip
         if TARGETS:
@@ -793,6 +874,8 @@ def weight_tiles(
             )
             begin = next_begin
             end = next_end
+        if LENT:
+            gl.atomic_add(counter_ptr + 2 * m + HALF, 1, sem="release")
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
             if FINAL or (PARTED and ADD):
@@ -817,7 +900,9 @@ def weight_tiles(
                 value = value * gl.load(scale_ptr)
                 if INTO and not IN_MEMORY:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
-            if PARTED and not FINAL:
+            if LENT:
+                put_aside(staging.index(HALF), staged.index(HALF), emptied.index(HALF), turns, value, q, PIECES)
+            elif PARTED and not FINAL:
                 bits = rounded(value)
                 put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False)
                 put(low_desc, low_staging.index(HALF), lower_bits(bits), top, n * BN, q, PIECES, False)
@@ -829,20 +914,26 @@ def weight_tiles(
 @gluon.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, first, chunk, start, columns, size, hidden_stride,
+    key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, counter_ptr, first, chunk, start, columns, size,
+    hidden_stride,
     ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
     HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
-    PIECES: gl.constexpr, PARTS: gl.constexpr,
+    PIECES: gl.constexpr, PARTS: gl.constexpr, LENT: gl.constexpr,
 ):  # fmt: skip
     """kernels.weight_kernel, with the same arguments: dW of vocabulary entries from a chunk. A sum in one matrix is
     added to by the memory itself, so that no group waits for what it held.
 
     With TARGETS a fourth group of warps gathers the hidden states of a tile's targets, a tile ahead of the products.
     ``filled[s]``: slot s of them was gathered; ``spent[s]``: both groups have multiplied it.
+
+    LENT: eᵀ lies in the result's own rows, and one more warp stores (:func:`store_over`). ``counter`` is 0 before.
+    ``staged[h]``: half h of a tile waits in shared memory; ``emptied[h]``: it was stored.
     """
-    e_smem = gl.allocate_shared_memory(e_desc.dtype, [2 * STAGES, BK, BM // 2], e_desc.layout)
+    e_smem = gl.allocate_shared_memory(
+        e_desc.dtype, [2 * STAGES, BM // 2, BK] if LENT else [2 * STAGES, BK, BM // 2], e_desc.layout
+    )
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout)
     staging = gl.allocate_shared_memory(out_desc.dtype, [2, BM // 2, BN // PARTS], out_desc.layout)
     low_staging = staging
@@ -852,6 +943,10 @@ def weight_kernel(
     gathered = x_smem
     filled = ready
     spent = free
+    staged = ready
+    emptied = free
+    if LENT:
+        staged, emptied = pairs_of_barriers()
     if TARGETS:
         gathered = gl.allocate_shared_memory(x_desc.dtype, [TARGET_SLOTS, TARGET_STEP, BN], x_desc.layout)
         filled, spent, _turn = barriers(TARGET_SLOTS)
@@ -859,26 +954,32 @@ def weight_kernel(
         [
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
-                sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr,
-                first, chunk, start, columns, size, 0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
+                bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size,
+                0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
             )),
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
-                sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr,
-                first, chunk, start, columns, size, 1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES,
+                staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
+                bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size,
+                1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, None, count_ptr, first, chunk, columns, size,
-                True, True, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
+                True, not LENT, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
             )),
             (load_targets, (
                 gathered, filled, spent, token_ptr, bounds_ptr, hidden_ptr, hidden_stride, count_ptr, first, chunk,
                 columns, size, TARGETS, BM, BN, BK, GROUP, PROGRAMS,
             )),
+            (store_over, (
+                out_desc, staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
+                LENT, BM, BN, BK, GROUP, PROGRAMS,
+            )),
         ],
-        [4, 1, GATHERING_WARPS], [REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
+        [4, 1, GATHERING_WARPS, 1], [REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
 
 
@@ -930,14 +1031,17 @@ class Hopper:
         if kind.parted and not kind.final:
             described = self.describe(low, t.block_rows, t.block_columns)
         values = {"PARTS": parts, "PIECES": pieces, "low_desc": described}
-        return WeightLaunch(self.constants(t) | self.registers(kind.targets) | values, True)
+        return WeightLaunch(self.constants(t) | self.registers(kind) | values, True)
 
     def constants(self, t):
         return t.sizes | {"STAGES": t.stages, "SKEW": t.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}
 
-    def registers(self, gathers):
-        """Of dW's groups. Gathering hidden states takes more of them than asking the accelerator."""
-        return {"REGISTERS": 224, "LOADING_REGISTERS": 56} if gathers else {"LOADING_REGISTERS": 24}
+    def registers(self, kind):
+        """Of dW's groups. Gathering hidden states takes more of them than asking the accelerator, and storing over what
+        others read takes more again."""
+        if kind.lent:
+            return {"REGISTERS": 208, "LOADING_REGISTERS": 88}
+        return {"REGISTERS": 224, "LOADING_REGISTERS": 56} if kind.targets else {"LOADING_REGISTERS": 24}
 
 
 PRODUCTS = Hopper()

@@ -47,9 +47,7 @@ class KernelCall:
         self.tokens, self.size = self.hidden.shape
         self.vocab, self.shard = self.weight.shape[0], inputs.shard
         self.programs = multiprocessors(self.device.index)
-        item = self.dtype.itemsize
-        aligned = (self.weight.stride(0) * item) % 16 == 0 and (self.size * item) % 16 == 0
-        aligned = aligned and self.weight.data_ptr() % 16 == 0
+        aligned = aligned_rows(self.weight)
         self.architecture = architecture_of(self.dtype, self.device.index, aligned)
         self.tma = aligned and self.architecture.descriptors
         self.products = self.architecture.products()
@@ -113,6 +111,7 @@ class KernelCall:
             "PROGRAMS": self.programs,
             "PRECISION": self.precision,
             "POINTERS": not self.architecture.descriptors,
+            "LENT": False,
         }
 
     def launch(self, kernel: Any, grid: int, **own: Any) -> None:
@@ -156,7 +155,8 @@ class KernelCall:
         self.launch(
             self.products.logits_kernel, self.programs, **partial, **vectors,
             x_desc=self.describe(x, t.block_rows, t.bk), w_desc=self.describe_weight(entries, (t.bn, t.bk)),
-            e_desc=None if e is None else self.describe(e, t.block_rows, t.block_columns), w_ptr=self.weight[entries],
+            e_desc=None if e is None else self.describe_matrix(e, t.block_rows, t.block_columns), LENT=is_lent(e),
+            w_ptr=self.weight[entries],
             **addresses(x=x, e=e), row_target_ptr=self.row_target[first:], first=first, start=entries.start,
             columns=entries.stop - entries.start, MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits,
             HAS_ALPHA=vectors["alpha_ptr"] is not None, HAS_GAMMA=vectors["gamma_ptr"] is not None,
@@ -177,6 +177,10 @@ class KernelCall:
         """A matrix as the tensor memory accelerator sees it, in blocks of [rows, columns]; None where pointers do."""
         return self.products.describe(matrix, rows, columns) if self.architecture.descriptors else None
 
+    def describe_matrix(self, e: Tensor, rows: int, columns: int) -> object:
+        """:meth:`describe` of e. A lent matrix is described as it lies, transposed."""
+        return self.describe(e.T, columns, rows) if is_lent(e) else self.describe(e, rows, columns)
+
     def describe_weight(self, rows: slice, block: tuple[int, int]) -> Any:
         return self.describe(self.weight[rows], *block) if self.tma else None
 
@@ -185,6 +189,20 @@ def addresses(**matrices: Tensor | None) -> dict[str, Tensor | int | None]:
     """Matrices for kernels that read them by pointers: where each one begins, and how far apart its rows are."""
     found: dict[str, Tensor | int | None] = {f"{name}_ptr": matrix for name, matrix in matrices.items()}
     return found | {f"{name}_stride": 0 if m is None else m.stride(0) for name, m in matrices.items()}
+
+
+def aligned_rows(weight: Tensor) -> bool:
+    """Whether the rows of the weight, and of matrices of its width, start on 16 bytes. A weight whose last axis has
+    steps is copied before it is read."""
+    _, size = weight.shape
+    copied = weight.stride(1) != 1
+    stride, start = (size, 0) if copied else (weight.stride(0), weight.data_ptr())
+    return (size * weight.itemsize) % 16 == 0 and (stride * weight.itemsize) % 16 == 0 and start % 16 == 0
+
+
+def is_lent(e: Tensor | None) -> bool:
+    """Whether e [C, V] lies in dW's rows, its columns one behind the other."""
+    return e is not None and e.stride(1) != 1
 
 
 def padded_length(tokens: int, chunk: int) -> int:

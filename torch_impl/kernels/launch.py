@@ -22,7 +22,7 @@ except ImportError:  # a CPU-only install; fused.unavailable() says so before an
 # What was compiled is known of this many kinds of launches. A token count is part of a kind, so a program that never
 # has as many tokens twice sees new kinds all the time.
 MOST_KINDS = 8192
-LAUNCH_OPTIONS = ("num_warps", "num_stages")
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_cooperative_grid")
 
 
 class _Instead(threading.local):

@@ -575,7 +575,7 @@ def log1p(s):
 @triton.jit(do_not_specialize=["chunk"])
 def rescue_kernel(
     x_ptr, w_ptr, bias_ptr, row_target_ptr, list_ptr, flagged_ptr, row_anchor_ptr, e_ptr, sum_ptr, gap_ptr,
-    chunk, size, x_stride, w_stride, e_stride, columns, scale, cap,
+    chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale, cap,
     MAXIMUM: tl.constexpr, STORE: tl.constexpr, STATISTICS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
@@ -619,7 +619,7 @@ def rescue_kernel(
             if STORE:
                 if HAS_CAP:
                     e = e * (1.0 - (z / cap) * (z / cap))
-                place = e_ptr + row[:, None] * e_stride + column[None, :]
+                place = e_ptr + row[:, None] * e_stride + column.to(tl.int64)[None, :] * e_column_stride
                 tl.store(place, e.to(e_ptr.dtype.element_ty), mask=exists[:, None] & here[None, :])
 
 
@@ -894,7 +894,7 @@ def weight_kernel(
 @triton.jit(do_not_specialize=["first", "chunk"])
 def column_sums_kernel(
     matrix_ptr, factor_ptr, order_ptr, count_ptr, out_ptr, key_ptr, value_ptr, bounds_ptr,
-    first, chunk, stride, columns,
+    first, chunk, stride, column_stride, columns,
     BY_TOKEN: tl.constexpr, HAS_FACTOR: tl.constexpr, TARGETS: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -908,7 +908,8 @@ def column_sums_kernel(
     for begin in tl.range(0, rows, BR, num_stages=STAGES):
         row = begin + tl.arange(0, BR)
         mask = (row < rows)[:, None] & (column < columns)[None, :]
-        part = tl.load(matrix_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+        place = matrix_ptr + row.to(tl.int64)[:, None] * stride + column.to(tl.int64)[None, :] * column_stride
+        part = tl.load(place, mask=mask, other=0.0)
         part = part.to(tl.float32)
         if HAS_FACTOR:
             index = row

@@ -14,10 +14,10 @@ from torch import Tensor
 from logitless.scratch import LOW_ROW_ALIGNMENT, round_up
 from logitless.torch_impl.call import Gradients, Needs
 from logitless.torch_impl.chunk import Smoothing
-from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end
+from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end, is_lent
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.sums import Factors
-from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM, WeightKind
+from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM, Tiles, WeightKind
 
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels
@@ -81,10 +81,23 @@ class Targets:
 NO_TARGETS: Mapping[str, Tensor | None] = dict.fromkeys(("key_ptr", "token_ptr", "value_ptr", "bounds_ptr"))
 
 
+def matrix_of(c: KernelCall, columns: int, weight: Tensor | None) -> Tensor:
+    """e of a chunk [C, columns]; in a plan that lends, transposed in the first columns of dW's rows, ``weight``."""
+    if not c.plan.lends:
+        return c.matrix(c.chunk, columns)
+    assert weight is not None
+    assert weight.dtype == c.dtype
+    return weight[:, : c.chunk].T
+
+
 class GradientProducts:
     """dX, dW and db of a call, chunk by chunk and slice by slice."""
 
-    def __init__(self, c: KernelCall, needs: Needs, smoothing: Smoothing | None, g: Tensor, unit: Tensor) -> None:
+    def __init__(
+        self, c: KernelCall, needs: Needs, smoothing: Smoothing | None, g: Tensor, unit: Tensor,
+        weight: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """``weight``: dW, if its memory is there already."""
         self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
         self.hidden_sum: Tensor | None = None
         self.weight_sum: Tensor | None = None
@@ -94,7 +107,9 @@ class GradientProducts:
         self.parts: Tensor | None = None
         # Under sequence parallelism dX is what comes back from the sum over the ranks.
         self.hidden = self._new(c.tokens, None if c.shard.sequence_parallel else needs.hidden)
-        self.weight = self._new(c.vocab, needs.weight) if needs.into is None else needs.into
+        if weight is None:
+            weight = self._new(c.vocab, needs.weight) if needs.into is None else needs.into
+        self.weight = weight
         self.works: list[Any] = []  # sums of dX over the ranks that are under way
         self.bias = torch.zeros(c.vocab, device=c.device) if needs.bias else None
         self.smooth_rows = None if smoothing is None else g * -smoothing.factor
@@ -139,8 +154,8 @@ class GradientProducts:
         c, columns = self.call, matrix.shape[1]
         c.launch(
             kernels.column_sums_kernel, cdiv(columns, COLUMN_BLOCK), matrix_ptr=matrix, factor_ptr=factor, out_ptr=out,
-            first=first, stride=matrix.stride(0), columns=columns, BY_TOKEN=by_token, HAS_FACTOR=factor is not None,
-            TARGETS=targets is not None, BR=16, BC=COLUMN_BLOCK, STAGES=4, num_warps=4,
+            first=first, stride=matrix.stride(0), column_stride=matrix.stride(1), columns=columns, BY_TOKEN=by_token,
+            HAS_FACTOR=factor is not None, TARGETS=targets is not None, BR=16, BC=COLUMN_BLOCK, STAGES=4, num_warps=4,
             **(NO_TARGETS if targets is None else targets.pointers),
         )  # fmt: skip
 
@@ -158,11 +173,14 @@ class GradientProducts:
             self.add_hidden(first, e, entries, factors, None)
             if entries.stop == c.vocab:
                 self._start_sum(first)
+        early = is_lent(e)  # dW is made where e lies
+        if self.needs.hidden and early:
+            self.add_hidden(first, e, entries, factors, scale)
         # dW first: x may lie where dX will be.
         if self.needs.weight:
             last = scale is not None and (first + c.chunk >= c.tokens or self.needs.into is not None)
             self.add_weight(first, x, e, entries, scale if last else None, targets)
-        if self.needs.hidden and not c.shard.split:
+        if self.needs.hidden and not (c.shard.split or early):
             last = scale is not None and entries.stop == c.vocab
             self.add_hidden(first, e, entries, factors, scale if last else None)
 
@@ -204,7 +222,8 @@ class GradientProducts:
         }
         c.launch(
             c.products.hidden_kernel, c.programs, **results, **own.values, w_ptr=c.weight[entries], **addresses(e=e),
-            e_desc=c.describe(e, t.block_rows, t.bk), w_desc=c.describe_weight(entries, (t.bk, t.bn)),
+            e_desc=c.describe_matrix(e, t.block_rows, t.bk), w_desc=c.describe_weight(entries, (t.bk, t.bn)),
+            LENT=is_lent(e),
         )  # fmt: skip
         if own.parts is not None:
             rows = 32
@@ -220,19 +239,32 @@ class GradientProducts:
         parted = self.parted and (first > 0 or not final)
         t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
         reads = first > 0 if not into else out.dtype != torch.float32
-        kind = WeightKind(final, parted, reads, smooth, targets is not None)
+        kind = WeightKind(final, parted, reads, smooth, targets is not None, is_lent(e))
         aligned = (c.size * out.element_size()) % 16 == 0
         own = c.products.weight(c, t, kind, self.low, aligned)
+        programs, placed = self._in_place(e, t)
         c.launch(
-            c.products.weight_kernel, c.programs, **own.values, **addresses(e=e, x=x),
-            e_desc=c.describe(e, t.bk, t.block_rows), x_desc=c.describe(x, t.bk, t.bn),
+            c.products.weight_kernel, programs, **placed, **own.values, **addresses(e=e, x=x),
+            e_desc=c.describe_matrix(e, t.bk, t.block_rows), x_desc=c.describe(x, t.bk, t.bn),
             sum_ptr=out if into else self.high if parted else self.weight_sum, low_ptr=self.low if parted else None,
             out_desc=c.describe(out[entries], t.block_rows, t.block_columns) if own.by_descriptor else None,
             out_ptr=out, scale_ptr=scale, smooth_x_ptr=self.smooth_x_scaled if final and smooth else None,
             first=first, start=entries.start, columns=entries.stop - entries.start, ADD=first > 0 or into, FINAL=final,
-            INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets is not None, GROUP=t.group,
+            INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets is not None,
             **(NO_TARGETS if targets is None else targets.pointers),
         )  # fmt: skip
+
+    def _in_place(self, e: Tensor, t: Tiles) -> tuple[int, dict[str, object]]:
+        """How many programs make dW, and in which order. If e lies in its rows, the column tiles of a row of tiles are
+        made at a time."""
+        c = self.call
+        if not is_lent(e):
+            return c.programs, {"GROUP": t.group, "counter_ptr": None}
+        beside = cdiv(c.size, t.bn)
+        counter = torch.zeros(2 * cdiv(c.vocab, t.bm), dtype=torch.int32, device=c.device)
+        programs = c.programs // beside * beside
+        cooperative = {"PROGRAMS": programs, "launch_cooperative_grid": True}
+        return programs, {"GROUP": 1, "counter_ptr": counter, "LENT": True} | cooperative
 
     def _weight_accumulator(self) -> Tensor:
         """What a chunk's dW is added to that is not the last: the upper 16 bits of the sum, or all of it."""

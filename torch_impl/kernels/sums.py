@@ -187,7 +187,8 @@ class Sums:
             kernels.rescue_kernel, c.programs, **addresses(x=x, e=e), row_target_ptr=c.row_target[first:],
             list_ptr=self.list, flagged_ptr=self.flagged, row_anchor_ptr=self.highest,
             sum_ptr=self.partial["sum_ptr"], gap_ptr=self.partial["gap_ptr"],
-            columns=c.vocab, MAXIMUM=maximum, STORE=e is not None, STATISTICS=self.statistics, BM=16, BN=self.tile.bn,
+            e_column_stride=0 if e is None else e.stride(1), columns=c.vocab, MAXIMUM=maximum,
+            STORE=e is not None, STATISTICS=self.statistics, BM=16, BN=self.tile.bn,
             BK=64 // c.dtype.itemsize, num_warps=8,
         )  # fmt: skip
 

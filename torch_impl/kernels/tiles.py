@@ -97,6 +97,8 @@ class WeightKind:
     """Label smoothing's rank-one part is taken away."""
     targets: bool
     """The targets' elements are added."""
+    lent: bool
+    """Exponentials lie where the result is written."""
 
 
 class Operands(Protocol):
