@@ -29,7 +29,7 @@ from logitless.torch_impl.kernels import architecture
 from logitless.torch_impl.kernels.held import Held, HeldTokens, held_gradients, held_layout
 from logitless.torch_impl.kernels.kernel_call import KernelCall
 from logitless.torch_impl.kernels.products import GradientProducts
-from logitless.torch_impl.kernels.rehearsal import run_step
+from logitless.torch_impl.kernels.replay import run_step
 from logitless.torch_impl.kernels.rows import Rows, losses, normalizer, prepare, total_loss
 from logitless.torch_impl.kernels.sums import Sums, known_by_position, relative_factors
 

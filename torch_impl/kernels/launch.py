@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,18 +26,37 @@ LAUNCH_OPTIONS = ("num_warps", "num_stages")
 
 
 class _Instead(threading.local):
-    """What this thread's launches do instead of running a kernel, or None."""
+    """What this thread's launches do instead of running a kernel, or beside it."""
 
     run: Callable[..., None] | None = None
-    """Called with the kernel, its grid, its arguments and its options."""
+    """Called in place of a launch, with the kernel, its grid, its arguments and its options."""
+    note: Callable[..., None] | None = None
+    """Called after a launch, with the same."""
 
 
 instead = _Instead()
 # Held while kernels are compiled and loaded: Triton hands another thread a kernel that is not wholly loaded.
 loading = threading.Lock()
-# By kind: the kernel (so that no other one gets its id), what was compiled of it, and the options that the compiled
-# kernel takes as arguments, in its order.
-compiled: dict[tuple[Any, ...], tuple[Any, Any, list[str]]] = {}
+
+
+class Ready(NamedTuple):
+    """What was compiled for a kind of launches."""
+
+    kernel: Any
+    """Kept so that no other kernel gets its id."""
+    compiled: Any
+    names: list[str]
+    """The options that the compiled kernel takes as arguments, in its order."""
+
+    def start(self, grid: tuple[int, ...], stream: int, values: Sequence[Any]) -> None:
+        """Launch it, unknown to a profiler. ``values``: its arguments, then the options; an address may stand for a
+        tensor. Triton's own launcher, as every version from 3.4 to 3.9 has it."""
+        x, y, z = (*grid, 1, 1)[:3]
+        known = self.compiled
+        known.run(x, y, z, stream, known.function, known.packed_metadata, None, None, None, *values)
+
+
+compiled: dict[tuple[Any, ...], Ready] = {}
 
 
 def cdiv(value: int, step: int) -> int:
@@ -49,9 +68,18 @@ def launch(kernel: Any, *grid: int) -> Any:
     """What launches ``kernel`` on the grid, or does what this thread does instead."""
     if instead.run is not None:
         return functools.partial(instead.run, kernel, grid)
-    if isinstance(kernel, triton.JITFunction):
-        return functools.partial(_launch, kernel, grid)
-    return kernel[grid]  # interpreted
+    start = functools.partial(_launch, kernel, grid) if is_compiled(kernel) else kernel[grid]
+    return start if instead.note is None else functools.partial(_noted, instead.note, start, kernel, grid)
+
+
+def is_compiled(kernel: Any) -> bool:
+    """Whether Triton compiles the kernel; else it interprets it."""
+    return isinstance(kernel, triton.JITFunction)
+
+
+def _noted(note: Callable[..., None], start: Any, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+    start(*arguments, **options)
+    note(kernel, grid, arguments, options)
 
 
 def launch_named(kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any]) -> None:
@@ -87,19 +115,29 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
             new = new.result()
         if len(compiled) >= MOST_KINDS:
             compiled.clear()
-        compiled[key] = kernel, new, kernel.arg_names[len(arguments) :]
+        compiled[key] = Ready(kernel, new, kernel.arg_names[len(arguments) :])
         return
-    _, known, names = found
-    x, y, z = (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(device)
-    values = (*arguments, *[options[name] for name in names])
-    if _watched():
-        known[x, y, z](*values, stream=stream)
+    values = (*arguments, *[options[name] for name in found.names])
+    if is_watched():
+        x, y, z = (*grid, 1, 1)[:3]
+        found.compiled[x, y, z](*values, stream=stream)
     else:
-        known.run(x, y, z, stream, known.function, known.packed_metadata, None, None, None, *values)
+        found.start(grid, stream, values)
 
 
-def _watched() -> bool:
+def ready_for(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Ready:
+    """What was compiled for a launch that has been made on the current device."""
+    return compiled[kind_of(kernel, driver.active.get_current_device(), tuple(arguments), options)]
+
+
+def current_stream() -> int:
+    """Of the current device."""
+    stream: int = driver.active.get_current_stream(driver.active.get_current_device())
+    return stream
+
+
+def is_watched() -> bool:
     """Whether somebody, a profiler, is told of launches: one hook or none in Triton 3.4, a chain of them since."""
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return any(getattr(hook, "calls", hook) for hook in hooks)
