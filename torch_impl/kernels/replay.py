@@ -45,6 +45,7 @@ MOST_PROGRAMS, MOST_SEEN = 256, 8192
 BOUNDARY = 512
 
 PLAIN = (Tensor, torch.nn.Parameter)
+CONSTANTS = frozenset((int, float, bool, torch.dtype, torch.device))
 
 
 class _Settings(threading.local):
@@ -65,6 +66,8 @@ class Place(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_whole: bool = False
+    """Whether it is the tensor that the buffer is known by: nothing else has to be made."""
 
 
 @dataclasses.dataclass
@@ -98,14 +101,12 @@ class Frame:
     def tensor(self, place: Place) -> Tensor:
         memory = self.memory[place.buffer]
         assert memory is not None
-        item, storage = place.dtype.itemsize, memory.untyped_storage()
-        begin = self.start[place.buffer] - storage.data_ptr() + place.offset
-        if memory.dtype == place.dtype and memory.shape == place.size and memory.stride() == place.stride:
-            if begin == memory.storage_offset() * item:
-                return memory
-        with torch.no_grad():
-            view = torch.empty(0, dtype=place.dtype, device=memory.device)
-            return view.set_(storage, begin // item, place.size, place.stride)  # type: ignore[call-overload, no-any-return]
+        if place.is_whole:
+            return memory
+        item = place.dtype.itemsize
+        begin = self.start[place.buffer] + place.offset - memory.data_ptr() + memory.storage_offset() * memory.itemsize
+        flat = memory if memory.dtype == place.dtype else memory.view(place.dtype)
+        return flat.as_strided(place.size, place.stride, begin // item)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,6 +142,10 @@ class Launch:
     def read(self) -> list[Place]:
         return [place for _, place in self.places] + [place for *_, place in self.described]
 
+    def settle(self, settled: Callable[[Any], Any]) -> None:
+        self.places = [(i, settled(place)) for i, place in self.places]
+        self.described = [(i, descriptor, settled(place)) for i, descriptor, place in self.described]
+
     def __call__(self, frame: Frame) -> None:
         values = self.values.copy()
         if self.ready is None:
@@ -168,7 +173,7 @@ def _moved(descriptor: Any, base: Tensor | Address | None) -> Any:
 class Operation:
     """One of PyTorch's operations."""
 
-    def __init__(self, function: Any, arguments: Any, named: Any, made: int | None) -> None:
+    def __init__(self, function: Any, arguments: list[Any], named: dict[str, Any], made: int | None) -> None:
         """arguments, named: :class:`Place` where there was a tensor; made: the buffer of a new result."""
         self.function, self.arguments, self.named, self.made = function, arguments, named, made
         self.frees: tuple[int, ...] = ()
@@ -178,10 +183,13 @@ class Operation:
     def read(self) -> list[Place]:
         return [*_places(self.arguments), *_places(self.named)]
 
+    def settle(self, settled: Callable[[Any], Any]) -> None:
+        self.arguments, self.named = settled(self.arguments), settled(self.named)
+
     def __call__(self, frame: Frame) -> None:
-        result = self.function(
-            *[_tensors(v, frame) for v in self.arguments], **{k: _tensors(v, frame) for k, v in self.named.items()}
-        )
+        arguments = [_filled(value, frame.tensor) for value in self.arguments]
+        named = {name: _filled(value, frame.tensor) for name, value in self.named.items()} if self.named else {}
+        result = self.function(*arguments, **named)
         if self.made is not None:
             frame.memory[self.made], frame.start[self.made] = result, result.data_ptr()
         for buffer in self.frees:
@@ -200,19 +208,23 @@ def _places(value: Any) -> Iterator[Place]:
         yield from _places((value.hidden, value.weight, value.bias))
 
 
-def _tensors(value: Any, frame: Frame) -> Any:
-    """``value`` with tensors for places; results are tuples, named tuples and gradients of them."""
+def _filled(value: Any, of_place: Callable[[Place], Any]) -> Any:
+    """``value`` with something for every place; it may be made of lists, tuples, named tuples and gradients."""
     kind = type(value)
     if kind is Place:
-        return frame.tensor(value)
+        return of_place(value)
+    if value is None or kind in CONSTANTS:
+        return value
     if kind is list:
-        return [_tensors(v, frame) for v in value]
+        return [_filled(v, of_place) for v in value]
+    if kind is dict:
+        return {name: _filled(v, of_place) for name, v in value.items()}
     if kind is tuple:
-        return tuple([_tensors(v, frame) for v in value])
+        return tuple([_filled(v, of_place) for v in value])
     if isinstance(value, tuple):
-        return kind(*[_tensors(v, frame) for v in value])
+        return kind(*[_filled(v, of_place) for v in value])
     if kind is Gradients:
-        return Gradients(*[_tensors(v, frame) for v in (value.hidden, value.weight, value.bias)])
+        return Gradients(*[_filled(v, of_place) for v in (value.hidden, value.weight, value.bias)])
     return value
 
 
@@ -237,9 +249,9 @@ class Part:
     def run(self, frame: Frame, device: torch.device) -> Any:
         start, memory = frame.start, frame.memory
         for nbytes, zeroed, begins in self.pieces:
-            piece = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            piece = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
             if zeroed:
-                (piece if zeroed == nbytes else piece[:zeroed]).zero_()
+                (piece if zeroed == nbytes else piece[: zeroed // 4]).zero_()
             address = piece.data_ptr()
             for buffer, offset in begins:
                 start[buffer], memory[buffer] = address + offset, piece
@@ -248,7 +260,7 @@ class Part:
             start[buffer], memory[buffer] = new.data_ptr(), new.zero_() if zero else new
         for step in self.done:
             step(frame)
-        result = _tensors(self.result, frame)
+        result = _filled(self.result, frame.tensor)
         for buffer in self.dropped:
             memory[buffer] = None
         return result
@@ -464,7 +476,16 @@ class Recorder(TorchDispatchMode):
         made = {i for i, b in enumerate(self.buffers) if b.source == "made" and first.get(i) == number} - kept
         _free_early(ended.done, made)
         own = [(i, self.buffers[i].origin, i in zeros) for i in results]
-        return Part(pieces, own, ended.done, ended.result, [*brief, *made])
+        settled = functools.partial(_filled, of_place=functools.partial(self._settled, returned=returned))
+        for step in ended.done:
+            step.settle(settled)
+        return Part(pieces, own, ended.done, settled(ended.result), [*brief, *made])
+
+    def _settled(self, place: Place, returned: set[int]) -> Place:
+        """The place, which may be all of a tensor that a frame has."""
+        buffer = self.buffers[place.buffer]
+        is_tensor = not buffer.is_scratch or place.buffer in returned
+        return place._replace(is_whole=is_tensor and place[2:5] == buffer.origin[2:5] and place.offset == 0)
 
     def _piece(self, numbers: list[int]) -> tuple[int, int, list[tuple[int, int]]]:
         """Zeroed buffers first."""
