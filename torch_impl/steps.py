@@ -35,6 +35,9 @@ from logitless.torch_impl.call import (
 
 Result = TypeVar("Result")
 
+LARGEST_NUMBER = 1e38
+"""Beyond it a normalizer is no float32, and stays the number that it is."""
+
 
 def one_pass(call: Call) -> bool:
     """Whether a loss's forward computes its gradients too, if any are wanted."""
@@ -115,6 +118,10 @@ def _prepare(arrays: Arrays, call: Call) -> Inputs:
 def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
     """The loss, lse (or None), the eight statistics (or Nones), and what the backward needs for the gradients
     ``needs``."""
+    if call.backend == "triton" and not isinstance(normalizer, Tensor | None) and abs(normalizer) < LARGEST_NUMBER:
+        # A number that may change with every batch is no part of what a repeated step has written down.
+        device = arrays.hidden.device
+        normalizer = torch.full((), normalizer, dtype=accumulation_dtype(call.compute_dtype), device=device)
     return _run_step("loss", arrays, call, needs, lambda call: _loss(arrays, normalizer, call, needs), normalizer)
 
 

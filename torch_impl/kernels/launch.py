@@ -31,7 +31,7 @@ class _Instead(threading.local):
     run: Callable[..., None] | None = None
     """Called in place of a launch, with the kernel, its grid, its arguments and its options."""
     note: Callable[..., None] | None = None
-    """Called after a launch, with the same."""
+    """Called with what launches, and the same."""
 
 
 instead = _Instead()
@@ -48,12 +48,12 @@ class Ready(NamedTuple):
     names: list[str]
     """The options that the compiled kernel takes as arguments, in its order."""
 
-    def start(self, grid: tuple[int, ...], stream: int, values: Sequence[Any]) -> None:
-        """Launch it, unknown to a profiler. ``values``: its arguments, then the options; an address may stand for a
-        tensor. Triton's own launcher, as every version from 3.4 to 3.9 has it."""
+    def on(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """What launches it on the grid, unknown to a profiler: called with the stream, its arguments and the options;
+        an address may stand for a tensor. It is Triton's own launcher, as all versions from 3.4 to 3.9 have it."""
         x, y, z = (*grid, 1, 1)[:3]
-        known = self.compiled
-        known.run(x, y, z, stream, known.function, known.packed_metadata, None, None, None, *values)
+        run, function, metadata = self.compiled.run, self.compiled.function, self.compiled.packed_metadata
+        return lambda stream, *values: run(x, y, z, stream, function, metadata, None, None, None, *values)
 
 
 compiled: dict[tuple[Any, ...], Ready] = {}
@@ -69,17 +69,12 @@ def launch(kernel: Any, *grid: int) -> Any:
     if instead.run is not None:
         return functools.partial(instead.run, kernel, grid)
     start = functools.partial(_launch, kernel, grid) if is_compiled(kernel) else kernel[grid]
-    return start if instead.note is None else functools.partial(_noted, instead.note, start, kernel, grid)
+    return start if instead.note is None else functools.partial(instead.note, start, kernel, grid)
 
 
 def is_compiled(kernel: Any) -> bool:
     """Whether Triton compiles the kernel; else it interprets it."""
     return isinstance(kernel, triton.JITFunction)
-
-
-def _noted(note: Callable[..., None], start: Any, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
-    start(*arguments, **options)
-    note(kernel, grid, arguments, options)
 
 
 def launch_named(kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any]) -> None:
@@ -123,7 +118,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
         x, y, z = (*grid, 1, 1)[:3]
         found.compiled[x, y, z](*values, stream=stream)
     else:
-        found.start(grid, stream, values)
+        found.on(grid)(stream, *values)
 
 
 def ready_for(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Ready:

@@ -131,36 +131,41 @@ class Launch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: dict[str, Any]) -> None:
         """arguments: :class:`Place` where there was a tensor, (descriptor, Place) where there was a descriptor."""
         self.kernel, self.grid, self.options = kernel, grid, options
-        self.ready: launch.Ready | None = None
-        places = [(i, v) for i, v in enumerate(arguments) if isinstance(v, Place)]
-        described = [(i, *v) for i, v in enumerate(arguments) if isinstance(v, tuple) and not isinstance(v, Place)]
-        self.places, self.described = places, described
-        self.pointers = [(i, place.buffer, place.offset) for i, place in places]
+        self.start: Callable[..., None] | None = None
+        """What launches a compiled kernel."""
         self.values = list(arguments)
+        self.places = [(i, v) for i, v in enumerate(arguments) if isinstance(v, Place)]
+        self.described = [(i, *v) for i, v in enumerate(arguments) if isinstance(v, tuple) and not isinstance(v, Place)]
+        self.late: list[tuple[int, int, int]] = []
+        """Arguments whose memory an operation makes while the part runs: position, buffer, offset."""
 
     @property
     def read(self) -> list[Place]:
         return [place for _, place in self.places] + [place for *_, place in self.described]
 
-    def settle(self, settled: Callable[[Any], Any]) -> None:
+    def settle(self, settled: Callable[[Any], Any], made: set[int]) -> None:
         self.places = [(i, settled(place)) for i, place in self.places]
         self.described = [(i, descriptor, settled(place)) for i, descriptor, place in self.described]
+        self.late = [(i, place.buffer, place.offset) for i, place in self.places if place.buffer in made]
+        if any(place.buffer in made for *_, place in self.described):
+            raise Unfit
 
-    def __call__(self, frame: Frame) -> None:
+    def bound(self, start: Sequence[int]) -> list[Any]:
+        """The arguments for buffers that begin there."""
         values = self.values.copy()
-        if self.ready is None:
-            for i, place in self.places:
-                values[i] = frame.tensor(place)
-            for i, descriptor, place in self.described:
-                values[i] = _moved(descriptor, frame.tensor(place))
-            self.kernel[self.grid](*values, **self.options)
-            return
-        start = frame.start
-        for i, buffer, offset in self.pointers:
-            values[i] = start[buffer] + offset
+        for i, place in self.places:
+            values[i] = start[place.buffer] + place.offset
         for i, descriptor, place in self.described:
             values[i] = _moved(descriptor, Address(start[place.buffer] + place.offset, place.dtype))
-        self.ready.start(self.grid, frame.stream, values)
+        return values
+
+    def interpret(self, frame: Frame) -> None:
+        values = self.values.copy()
+        for i, place in self.places:
+            values[i] = frame.tensor(place)
+        for i, descriptor, place in self.described:
+            values[i] = _moved(descriptor, frame.tensor(place))
+        self.kernel[self.grid](*values, **self.options)
 
 
 def _moved(descriptor: Any, base: Tensor | Address | None) -> Any:
@@ -183,10 +188,10 @@ class Operation:
     def read(self) -> list[Place]:
         return [*_places(self.arguments), *_places(self.named)]
 
-    def settle(self, settled: Callable[[Any], Any]) -> None:
+    def settle(self, settled: Callable[[Any], Any], made: set[int]) -> None:
         self.arguments, self.named = settled(self.arguments), settled(self.named)
 
-    def __call__(self, frame: Frame) -> None:
+    def run(self, frame: Frame) -> None:
         arguments = [_filled(value, frame.tensor) for value in self.arguments]
         named = {name: _filled(value, frame.tensor) for name, value in self.named.items()} if self.named else {}
         result = self.function(*arguments, **named)
@@ -245,6 +250,8 @@ class Part:
     """What the step returns, with :class:`Place` for tensors."""
     dropped: list[int]
     """Buffers that are not read any more."""
+    bound: tuple[list[int], list[Any]] | None = None
+    """Where the buffers began in the last run, and every step's arguments then: memory is often the same again."""
 
     def run(self, frame: Frame, device: torch.device) -> Any:
         start, memory = frame.start, frame.memory
@@ -258,12 +265,31 @@ class Part:
         for buffer, place, zero in self.results:
             new = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=device)
             start[buffer], memory[buffer] = new.data_ptr(), new.zero_() if zero else new
-        for step in self.done:
-            step(frame)
+        self._do(frame)
         result = _filled(self.result, frame.tensor)
         for buffer in self.dropped:
             memory[buffer] = None
         return result
+
+
+    def _do(self, frame: Frame) -> None:
+        start, stream = frame.start, frame.stream
+        bound = self.bound
+        if bound is None or bound[0] != start:
+            arguments = [step.bound(start) if isinstance(step, Launch) else [] for step in self.done]
+            bound = self.bound = start.copy(), arguments
+        for step, values in zip(self.done, bound[1], strict=True):
+            if isinstance(step, Operation):
+                step.run(frame)
+            elif step.start is None:
+                step.interpret(frame)
+            elif step.late:
+                values = values.copy()
+                for i, buffer, offset in step.late:
+                    values[i] = start[buffer] + offset
+                step.start(stream, *values)
+            else:
+                step.start(stream, *values)
 
 
 class Program:
@@ -329,11 +355,11 @@ class Recorder(TorchDispatchMode):
         self.of_storage: dict[int, list[int]] = {}
         self.ended: list[Ended] = []
         self.done: list[Launch | Operation] = []
-        self.unfit = False
+        self.unfit = self.is_launching = False
         for tensor in given:
             self._add(tensor, "given")
-        nothing = torch.empty(0)  # where an upstream gradient will be
-        self.upstream = self._add(nothing, "empty")
+        self.upstream = self._add(torch.empty(0), "given")  # until there is an upstream gradient
+        self.of_storage = {key: numbers for key, numbers in self.of_storage.items() if numbers != [self.upstream]}
 
     def _add(self, tensor: Tensor, source: str) -> int:
         storage = tensor.untyped_storage()
@@ -377,7 +403,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         result = function(*args, **named)
-        if self.unfit:
+        if self.unfit or self.is_launching:
             return result
         try:
             self._note_operation(function, args, named, result)
@@ -398,9 +424,19 @@ class Recorder(TorchDispatchMode):
         made = None if is_known else self._add(result, "made")
         self.done.append(Operation(function, arguments, named, made))
 
-    def note_launch(self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: dict[str, Any]) -> None:
-        if self.unfit:
-            return
+    def launch(self, start: Any, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Launch, and note it; what an interpreter does with tensors is no operation of the step."""
+        self.is_launching = True
+        try:
+            start(*arguments, **options)
+        finally:
+            self.is_launching = False
+        if not self.unfit:
+            self._note_launch(kernel, grid, arguments, options)
+
+    def _note_launch(
+        self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: dict[str, Any]
+    ) -> None:
         try:
             values = [self._argument(value) for value in arguments]
         except Unfit:
@@ -408,8 +444,9 @@ class Recorder(TorchDispatchMode):
             return
         noted = Launch(kernel, grid, values, dict(options))
         if launch.is_compiled(kernel):
-            noted.ready = launch.ready_for(kernel, arguments, options)
-            noted.values += [options[name] for name in noted.ready.names]
+            ready = launch.ready_for(kernel, arguments, options)
+            noted.start = ready.on(grid)
+            noted.values += [options[name] for name in ready.names]
         self.done.append(noted)
 
     def _argument(self, value: Any) -> Any:
@@ -421,7 +458,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        launch.instead.note = self.note_launch
+        launch.instead.note = self.launch
         try:
             with self:
                 yield
@@ -449,8 +486,14 @@ class Recorder(TorchDispatchMode):
         self.buffers[number] = Buffer(origin, upstream.numel() * item, "given", StorageWeakRef(storage))
         self.of_storage.setdefault(storage._cdata, []).append(number)
 
-    def program(self) -> Program:
-        """What was written down."""
+    def program(self) -> Program | None:
+        """What was written down, if it can be repeated."""
+        try:
+            return None if self.unfit else self._program()
+        except Unfit:
+            return None
+
+    def _program(self) -> Program:
         first: dict[int, int] = {}
         """In which part a buffer is first used."""
         for number, ended in enumerate(self.ended):
@@ -474,11 +517,12 @@ class Recorder(TorchDispatchMode):
         pieces = [self._piece(numbers) for numbers in (lasting, held, brief) if numbers]
         kept = returned | ended.saved | ended.alive
         made = {i for i, b in enumerate(self.buffers) if b.source == "made" and first.get(i) == number} - kept
+        born = {step.made for step in ended.done if isinstance(step, Operation) and step.made is not None}
         _free_early(ended.done, made)
         own = [(i, self.buffers[i].origin, i in zeros) for i in results]
         settled = functools.partial(_filled, of_place=functools.partial(self._settled, returned=returned))
         for step in ended.done:
-            step.settle(settled)
+            step.settle(settled, born)
         return Part(pieces, own, ended.done, settled(ended.result), [*brief, *made])
 
     def _settled(self, place: Place, returned: set[int]) -> Place:
@@ -594,7 +638,7 @@ def _write_down(key: Any, given: Sequence[Tensor], step: Callable[[Call], Any], 
     def publish() -> None:
         if len(programs) >= MOST_PROGRAMS:
             programs.clear()
-        program = None if recorder.unfit else recorder.program()
+        program = recorder.program()
         fits = program is not None and recorder.scratch_bytes(program) <= promised
         programs[key] = program if fits else None
 
