@@ -5,6 +5,7 @@ Interpreted on the CPU, where steps are repeated only if a test asks for it.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -119,3 +120,130 @@ def test_a_repeated_step_has_the_same_bits(
     for seed, found in enumerate(calls):
         assert_same(found, results(seed, CALLS[name]))
     assert len(repeated) == 2 * steps
+
+
+def test_every_way_to_use_a_result(repeated: list[Any]) -> None:
+    """Two forwards before their backwards, a graph that is kept, and results that are changed in place."""
+
+    def call(seed: int) -> tuple[Any, ...]:
+        (hidden, weight, target), _ = arrays(seed, {})
+        return hidden, weight, linear_cross_entropy(hidden, weight, target, backend="triton")
+
+    def gradients(hidden: Any, weight: Any, loss: Any, keep: bool = False) -> list[Any]:
+        return list(torch.autograd.grad(loss, (hidden, weight), retain_graph=keep))
+
+    expected = [gradients(*call(seed)) for seed in (0, 1)]
+    one, other = call(0), call(1)
+    assert len(repeated) == 2
+    assert_same(gradients(*other, keep=True), expected[1])
+    assert_same(gradients(*one), expected[0])
+    again = gradients(*other)  # no product waits any more: from the statistics of the forward
+    for a, b in zip(again, expected[1], strict=True):
+        torch.testing.assert_close(a, b)
+    hidden, weight, loss = call(0)
+    loss *= 2.0
+    loss.backward()
+    assert_same([hidden.grad / 2.0, weight.grad / 2.0], expected[0])
+    kept = {id(value.untyped_storage()) for value in (loss, hidden.grad, weight.grad)}
+    assert len(kept) == 3
+    for value in (loss, hidden.grad, weight.grad):
+        assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+@pytest.mark.parametrize("name", ["mean", "everything", "chunks", "slices", "log-probs and entropy"])
+def test_the_promise_of_memory_is_kept(name: str) -> None:
+    """What a repeated step holds beside its results is no more than the plan says."""
+    for seed in range(3):
+        results(seed, CALLS[name])
+    for program in replay.programs.values():
+        assert program is not None
+        parts = [part for part in (program.first, program.last) if part is not None]
+        held = sum(piece[0] for part in parts for piece in part.pieces)
+        assert 0 < held <= plan(**{**SIZES, **CALLS[name].get("plan", {})}).scratch_bytes
+
+
+def test_what_waits_is_let_go() -> None:
+    """After the backward, only the vectors of a call whose graph is kept are left: no exponentials."""
+    for seed in range(2):
+        results(seed, {})
+    (hidden, weight, target), _ = arrays(2, {})
+    loss = linear_cross_entropy(hidden, weight, target, backend="triton")
+    made: list[Any] = []
+    real = replay.Part.run
+
+    def run(self: Any, frame: Any, device: Any) -> Any:
+        found = real(self, frame, device)
+        made.extend(replay.StorageWeakRef(m.untyped_storage()) for m in frame.memory if m is not None)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay.Part, "run", run)
+        gradients = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    gc.collect()  # the interpreter's own rings
+    alive = {ref.cdata for ref in made if not ref.expired()}
+    own = {t.untyped_storage()._cdata for t in (hidden, weight, target, loss, *gradients)}
+    saved = alive - own
+    assert len(saved) <= 1  # normalizer and sums, in one piece
+    del loss
+    assert all(ref.expired() for ref in made if ref.cdata in saved)
+
+
+class Looking(torch.utils._python_dispatch.TorchDispatchMode):
+    """Sees every operation."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return operation(*args, **(kwargs or {}))
+
+
+def test_who_looks_sees_the_step_itself(repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a dispatch mode, or a profiler of launches, nothing is repeated or written down."""
+    results(0, {})
+    for _ in range(3):
+        with Looking():
+            results(0, {})
+    monkeypatch.setattr(replay.launch, "is_watched", lambda: True)
+    for _ in range(3):
+        results(0, {})
+    assert not repeated
+    assert not replay.programs
+
+
+def test_another_kind_is_not_mistaken(repeated: list[Any]) -> None:
+    """What the kernels' host code depends on tells kinds apart: sizes, strides, alignment, dtypes, options, needs."""
+    for seed in range(2):
+        results(seed, {})
+    (hidden, weight, target), _ = arrays(2, {})
+    with torch.no_grad():
+        wide = torch.randn(TOKENS, HIDDEN + 3)
+        room = torch.randn(TOKENS * HIDDEN + 1)
+    others = [
+        (torch.randn(TOKENS + 1, HIDDEN), weight, torch.cat([target, target[:1]])),
+        (wide[:, :HIDDEN], weight, target),
+        (wide[:, 3:], weight, target),
+        (room[1:].view(TOKENS, HIDDEN), weight, target),
+        (hidden, torch.randn(HIDDEN, VOCAB).t(), target),
+        (hidden, weight, target.int()),
+        (hidden.detach(), weight, target),
+        (hidden, weight.detach(), target),
+        (hidden.detach().half(), weight.detach().half(), target),
+    ]
+    for given in others:
+        linear_cross_entropy(*given, backend="triton")
+    for changed in ({"label_smoothing": 0.1}, {"label_smoothing": 0.2}, {"z_loss": 1e-3}, {"ignore_index": 3},
+                    {"softcap": 5.0}, {"reduction": "sum"}, {"return_stats": True}):  # fmt: skip
+        linear_cross_entropy(hidden, weight, target.clamp(min=0), backend="triton", **changed)
+    with torch.autocast("cpu", dtype=torch.float16):
+        linear_cross_entropy(hidden, weight, target, backend="triton")
+    assert not repeated
+    linear_cross_entropy(hidden, weight, target, backend="triton")
+    assert len(repeated) == 1
+
+
+def test_numbers_of_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(replay, "MOST_SEEN", 3)
+    for tokens in range(3, 9):
+        for seed in range(2):
+            results(seed, {}, tokens)
+        assert len(replay.programs) <= 2
+        assert len(replay.seen) <= 3
