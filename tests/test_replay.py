@@ -59,7 +59,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(replay.Program, "run", run)
     monkeypatch.setattr(replay, "programs", {})
     monkeypatch.setattr(replay, "seen", set())
-    monkeypatch.setattr(replay.settings, "interpreted", True)
+    monkeypatch.setattr(replay.settings, "on_cpu", True)
     yield ran
 
 
@@ -116,7 +116,7 @@ def test_a_repeated_step_has_the_same_bits(
     assert repeated, "nothing was repeated"
     steps = len(replay.programs)
     assert len(repeated) == 2 * steps
-    monkeypatch.setattr(replay.settings, "interpreted", False)
+    monkeypatch.setattr(replay.settings, "on_cpu", False)
     for seed, found in enumerate(calls):
         assert_same(found, results(seed, CALLS[name]))
     assert len(repeated) == 2 * steps

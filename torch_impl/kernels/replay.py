@@ -51,8 +51,8 @@ CONSTANTS = frozenset((int, float, bool, torch.dtype, torch.device))
 class _Settings(threading.local):
     off = False
     """Whether this thread's steps run as they are."""
-    interpreted = False
-    """Whether steps of the interpreter are repeated too: for tests."""
+    on_cpu = False
+    """Whether steps on a CPU are repeated too: for tests, and to measure the host alone."""
 
 
 settings = _Settings()
@@ -304,7 +304,7 @@ class Program:
         for i, tensor in enumerate(given):
             frame.memory[i], frame.start[i] = tensor, tensor.data_ptr()
         with on_device(device):
-            frame.stream = 0 if settings.interpreted else launch.current_stream()
+            frame.stream = 0 if settings.on_cpu else launch.current_stream()
             result = self.first.run(frame, device)
         return result if self.last is None else result._replace(waiting=Repeated(self, frame, len(given), device))
 
@@ -322,7 +322,7 @@ class Repeated:
         upstream = upstream.contiguous()
         frame.memory[self.given], frame.start[self.given] = upstream, upstream.data_ptr()
         with on_device(self.device):
-            frame.stream = 0 if settings.interpreted else launch.current_stream()
+            frame.stream = 0 if settings.on_cpu else launch.current_stream()
             return cast("Gradients", last.run(frame, self.device))
 
 
@@ -358,8 +358,8 @@ class Recorder(TorchDispatchMode):
         self.unfit = self.is_launching = False
         for tensor in given:
             self._add(tensor, "given")
-        self.upstream = self._add(torch.empty(0), "given")  # until there is an upstream gradient
-        self.of_storage = {key: numbers for key, numbers in self.of_storage.items() if numbers != [self.upstream]}
+        self.upstream = len(given)
+        self.buffers.append(self.buffers[0])  # until there is an upstream gradient, nobody asks for it
 
     def _add(self, tensor: Tensor, source: str) -> int:
         storage = tensor.untyped_storage()
@@ -606,7 +606,7 @@ def run_step(
 def _kind_of(name: str, arrays: Arrays, call: Call, needs: Needs, others: Sequence[Tensor | float | None]) -> Any:
     """What a step's host code depends on, and perhaps more; None: it runs as it is."""
     device = arrays.hidden.device
-    if device.type != "cuda" and not settings.interpreted:
+    if device.type != "cuda" and not settings.on_cpu:
         return None
     if call.shard is not None or call.into is not None or call.deferred is not None or call.traced or settings.off:
         return None
