@@ -4,9 +4,9 @@ A step is a loss and all gradients in bfloat16, started back to back as in train
 shape has the floor (three bare cuBLAS products), full logits by PyTorch and by torch.compile, our kernels, a CUDA graph
 of ours, and log-probabilities. ``launches`` are kernels and memory fills of one step, counted by the profiler.
 
-``--host`` needs no GPU. Calls choose what they would on a Hopper GPU, and their launches do nothing, so that ``time_ms``
-is what is left: the median time of PyTorch's and our own code on a CPU. "as it runs" is the same without what is
-repeated (torch_impl/kernels/replay.py), as the first two calls of a kind are.
+``--host`` needs no GPU. Calls choose what they would on a Hopper GPU, and their launches do nothing. ``time_ms`` is
+what is left: the median time of PyTorch's and our own code on a CPU. "as it runs" is the same without what is repeated
+(torch_impl/kernels/replay.py), as the first two calls of a kind are.
 """
 
 from __future__ import annotations
@@ -66,16 +66,15 @@ def graph_of(step: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def steps_of(shape: Shape) -> dict[str, Any]:
-    """The steps of a shape by the names of their variants; the floor first."""
+def own_steps(arrays: Any) -> dict[str, Any]:
+    """Steps of ours by the names of their variants."""
     import torch
 
-    from bench.gpu_torch import Arrays, Step
+    from bench.gpu_torch import Step
     from logitless.torch_impl import linear_log_probs
 
-    arrays = Arrays(shape)
     ours = functools.partial(arrays.loss, backend="triton")
-    upstream = torch.randn(shape.tokens, device=arrays.x.device)
+    upstream = torch.randn(arrays.shape.tokens, device=arrays.x.device)
 
     def log_probs(entropy: bool) -> Callable[[], Any]:
         def run() -> Any:
@@ -86,19 +85,21 @@ def steps_of(shape: Shape) -> dict[str, Any]:
 
         return run
 
-    found = {"floor": arrays.floor(), "triton": arrays.step(ours)}
-    found |= {name: arrays.step(loss) for name, loss, _ in arrays.peers() if "full logits" in name}
-    found["triton, log-probs"] = Step(arrays, log_probs(False))
-    found["triton, log-probs and entropy"] = Step(arrays, log_probs(True))
-    found["triton, forward only"] = arrays.forward(ours)
-    return found
+    return {
+        "triton": arrays.step(ours),
+        "triton, log-probs": Step(arrays, log_probs(False)),
+        "triton, log-probs and entropy": Step(arrays, log_probs(True)),
+        "triton, forward only": arrays.forward(ours),
+    }
 
 
 def gpu_rows(name: str, rounds: int) -> list[dict[str, Any]]:
-    from bench.gpu_torch import wait
+    from bench.gpu_torch import Arrays, wait
     from bench.timing import burst_ms
 
-    steps = steps_of(named(name))
+    arrays = Arrays(named(name))
+    steps = {"floor": arrays.floor(), **own_steps(arrays)}
+    steps |= {name: arrays.step(loss) for name, loss, _ in arrays.peers() if "full logits" in name}
 
     def variant(step: Any, run: Callable[[], Any]) -> Variant:
         return Variant(step.scratch_bytes, lambda: burst_ms(run, wait))
@@ -158,6 +159,10 @@ class CachingMemory:
         return kept[-1].detach()
 
 
+def _look_at_nothing(*_: Any) -> None:
+    """In place of a look at the ids."""
+
+
 @contextlib.contextmanager
 def without_launches() -> Iterator[None]:
     """Calls on the CPU as on a Hopper GPU, but for launches."""
@@ -165,7 +170,7 @@ def without_launches() -> Iterator[None]:
     import triton
 
     from logitless.torch_impl import checks
-    from logitless.torch_impl.kernels import replay
+    from logitless.torch_impl.kernels import program, replay
 
     memory, instead = CachingMemory(), SimpleNamespace(**vars(torch))
     for name in ("empty", "empty_strided"):
@@ -174,16 +179,10 @@ def without_launches() -> Iterator[None]:
         patch = stack.enter_context
         patch(on_chip(CHIP))
         patch(mock.patch.object(triton.JITFunction, "__getitem__", _nothing))
-        patch(mock.patch.object(checks, "check_ids", lambda *_, **__: None))  # on a GPU nobody looks
-        patch(mock.patch.object(replay, "torch", instead))
+        patch(mock.patch.object(checks, "check_ids", new=_look_at_nothing))  # on a GPU nobody looks
+        patch(mock.patch.object(program, "torch", instead))
         patch(mock.patch.object(replay.settings, "on_cpu", True))
         yield
-
-
-def host_steps() -> dict[str, Callable[[], Any]]:
-    """Steps by name."""
-    steps = steps_of(HOST_SHAPE)
-    return {name: steps[name].run for name in steps if name.startswith("triton")}
 
 
 def median_host_ms(step: Callable[[], Any], repeats: int) -> float:
@@ -199,13 +198,14 @@ def median_host_ms(step: Callable[[], Any], repeats: int) -> float:
 def host_rows(rounds: int) -> list[dict[str, Any]]:
     import torch
 
+    from bench.gpu_torch import Arrays
     from logitless.torch_impl.kernels import replay
 
     rows, before = [], torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with without_launches():
-            for name, step in host_steps().items():
+            for name, step in own_steps(Arrays(HOST_SHAPE)).items():
                 for variant, off in ((name, False), (f"{name}, as it runs", True)):
                     with mock.patch.object(replay.settings, "off", off):
                         median_host_ms(step, 5)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +15,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 pytest.importorskip("triton", reason="triton is not installed")
 
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+
 from logitless import plan  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
-from logitless.torch_impl.kernels import replay  # noqa: E402
+from logitless.torch_impl.kernels import program, replay  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
@@ -47,20 +49,20 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def repeated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Steps of the interpreter are repeated; what was, in order."""
     ran: list[Any] = []
-    real = replay.Program.run
+    real = program.Program.run
 
-    def run(self: Any, *arguments: Any) -> Any:
+    def run(self: Any, *given: Any) -> Any:
         ran.append(self)
-        return real(self, *arguments)
+        return real(self, *given)
 
-    monkeypatch.setattr(replay.Program, "run", run)
+    monkeypatch.setattr(program.Program, "run", run)
     monkeypatch.setattr(replay, "programs", {})
     monkeypatch.setattr(replay, "seen", set())
     monkeypatch.setattr(replay.settings, "on_cpu", True)
-    yield ran
+    return ran
 
 
 def arrays(seed: int, options: dict[str, Any], tokens: int = TOKENS) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -108,9 +110,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_repeated_step_has_the_same_bits(
-    name: str, repeated: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_step_has_the_same_bits(name: str, repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call runs, the second is written down, the third and the fourth are repeated."""
     calls = [results(seed, CALLS[name]) for seed in range(4)]
     assert repeated, "nothing was repeated"
@@ -155,10 +155,10 @@ def test_the_promise_of_memory_is_kept(name: str) -> None:
     """What a repeated step holds beside its results is no more than the plan says."""
     for seed in range(3):
         results(seed, CALLS[name])
-    for program in replay.programs.values():
-        assert program is not None
-        parts = [part for part in (program.first, program.last) if part is not None]
-        held = sum(piece[0] for part in parts for piece in part.pieces)
+    for known in replay.programs.values():
+        assert known is not None
+        parts = [part for part in (known.first, known.last) if part is not None]
+        held = sum(piece.size for part in parts for piece in part.pieces)
         assert 0 < held <= plan(**{**SIZES, **CALLS[name].get("plan", {})}).scratch_bytes
 
 
@@ -169,15 +169,15 @@ def test_what_waits_is_let_go() -> None:
     (hidden, weight, target), _ = arrays(2, {})
     loss = linear_cross_entropy(hidden, weight, target, backend="triton")
     made: list[Any] = []
-    real = replay.Part.run
+    real = program.Part.run
 
     def run(self: Any, frame: Any, device: Any) -> Any:
         found = real(self, frame, device)
-        made.extend(replay.StorageWeakRef(m.untyped_storage()) for m in frame.memory if m is not None)
+        made.extend(StorageWeakRef(m.untyped_storage()) for m in frame.memory if m is not None)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay.Part, "run", run)
+        patch.setattr(program.Part, "run", run)
         gradients = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     gc.collect()  # the interpreter's own rings
     alive = {ref.cdata for ref in made if not ref.expired()}

@@ -33,9 +33,8 @@ def ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -
     """
     signature = _signature(arrays, request)
     call = None if signature is None else _calls.get(signature)
-    device = getattr(arrays.hidden, "device", None)
     # A backend may have become unavailable.
-    if call is None or call.backend != chosen_backend(request.backend, device, call.compute_dtype):
+    if call is None or call.backend != chosen_backend(request.backend, arrays.hidden.device, call.compute_dtype):
         arrays, call = _checked(arrays, normalizer, request)
         if signature is not None:
             if len(_calls) >= MOST_CALLS:
@@ -67,10 +66,10 @@ def _signature(arrays: Arrays, request: Request) -> tuple[object, ...] | None:
     found: list[object] = [*request, *kinds, torch.is_grad_enabled()]
     for tensor in arrays:
         found.append(type(tensor))
-        if type(tensor) in TENSORS:
+        if tensor is not None:
+            if type(tensor) not in TENSORS:
+                return None
             found += (tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad)
-        elif tensor is not None:
-            return None
     kind = arrays.hidden.device.type if type(arrays.hidden) in TENSORS else ""
     if kind not in ("cuda", "cpu"):
         return None

@@ -19,8 +19,7 @@ try:
 except ImportError:  # a CPU-only install; fused.unavailable() says so before anything here is called
     triton = None
 
-# What was compiled is known of this many kinds of launches. A token count is part of a kind, so a program that never
-# has as many tokens twice sees new kinds all the time.
+# What was compiled is known of this many kinds of launches.
 MOST_KINDS = 8192
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
 
@@ -42,7 +41,7 @@ loading = threading.Lock()
 class Ready(NamedTuple):
     """What was compiled for a kind of launches."""
 
-    kernel: Any
+    kernel: object
     """Kept so that no other kernel gets its id."""
     compiled: Any
     names: list[str]
@@ -68,13 +67,9 @@ def launch(kernel: Any, *grid: int) -> Any:
     """What launches ``kernel`` on the grid, or does what this thread does instead."""
     if instead.run is not None:
         return functools.partial(instead.run, kernel, grid)
-    start = functools.partial(_launch, kernel, grid) if is_compiled(kernel) else kernel[grid]
+    is_compiled = isinstance(kernel, triton.JITFunction)
+    start = functools.partial(_launch, kernel, grid) if is_compiled else kernel[grid]  # interpreted
     return start if instead.note is None else functools.partial(instead.note, start, kernel, grid)
-
-
-def is_compiled(kernel: Any) -> bool:
-    """Whether Triton compiles the kernel; else it interprets it."""
-    return isinstance(kernel, triton.JITFunction)
 
 
 def launch_named(kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any]) -> None:
@@ -121,8 +116,10 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
         found.on(grid)(stream, *values)
 
 
-def ready_for(kernel: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Ready:
-    """What was compiled for a launch that has been made on the current device."""
+def ready_for(kernel: object, arguments: Sequence[object], options: dict[str, Any]) -> Ready | None:
+    """What was compiled for a launch that has been made on the current device; None of an interpreted kernel."""
+    if not isinstance(kernel, triton.JITFunction):
+        return None
     return compiled[kind_of(kernel, driver.active.get_current_device(), tuple(arguments), options)]
 
 
@@ -142,7 +139,8 @@ def kind_of(kernel: Any, device: int, arguments: tuple[Any, ...], options: dict[
     """What a compiled kernel depends on, and perhaps more: launches of one kind are launches of one compiled kernel.
 
     Of a tensor that is its dtype and its alignment; of a descriptor its dtype and block (which give its layout here);
-    of a float, that it is one; of everything else, options included, the value. Options are no tensors.
+    of a float, that it is one; of an integer what Triton may compile for: whether it is 1, a multiple of 16, and how
+    many bits it takes; of everything else, options included, the value. Options are no tensors.
     """
     kind: list[Any] = [id(kernel), device]
     add = kind.append
@@ -155,7 +153,9 @@ def kind_of(kernel: Any, device: int, arguments: tuple[Any, ...], options: dict[
             add(value.data_ptr() % 16)
         elif of is float:
             add(of)
-        elif of is not int and hasattr(value, "block_shape"):
+        elif of is int:
+            add((value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value >= 2**63))
+        elif hasattr(value, "block_shape"):
             add(value.base.dtype)
             kind += value.block_shape
         else:
