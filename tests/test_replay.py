@@ -150,6 +150,24 @@ def test_every_way_to_use_a_result(repeated: list[Any]) -> None:
         assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
 
 
+def test_one_tensor_twice(repeated: list[Any]) -> None:
+    """The same upstream gradient for two results; then two of them."""
+    (hidden, weight, target), _ = arrays(0, {})
+    same, other = torch.randn(TOKENS), torch.randn(TOKENS)
+
+    def gradients(*upstream: Any) -> list[Any]:
+        values = linear_log_probs(hidden, weight, target, with_entropy=True, backend="triton")
+        return list(torch.autograd.grad(values, (hidden, weight), upstream))
+
+    twice = [gradients(same, same) for _ in range(3)]
+    assert len(repeated) == 2
+    assert_same(twice[2], twice[0])
+    apart = [gradients(same, value) for value in (other, same.clone(), other)]
+    assert_same(apart[1], twice[0])
+    assert_same(apart[2], apart[0])
+    assert not torch.equal(apart[0][0], twice[0][0])
+
+
 @pytest.mark.parametrize("name", ["mean", "everything", "chunks", "slices", "log-probs and entropy"])
 def test_the_promise_of_memory_is_kept(name: str) -> None:
     """What a repeated step holds beside its results is no more than the plan says."""

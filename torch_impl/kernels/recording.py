@@ -115,8 +115,8 @@ class Recorder(TorchDispatchMode):
             buffer = self.buffers[number]
             if 0 <= offset - buffer.origin.offset < max(1, buffer.nbytes):
                 found.append(number)
-        if len(found) != 1:  # unknown memory, or two arguments that overlap
-            raise Unfit
+        if len({self.buffers[number].origin.offset for number in found}) != 1:
+            raise Unfit  # unknown memory, or arguments that overlap and are not the same
         inside = offset - self.buffers[found[0]].origin.offset
         return Place(found[0], inside, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 

@@ -88,10 +88,13 @@ def _kind_of(
     if not arrays.target.numel() or torch._C._len_torch_dispatch_stack() or launch.is_watched():
         return None
     kind: list[Hashable] = [name, device, call, needs, torch.get_float32_matmul_precision()]
+    places: list[int] = []
     for tensor in (*arrays, *others):
         if type(tensor) in TENSORS:
             found = cast("Tensor", tensor)
-            kind += (found.dtype, found.shape, found.stride(), found.data_ptr() % 16)
+            places.append(found.data_ptr())
+            # Which of them are the same memory is part of the kind.
+            kind += (found.dtype, found.shape, found.stride(), places[-1] % 16, places.index(places[-1]))
         elif isinstance(tensor, Tensor):
             return None
         else:
