@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+from triton.runtime import driver
 
 from bench.architectures import as_on
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs
@@ -29,7 +30,7 @@ def main(counts: list[int]) -> dict[str, list[int]]:
     kinds: set[Any] = set()
 
     def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        _, _, _, _, binder = kernel.device_caches[3]
+        *_, binder = kernel.device_caches[driver.active.get_current_device()]
         _, specialization, rest = binder(*arguments, **options)
         kinds.add((kernel.fn.__name__, repr(specialization), repr(sorted(rest.items()))))
 
@@ -45,15 +46,8 @@ def main(counts: list[int]) -> dict[str, list[int]]:
                 value = step(hidden, weight, target, backend="triton")
                 (value[0] if isinstance(value, tuple) else value).backward()
                 found[name].append(len(kinds))
-            if "-v" in sys.argv:
-                names: dict[str, list[Any]] = {}
-                for k in kinds:
-                    names.setdefault(k[0], []).append(k[1:])
-                for k, v in names.items():
-                    if len(v) > 1:
-                        print(name, k, len(v), *v, sep="\n   ")
     return found
 
 
 if __name__ == "__main__":
-    json.dump(main([int(n) for n in sys.argv[1:] if n.isdigit()]), sys.stdout)
+    json.dump(main([int(n) for n in sys.argv[1:]]), sys.stdout)

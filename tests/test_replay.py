@@ -6,8 +6,13 @@ Interpreted on the CPU, where steps are repeated only if a test asks for it.
 from __future__ import annotations
 
 import gc
+import json
 import os
+import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +25,13 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from logitless import plan  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.torch_impl.kernels import program, replay  # noqa: E402
+from logitless.torch_impl.kernels.rows import TOKEN_BLOCK  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
 )
 
+FOLDER = Path(__file__).parent
 TOKENS, HIDDEN, VOCAB = 37, 32, 140
 SIZES = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB, "dtype": "float32", "fused": True}
 EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "logit_scale": 2.0}
@@ -265,3 +272,20 @@ def test_numbers_of_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
             results(seed, {}, tokens)
         assert len(replay.programs) <= 2
         assert len(replay.seen) <= 3
+
+
+def test_another_token_count_compiles_nothing() -> None:
+    """Triton would compile for whatever it tells apart of a launch's arguments. 100 random token counts in one chunk:
+    after the first, nothing is new but where a block of TOKEN_BLOCK tokens ends, once."""
+    chosen = random.Random(0)
+    few = [chosen.randint(2, TOKEN_BLOCK) for _ in range(50)]
+    many = [chosen.randint(TOKEN_BLOCK + 1, 8 * TOKEN_BLOCK) for _ in range(50)]
+    command = [sys.executable, str(FOLDER / "count_compilations.py"), *map(str, few + many)]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), *sys.path])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for step, kernels in json.loads(done.stdout).items():
+        assert kernels[0] > 5, step
+        assert set(kernels[:50]) == {kernels[0]}, step
+        assert set(kernels[50:]) == {kernels[50]}, step
+        assert kernels[50] <= kernels[0] + 2, step

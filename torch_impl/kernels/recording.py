@@ -229,6 +229,8 @@ class Recorder(TorchDispatchMode):
                 first.setdefault(place.buffer, number)
         returned = {place.buffer for ended in self.ended for place in places(ended.result)}
         returned -= set().union(*(ended.saved for ended in self.ended))
+        # What is zeroed for a later part is zeroed with the rest.
+        first |= {i: 0 for i in first if self.buffers[i].source == "zeros" and i not in returned}
         return Program(len(self.buffers), [self._part(number, first, returned) for number in range(len(self.ended))])
 
     def _part(self, number: int, first: dict[int, int], returned: set[int]) -> Part:
