@@ -241,18 +241,24 @@ def test_another_kind_is_not_mistaken(repeated: list[Any]) -> None:
     with torch.no_grad():
         wide = torch.randn(TOKENS, HIDDEN + 3)
         room = torch.randn(TOKENS * HIDDEN + 1)
+        columns = torch.randn(HIDDEN, VOCAB).t()
+    fixed = hidden.detach(), weight.detach()
+    constants = set(map(id, fixed))
     others = [
         (torch.randn(TOKENS + 1, HIDDEN), weight, torch.cat([target, target[:1]])),
         (wide[:, :HIDDEN], weight, target),
         (wide[:, 3:], weight, target),
         (room[1:].view(TOKENS, HIDDEN), weight, target),
-        (hidden, torch.randn(HIDDEN, VOCAB).t(), target),
+        (hidden, columns, target),
         (hidden, weight, target.int()),
-        (hidden.detach(), weight, target),
-        (hidden, weight.detach(), target),
+        (fixed[0], weight, target),
+        (hidden, fixed[1], target),
         (hidden.detach().half(), weight.detach().half(), target),
     ]
     for given in others:
+        for tensor in given[:2]:
+            if id(tensor) not in constants:
+                tensor.requires_grad_()
         linear_cross_entropy(*given, backend="triton")
     for changed in ({"label_smoothing": 0.1}, {"label_smoothing": 0.2}, {"z_loss": 1e-3}, {"ignore_index": 3},
                     {"softcap": 5.0}, {"reduction": "sum"}, {"return_stats": True}):  # fmt: skip
@@ -289,3 +295,16 @@ def test_another_token_count_compiles_nothing() -> None:
         assert set(kernels[:50]) == {kernels[0]}, step
         assert set(kernels[50:]) == {kernels[50]}, step
         assert kernels[50] <= kernels[0] + 2, step
+
+
+def test_the_host_alone_is_measured(tmp_path: Path) -> None:
+    """Where launches do nothing, a repeated step takes less time than the same as it runs."""
+    command = [sys.executable, "-m", "bench", "small", "--host", "--rounds", "1", "--output", str(tmp_path)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    times = {row["variant"]: row["time_ms"] for row in json.loads((tmp_path / "small_host.json").read_text())["rows"]}
+    assert len(times) == 8
+    for variant in times:
+        if not variant.endswith("as it runs"):
+            assert 0 < times[variant] < times[f"{variant}, as it runs"], variant

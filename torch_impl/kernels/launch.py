@@ -120,7 +120,7 @@ def ready_for(kernel: object, arguments: Sequence[object], options: dict[str, An
     """What was compiled for a launch that has been made on the current device; None of an interpreted kernel."""
     if not isinstance(kernel, triton.JITFunction):
         return None
-    return compiled[kind_of(kernel, driver.active.get_current_device(), tuple(arguments), options)]
+    return compiled.get(kind_of(kernel, driver.active.get_current_device(), tuple(arguments), options))
 
 
 def current_stream() -> int:

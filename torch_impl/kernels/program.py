@@ -136,7 +136,7 @@ class Launch:
         start: Callable[..., None] | None,
     ) -> None:  # fmt: skip
         """arguments: :class:`Place` where there was a tensor, (descriptor, Place) where there was a descriptor; start:
-        what launches a compiled kernel."""
+        what launches a compiled kernel. Without it, the kernel is launched as anybody launches one."""
         self.kernel, self.grid, self.options, self.start = kernel, grid, options, start
         self.values = list(arguments)
         self.places: list[tuple[int, Place]] = []
@@ -173,7 +173,7 @@ class Launch:
     def run(self, frame: Frame, values: Sequence[object]) -> None:
         """``values``: :meth:`bound`."""
         if self.start is None:
-            self._interpret(frame)
+            self._launch_as_usual(frame)
             return
         if self.late:
             values = list(values)
@@ -181,7 +181,7 @@ class Launch:
                 values[i] = frame.start[buffer] + offset
         self.start(frame.stream, *values)
 
-    def _interpret(self, frame: Frame) -> None:
+    def _launch_as_usual(self, frame: Frame) -> None:
         values = self.values.copy()
         for i, place in self.places:
             values[i] = frame.tensor(place)

@@ -5,14 +5,15 @@ few pieces and repeats the list (program.py): the launches of the first two, and
 costs nothing but its name.
 
 The Triton backend runs its steps through :func:`run_step`. Steps that others look at (torch.compile, dispatch modes,
-profilers of launches), those of several ranks, and those that add to a buffer run as they are. No mirror: XLA compiles
-a whole program.
+profilers of launches), those of several ranks, and those that add to a buffer run as they are. With
+``LOGITLESS_REPEAT=0`` all do. No mirror: XLA compiles a whole program.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import threading
+import os
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, TypeVar, cast
 
@@ -32,12 +33,13 @@ MOST_PROGRAMS, MOST_SEEN = 256, 8192
 TENSORS = frozenset((Tensor, torch.nn.Parameter))
 
 
-class _Settings(threading.local):
-    """What holds for a thread."""
+@dataclasses.dataclass
+class Settings:
+    """What holds for all steps of the process."""
 
-    off = False
-    """Whether its steps run as they are."""
-    on_cpu = False
+    off: bool = os.environ.get("LOGITLESS_REPEAT") == "0"
+    """Whether they run as they are."""
+    on_cpu: bool = False
     """Whether steps on a CPU are repeated too: for tests, and to measure the host alone."""
 
 
@@ -50,7 +52,7 @@ class Forward(Protocol):
     def _replace(self, *, waiting: Finishes | None) -> object: ...
 
 
-settings = _Settings()
+settings = Settings()
 programs: dict[Hashable, Program | None] = {}
 """By kind; None: it cannot be repeated."""
 seen: set[Hashable] = set()
