@@ -119,25 +119,40 @@ class Absent:
 
 
 @contextlib.contextmanager
+def on_chip(name: str) -> Iterator[None]:
+    """Calls choose what they would on the chip."""
+    from triton.runtime import driver
+
+    from logitless.torch_impl.kernels import architecture, fused, kernel_call, rows
+
+    chip = CHIPS[name]
+    known = {
+        (architecture, "chip_of"): name,
+        (kernel_call, "multiprocessors"): chip.multiprocessors,
+        (rows, "most_warps"): 1024 // chip.warp,
+        (fused, "unavailable"): None,
+    }
+    with contextlib.ExitStack() as stack:
+        for (module, function), value in known.items():
+            stack.enter_context(mock.patch.object(module, function, lambda *_, value=value: value))
+        driver.set_active(Absent(name))
+        yield
+
+
+@contextlib.contextmanager
 def as_on(name: str, note: Callable[..., None]) -> Iterator[None]:
     """Calls choose what they would on the chip, and hand their launches to ``note``."""
     import torch
-    from triton.runtime import driver
 
-    from logitless.torch_impl.kernels import architecture, fused, kernel_call, launch, rows
+    from logitless.torch_impl.kernels import launch
     from logitless.torch_impl.kernels.rehearsal import IndexesAreZero
 
-    chip = CHIPS[name]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context
         patch(mock.patch.dict(os.environ, LOGITLESS_CHECK="0"))  # nothing is computed that could be checked
-        patch(mock.patch.object(architecture, "chip_of", return_value=name))
-        patch(mock.patch.object(kernel_call, "multiprocessors", return_value=chip.multiprocessors))
-        patch(mock.patch.object(rows, "most_warps", return_value=1024 // chip.warp))
-        patch(mock.patch.object(fused, "unavailable", return_value=None))
+        patch(on_chip(name))
         patch(mock.patch.object(launch.instead, "run", note))
         patch(IndexesAreZero())
-        driver.set_active(Absent(name))
         torch.manual_seed(0)
         yield
 

@@ -41,6 +41,51 @@ def test_the_kernels_of_older_chips(chip: str, dtype: str) -> None:
     assert compiled_by("run_as_chip.py", chip, dtype) == {}
 
 
+def values_and_gradients(seed: int, dtype: Any, options: dict[str, Any]) -> list[Any]:
+    """Of a loss, or of log-probabilities, of random arrays; they, and which tokens are ignored, follow from the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    x, w, b = (torch.randn(shape, generator=generator) for shape in ((300, 128), (1000, 128), (1000,)))
+    y = torch.randint(0, 1000, (300,), generator=generator)
+    y[torch.rand(300, generator=generator) < 0.3] = -100
+    x, w, b = (t.to("cuda", dtype).requires_grad_() for t in (x, w * 0.1, b))
+    function = linear_log_probs if "with_entropy" in options else linear_cross_entropy
+    found = function(x, w, y.cuda(), b, backend="triton", **options)
+    values = [value for value in (found if isinstance(found, tuple) else (found,)) if torch.is_tensor(value)]
+    total = sum((i + seed + 1) * (value * value.detach().cos()).sum() for i, value in enumerate(values))
+    return [*values, *torch.autograd.grad(total, (x, w, b))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing": 0.1, "softcap": 5.0, "return_lse": True},
+        {"reduction": "none"},
+        {"reduction": "none", "memory_budget": 2**30},
+        {"memory_budget": 2**21},
+        {"with_entropy": True},
+        {"with_entropy": False},
+    ],
+    ids=str,
+)
+def test_repeated_steps_have_the_same_bits(
+    dtype: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call runs, the second is written down, later ones are repeated, with other values."""
+    pytest.importorskip("triton", reason="these are Triton's kernels")
+    from logitless.torch_impl.kernels import replay
+
+    monkeypatch.setattr(replay, "programs", {})
+    repeated = [values_and_gradients(seed, dtype, options) for seed in range(5)]
+    assert replay.programs
+    assert None not in replay.programs.values()
+    monkeypatch.setattr(replay.settings, "off", True)
+    for seed, found in enumerate(repeated):
+        for value, expected in zip(found, values_and_gradients(seed, dtype, options), strict=True):
+            assert torch.equal(value, expected), seed
+
+
 @pytest.mark.case(28)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_host_synchronisation(dtype: Any) -> None:

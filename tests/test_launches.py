@@ -50,7 +50,25 @@ DTYPES = torch.float32, torch.bfloat16, torch.int32, torch.int8
 VALUES: dict[str, list[Any]] = {
     "first": [None, *(ROOM.view(dtype)[start:] for dtype in DTYPES for start in (0, 1, 2, 4, 8, 16))],
     "desc": [None, *(described(dtype, [r, c]) for dtype in DTYPES[:2] for r in (1, 2) for c in (16, 32))],
-    "number": [None, 0, 1, 2, 15, 16, 17, 4096, 2**31 - 1, 2**31, True, False],
+    "number": [
+        None,
+        0,
+        1,
+        2,
+        15,
+        16,
+        17,
+        4096,
+        2**31 - 1,
+        2**31,
+        2**63,
+        -1,
+        -(2**31),
+        -(2**31) - 1,
+        -(2**31) - 16,
+        True,
+        False,
+    ],
     "scale": [0.0, 1.0, 2.5, 0, 1],
     "FLAG": [True, False],
     "SIZE": [16, 32],
@@ -95,10 +113,10 @@ class Marked(torch.Tensor):
 
 def test_what_kinds_have_in_common() -> None:
     """New tensors of the same dtype and alignment are of one kind, whatever their shapes and classes; so are other
-    floats. A kind holds no tensor."""
+    floats, and integers for which Triton compiles the same. A kind holds no tensor."""
     given = torch.empty(64), torch.empty(64), None, 7, 1.0
     kind = launches.kind_of(PROBE, 0, given, {"FLAG": True})
-    again = torch.empty(16, 4), torch.nn.Parameter(torch.empty(64)).as_subclass(Marked), None, 7, 2.5
+    again = torch.empty(16, 4), torch.nn.Parameter(torch.empty(64)).as_subclass(Marked), None, 9001, 2.5
     assert launches.kind_of(PROBE, 0, again, {"FLAG": True}) == kind
     assert launches.kind_of(PROBE, 1, again, {"FLAG": True}) != kind
     assert launches.kind_of(JITFunction(probe), 0, again, {"FLAG": True}) != kind
@@ -167,7 +185,7 @@ def test_a_new_kind_waits_while_kernels_are_loaded(current: SimpleNamespace) -> 
     kernel, x = Kernel(), torch.empty(64)
     launch = launches.launch(kernel, 3)
     launch(x, x, None, 7, 1.0, SIZE=16, FLAG=True)
-    new = threading.Thread(target=launch, args=(x, x, None, 8, 1.0), kwargs={"SIZE": 16, "FLAG": True})
+    new = threading.Thread(target=launch, args=(x, x, None, 16, 1.0), kwargs={"SIZE": 16, "FLAG": True})
     with launches.loading:
         new.start()
         new.join(0.3)
@@ -195,9 +213,9 @@ def test_kinds_do_not_pile_up(current: SimpleNamespace, monkeypatch: pytest.Monk
     monkeypatch.setattr(launches, "MOST_KINDS", 3)
     kernel, x = Kernel(), torch.empty(64)
     for number in range(10):
-        launches.launch(kernel, 1)(x, x, None, number, 1.0, SIZE=16, FLAG=True)
+        launches.launch(kernel, 1)(x, x, None, 7, 1.0, SIZE=number, FLAG=True)
         assert len(launches.compiled) <= 3
-    launches.launch(kernel, 1)(x, x, None, 9, 1.0, SIZE=16, FLAG=True)
+    launches.launch(kernel, 1)(x, x, None, 7, 1.0, SIZE=9, FLAG=True)
     assert len(kernel.made) == 10
 
 

@@ -314,12 +314,19 @@ def test_turns_are_whole_groups(row_tiles: int, column_tiles: int, group: int, w
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=1300))
 def test_tokens_are_sorted_by_target(targets: list[int]) -> None:
-    key = torch.tensor(targets, dtype=torch.int32)
-    made, token = torch.full_like(key, -1), torch.full_like(key, -1)
-    kernels.sort_kernel[(triton.cdiv(len(targets), 16),)](key, made, token, len(targets), BI=16, BJ=512)
+    key, vocab, grain = torch.tensor(targets, dtype=torch.int32), 35, kernels.TARGET_GRAIN.value
+    edges = torch.arange(0, 257, grain, dtype=torch.int32)
+    value, made, token = torch.randn(len(key)), torch.full_like(key, -1), torch.full_like(key, -1)
+    sorted_value, bounds = torch.full((len(key),), torch.nan), torch.full_like(edges, -1)
+    grid = (triton.cdiv(len(key), 16) + triton.cdiv(len(edges), 16),)
+    kernels.sort_kernel[grid](
+        key, value, made, token, sorted_value, bounds, len(key), vocab, len(edges), BI=16, BJ=512
+    )  # fmt: skip
     wanted = torch.sort(key, stable=True)
     assert torch.equal(made, wanted.values)
     assert torch.equal(token.long(), wanted.indices)
+    assert torch.equal(sorted_value, value[wanted.indices])
+    assert torch.equal(bounds, torch.searchsorted(wanted.values, edges.clamp(max=vocab), out_int32=True))
 
 
 def test_many_tokens_are_sorted_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

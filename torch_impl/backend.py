@@ -6,7 +6,7 @@ torch_impl/kernels/fused.py. N tokens, D hidden, V vocabulary entries (of this r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -56,9 +56,11 @@ class Backend(Protocol[Prepared]):
         """Whether exponentials [N, V] can lie in the rows of dW, N ≤ D, until dW is made there."""
 
     def run_step(
-        self, name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result], /
-    ) -> Result:
-        """``step(call)``, and whatever the first call of its kind needs before it."""
+        self, name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result],
+        others: Sequence[Tensor | float | None], /,
+    ) -> Result:  # fmt: skip
+        """``step(call)``, and whatever the first call of its kind needs before it. ``others``: all tensors and
+        numbers that it reads beside ``arrays`` and ``call``."""
 
     def prepare(
         self, arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None, /

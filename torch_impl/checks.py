@@ -27,7 +27,59 @@ from logitless.torch_impl.compiled import tracing
 
 
 def ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -> tuple[Arrays, Call]:
-    """A call on one device: its arrays as the kernels read them, and everything else, all of it checked."""
+    """A call on one device: its arrays as the kernels read them, and everything else, all of it checked.
+
+    What was checked of shapes, dtypes and options is not checked again in another call that has them.
+    """
+    signature = _signature(arrays, request)
+    call = None if signature is None else _calls.get(signature)
+    # A backend may have become unavailable.
+    if call is None or call.backend != chosen_backend(request.backend, arrays.hidden.device, call.compute_dtype):
+        arrays, call = _checked(arrays, normalizer, request)
+        if signature is not None:
+            if len(_calls) >= MOST_CALLS:
+                _calls.clear()
+            _calls[signature] = call
+    else:
+        check_normalizer(normalizer, request.reduction, arrays.hidden.device)
+        arrays = arrays._replace(target=scored(arrays, request, arrays.weight.shape[0]))
+    return (arrays if call.traced else plain(arrays)), call
+
+
+# Calls of this many signatures are known. A token count is part of a signature.
+MOST_CALLS = 4096
+_calls: dict[tuple[object, ...], Call] = {}
+# Classes of what is known by its signature: constants, and tensors that are nothing else.
+CONSTANTS = frozenset((int, float, bool, str, type(None)))
+TENSORS = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _signature(arrays: Arrays, request: Request) -> tuple[object, ...] | None:
+    """All that checks and a plan depend on, but for values and what backends there are; None where somebody is looking,
+    or where an argument is of another class.
+
+    Equal constants of two classes are two: one of them may be refused.
+    """
+    kinds = [type(value) for value in request]
+    if torch.compiler.is_compiling() or tracing.in_transform() or not CONSTANTS.issuperset(kinds):
+        return None
+    found: list[object] = [*request, *kinds, torch.is_grad_enabled()]
+    for tensor in arrays:
+        found.append(type(tensor))
+        if tensor is not None:
+            if type(tensor) not in TENSORS:
+                return None
+            found += (tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad)
+            if tensor is arrays.weight and tensor.layout is torch.strided:  # whether dW's rows can lend their memory
+                found += (tensor.stride(), tensor.data_ptr() % 16)
+    kind = arrays.hidden.device.type if type(arrays.hidden) in TENSORS else ""
+    if kind not in ("cuda", "cpu"):
+        return None
+    return (*found, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+
+def _checked(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -> tuple[Arrays, Call]:
+    """The call, and its arrays with the ids that it scores."""
     options = loss_options(request)
     dtype, backend = check_call(arrays, normalizer, request)
     arrays = arrays._replace(target=scored(arrays, request, arrays.weight.shape[0]))
@@ -36,7 +88,7 @@ def ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -
     call = Call(
         options, plan, dtype, request.statistics, grad, backend, traced, log_probs=request.log_probs, lse=request.lse
     )
-    return (arrays if traced else plain(arrays)), call
+    return arrays, call
 
 
 def loss_options(request: Request) -> LossOptions:

@@ -12,7 +12,7 @@ of the logits' gradient is rounded to the input dtype on its way into the produc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -48,9 +48,12 @@ PRODUCTS_WAIT = False
 BUFFER_ALIGNMENT = 1
 
 
-def run_step(name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result]) -> Result:
+def run_step(
+    name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result],
+    others: Sequence[Tensor | float | None],
+) -> Result:  # fmt: skip
     """``step(call)``: plain operations need nothing before it."""
-    del name, arrays, needs
+    del name, arrays, needs, others
     return step(call)
 
 

@@ -35,6 +35,9 @@ from logitless.torch_impl.call import (
 
 Result = TypeVar("Result")
 
+LARGEST_NUMBER = 1e38
+"""Beyond it a normalizer is no float32, and stays the number that it is."""
+
 
 def one_pass(call: Call) -> bool:
     """Whether a loss's forward computes its gradients too, if any are wanted."""
@@ -78,9 +81,12 @@ def _no_autocast(arrays: Arrays) -> torch.autocast:
     return torch.autocast(arrays.hidden.device.type, enabled=False)
 
 
-def _run_step(name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result]) -> Result:
-    """The result of a whole step, run by the call's backend."""
-    return backend_named(call.backend).run_step(name, arrays, call, needs, step)
+def _run_step(
+    name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result], *others: Tensor | float | None
+) -> Result:
+    """The result of a whole step, run by the call's backend. ``others``: all tensors that it reads beside ``arrays``.
+    What else it reads depends on ``call``."""
+    return backend_named(call.backend).run_step(name, arrays, call, needs, step, others)
 
 
 def _cast(gradients: Gradients, arrays: Arrays) -> Gradients:
@@ -112,7 +118,11 @@ def _prepare(arrays: Arrays, call: Call) -> Inputs:
 def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
     """The loss, lse (or None), the eight statistics (or Nones), and what the backward needs for the gradients
     ``needs``."""
-    return _run_step("loss", arrays, call, needs, lambda call: _loss(arrays, normalizer, call, needs))
+    if call.backend == "triton" and not isinstance(normalizer, Tensor | None) and abs(normalizer) < LARGEST_NUMBER:
+        # A number that may change with every batch is no part of what a repeated step has written down.
+        device = arrays.hidden.device
+        normalizer = torch.full((), normalizer, dtype=accumulation_dtype(call.compute_dtype), device=device)
+    return _run_step("loss", arrays, call, needs, lambda call: _loss(arrays, normalizer, call, needs), normalizer)
 
 
 def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
@@ -149,8 +159,9 @@ def loss_gradients(
         with _no_autocast(arrays):
             return _cast(waiting.finish(upstream.to(saved[0].dtype)), arrays)
     return _run_step(
-        "loss_gradients", arrays, call, needs, lambda call: _known_loss(arrays, call, needs, saved, upstream, g_lse)
-    )
+        "loss_gradients", arrays, call, needs, lambda call: _known_loss(arrays, call, needs, saved, upstream, g_lse),
+        *saved, upstream, g_lse,
+    )  # fmt: skip
 
 
 def _known_loss(
@@ -236,7 +247,7 @@ def log_probs_gradients(
             return _cast(waiting.finish(-g_log_prob.to(saved[0].dtype)), arrays)
     return _run_step(
         "log_probs_gradients", arrays, call, needs,
-        lambda call: _known_log_probs(arrays, call, needs, saved, g_log_prob, g_entropy),
+        lambda call: _known_log_probs(arrays, call, needs, saved, g_log_prob, g_entropy), *saved, g_log_prob, g_entropy,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from logitless.torch_impl.kernels.held import Held, HeldTokens, held_gradients, 
 from logitless.torch_impl.kernels.kernel_call import KernelCall, aligned_rows
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.products import GradientProducts, matrix_of
-from logitless.torch_impl.kernels.rehearsal import run_step
+from logitless.torch_impl.kernels.replay import run_step
 from logitless.torch_impl.kernels.rows import Rows, losses, normalizer, prepare, total_loss
 from logitless.torch_impl.kernels.sums import Sums, known_by_position, relative_factors
 from logitless.torch_impl.kernels.tiles import WEIGHT

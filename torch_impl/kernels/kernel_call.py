@@ -166,9 +166,10 @@ class KernelCall:
         )  # fmt: skip
 
     def by_position(self, values: Tensor) -> Tensor:
-        """A vector by token as one by position, 0 behind the tokens."""
-        chosen = values.index_select(0, self.order[: self.tokens])
-        return torch.nn.functional.pad(chosen, (0, self.row_target.shape[0] - self.tokens))
+        """Vectors [..., N] by token as ones by position, 0 behind the tokens; each begins on a boundary of 16 bytes."""
+        chosen = values.index_select(-1, self.order[: self.tokens])
+        length = self.row_target.shape[0]
+        return torch.nn.functional.pad(chosen, (0, round_up(length, 4) - self.tokens))[..., :length]
 
     def tiles(self, kernel: str) -> Tiles:
         return self.architecture.tiles[kernel]

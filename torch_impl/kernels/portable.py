@@ -929,21 +929,32 @@ def column_sums_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def sort_kernel(key_ptr, sorted_ptr, token_ptr, tokens, BI: tl.constexpr, BJ: tl.constexpr):
-    """BI tokens a program: each goes to its place among the sorted keys, tokens of one key in their own order.
+def sort_kernel(
+    key_ptr, value_ptr, sorted_ptr, token_ptr, sorted_value_ptr, bounds_ptr, tokens, vocab, edges,
+    BI: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """BI tokens a program: each goes to its place among the sorted keys, with its value; tokens of one key in their own
+    order. Further programs find the bounds: the first place whose key is at least 0, TARGET_GRAIN, 2 · TARGET_GRAIN, …
 
     A token's place is how many come before it, counted by comparing it with every other: N² comparisons, which for few
-    tokens is less than the launches of a sort."""
-    i = tl.program_id(0) * BI + tl.arange(0, BI)
-    key = tl.load(key_ptr + i, mask=i < tokens, other=0)
+    tokens is less than the launches of a sort. A bound is the place of a key that comes before all that are equal."""
+    first_edge = tl.cdiv(tokens, BI)
+    is_edge = tl.program_id(0) >= first_edge
+    i = (tl.program_id(0) - tl.where(is_edge, first_edge, 0)) * BI + tl.arange(0, BI)
+    is_token, is_bound = i < tl.where(is_edge, 0, tokens), i < tl.where(is_edge, edges, 0)
+    key = tl.load(key_ptr + i, mask=is_token, other=0)
+    key = tl.where(is_edge, tl.minimum(i * TARGET_GRAIN, vocab), key)
+    equal_until = tl.where(is_edge, 0, i)
     place = tl.zeros((BI,), tl.int32)
     for start in range(0, tokens, BJ):
         j = start + tl.arange(0, BJ)
         other = tl.load(key_ptr + j, mask=j < tokens, other=BIGGEST_INDEX)
-        equal_before = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
+        equal_before = (other[None, :] == key[:, None]) & (j[None, :] < equal_until[:, None])
         place += tl.sum(((other[None, :] < key[:, None]) | equal_before).to(tl.int32), 1)
-    tl.store(sorted_ptr + place, key, mask=i < tokens)
-    tl.store(token_ptr + place, i, mask=i < tokens)
+    tl.store(sorted_ptr + place, key, mask=is_token)
+    tl.store(token_ptr + place, i, mask=is_token)
+    tl.store(sorted_value_ptr + place, tl.load(value_ptr + i, mask=is_token, other=0.0), mask=is_token)
+    tl.store(bounds_ptr + i, place, mask=is_bound)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGH
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels
 
-# Tokens up to which targets are sorted by counting, in one launch: 28 µs for so many, where torch.sort takes 50; for
-# twice as many 99 and 53.
+# Tokens up to which targets are sorted by counting, in one launch, with their values and bounds: the sort alone took 28
+# µs for so many, where torch.sort takes 50; for twice as many 99 and 53.
 MOST_RANKED = 8192
 # Columns that one program of kernels.column_sums_kernel sums: as many as the tallest tile of dW has entries, or more.
 COLUMN_BLOCK = 256
@@ -41,17 +41,6 @@ def low_layout(vocab: int, size: int) -> tuple[tuple[int, int], torch.dtype]:
     return (vocab, round_up(size, LOW_ROW_ALIGNMENT)), torch.int8
 
 
-def sorted_targets(c: KernelCall) -> tuple[Tensor, Tensor]:
-    """The targets in ascending order, and their tokens. Tokens of one target keep their own order."""
-    if c.tokens > MOST_RANKED:
-        return torch.sort(c.inputs.key, stable=True)
-    key, token = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int32)
-    c.launch(
-        kernels.sort_kernel, cdiv(c.tokens, 16), key_ptr=c.inputs.key, sorted_ptr=key, token_ptr=token, BI=16, BJ=512
-    )
-    return key, token
-
-
 @dataclasses.dataclass(frozen=True)
 class Targets:
     """The targets' elements of the gradient, sorted by target. Tokens of one target keep their own order, so that every
@@ -65,12 +54,21 @@ class Targets:
     @classmethod
     def of(cls, c: KernelCall, by_token: Tensor) -> Targets:
         """by_token: every token's element."""
-        key, token = sorted_targets(c)
-        end = round_up(c.vocab, COLUMN_BLOCK)  # whole tiles and blocks
-        edges = torch.arange(0, end + 1, kernels.TARGET_GRAIN.value, dtype=torch.int32, device=c.device)
-        # What is not in the vocabulary lies behind the last bound: its hidden states may be no numbers.
-        bounds = torch.searchsorted(key, edges.clamp_(max=c.vocab), out_int32=True)
-        return cls(key, token, by_token.index_select(0, token), bounds)
+        end, grain = round_up(c.vocab, COLUMN_BLOCK), kernels.TARGET_GRAIN.value  # whole tiles and blocks
+        edges = end // grain + 1
+        if c.tokens > MOST_RANKED:
+            key, token = torch.sort(c.inputs.key, stable=True)
+            bounds = torch.arange(0, end + 1, grain, dtype=torch.int32, device=c.device)
+            # What is not in the vocabulary lies behind the last bound: its hidden states may be no numbers.
+            bounds = torch.searchsorted(key, bounds.clamp_(max=c.vocab), out_int32=True)
+            return cls(key, token, by_token.index_select(0, token), bounds)
+        key, token, value = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int32), c.empty(c.tokens)
+        bounds = c.empty(edges, torch.int32)
+        c.launch(
+            kernels.sort_kernel, cdiv(c.tokens, 16) + cdiv(edges, 16), key_ptr=c.inputs.key, value_ptr=by_token,
+            sorted_ptr=key, token_ptr=token, sorted_value_ptr=value, bounds_ptr=bounds, edges=edges, BI=16, BJ=512,
+        )  # fmt: skip
+        return cls(key, token, value, bounds)
 
     @property
     def pointers(self) -> dict[str, Tensor | None]:

@@ -67,7 +67,9 @@ def known_by_position(c: KernelCall, known: KnownRows, unit: Tensor) -> dict[str
         "gamma_ptr": known.gamma,
         "sigma_ptr": known.sigma,
     }
-    return {name: None if vector is None else c.by_position(vector) for name, vector in by_token.items()}
+    present = {name: vector for name, vector in by_token.items() if vector is not None}
+    rows = c.by_position(torch.stack(list(present.values())))
+    return dict.fromkeys(by_token) | dict(zip(present, rows.unbind(), strict=True))
 
 
 class Sums:

@@ -1,0 +1,310 @@
+"""Repeated steps of the Triton kernels: other values, the same launches and the same bits.
+
+Interpreted on the CPU, where steps are repeated only if a test asks for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+
+from logitless import plan  # noqa: E402
+from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl.kernels import program, replay  # noqa: E402
+from logitless.torch_impl.kernels.rows import TOKEN_BLOCK  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
+)
+
+FOLDER = Path(__file__).parent
+TOKENS, HIDDEN, VOCAB = 37, 32, 140
+SIZES = {"tokens": TOKENS, "hidden": HIDDEN, "vocab": VOCAB, "dtype": "float32", "fused": True}
+EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "logit_scale": 2.0}
+CALLS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "smoothing": {"label_smoothing": 0.1, "bias": True, "class_weight": True},
+    "everything": {**EVERYTHING, "bias": True, "class_weight": True, "token_weight": True, "return_stats": True},
+    "chunks": {"plan": {"order": "tokens", "chunk": 16}, "bias": True},
+    "slices": {"plan": {"order": "vocab", "chunk": 50}, "label_smoothing": 0.1},
+    "per token": {"reduction": "none"},
+    "held per token": {"reduction": "none", "memory_budget": 2**30},
+    "lse": {"return_lse": True, "z_loss": 1e-3},
+    "a number": {"normalizer": 11.5},
+    "shifted": {"shift": 1},
+    "no gradient": {"gradients": False, "return_stats": True},
+    "hidden alone": {"frozen": True},
+    "log-probs": {"function": linear_log_probs},
+    "log-probs and entropy": {"function": linear_log_probs, "with_entropy": True},
+    "held log-probs": {"function": linear_log_probs, "memory_budget": 2**30},
+}
+
+
+@pytest.fixture(autouse=True)
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Steps of the interpreter are repeated; what was, in order."""
+    ran: list[Any] = []
+    real = program.Program.run
+
+    def run(self: Any, *given: Any) -> Any:
+        ran.append(self)
+        return real(self, *given)
+
+    monkeypatch.setattr(program.Program, "run", run)
+    monkeypatch.setattr(replay, "programs", {})
+    monkeypatch.setattr(replay, "seen", set())
+    monkeypatch.setattr(replay.settings, "on_cpu", True)
+    return ran
+
+
+def arrays(seed: int, options: dict[str, Any], tokens: int = TOKENS) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Random arguments of a call: other values, and other ignored tokens, for every seed."""
+    options, random = dict(options), torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, generator=random)
+
+    gradients, frozen = options.pop("gradients", True), options.pop("frozen", False)
+    hidden, weight = normal(tokens, HIDDEN), normal(VOCAB, HIDDEN)
+    target = torch.randint(VOCAB, (tokens,), generator=random)
+    target[torch.rand(tokens, generator=random) < 0.3] = -100
+    hidden.requires_grad_(gradients)
+    weight.requires_grad_(gradients and not frozen)
+    for name, shape in (("bias", VOCAB), ("class_weight", VOCAB), ("token_weight", tokens)):
+        if options.pop(name, False):
+            options[name] = normal(shape).abs().requires_grad_(name == "bias")
+    if "plan" in options:
+        options["plan"] = plan(**SIZES, **options["plan"])
+    return (hidden, weight, target), options
+
+
+def results(seed: int, options: dict[str, Any], tokens: int = TOKENS) -> list[Any]:
+    """Values and gradients of a call with these random numbers."""
+    options = dict(options)
+    function: Callable[..., Any] = options.pop("function", linear_cross_entropy)
+    given, named = arrays(seed, options, tokens)
+    found = function(*given, backend="triton", **named)
+    values = []
+    for value in found if isinstance(found, tuple) else (found,):
+        values += value if isinstance(value, tuple) else [value]
+    values = [value for value in values if value is not None]
+    leaves = [v for v in (*given, *named.values()) if torch.is_tensor(v) and v.requires_grad]
+    total = sum((i + seed + 1) * (v * v.detach().cos()).sum() for i, v in enumerate(values) if v.requires_grad)
+    return values + (list(torch.autograd.grad(total, leaves)) if leaves else [])
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_step_has_the_same_bits(name: str, repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call runs, the second is written down, the third and the fourth are repeated."""
+    calls = [results(seed, CALLS[name]) for seed in range(4)]
+    assert repeated, "nothing was repeated"
+    steps = len(replay.programs)
+    assert len(repeated) == 2 * steps
+    monkeypatch.setattr(replay.settings, "on_cpu", False)
+    for seed, found in enumerate(calls):
+        assert_same(found, results(seed, CALLS[name]))
+    assert len(repeated) == 2 * steps
+
+
+def test_every_way_to_use_a_result(repeated: list[Any]) -> None:
+    """Two forwards before their backwards, a graph that is kept, and results that are changed in place."""
+
+    def call(seed: int) -> tuple[Any, ...]:
+        (hidden, weight, target), _ = arrays(seed, {})
+        return hidden, weight, linear_cross_entropy(hidden, weight, target, backend="triton")
+
+    def gradients(hidden: Any, weight: Any, loss: Any, keep: bool = False) -> list[Any]:
+        return list(torch.autograd.grad(loss, (hidden, weight), retain_graph=keep))
+
+    expected = [gradients(*call(seed)) for seed in (0, 1)]
+    one, other = call(0), call(1)
+    assert len(repeated) == 2
+    assert_same(gradients(*other, keep=True), expected[1])
+    assert_same(gradients(*one), expected[0])
+    again = gradients(*other)  # no product waits any more: from the statistics of the forward
+    for a, b in zip(again, expected[1], strict=True):
+        torch.testing.assert_close(a, b)
+    hidden, weight, loss = call(0)
+    loss *= 2.0
+    loss.backward()
+    assert_same([hidden.grad / 2.0, weight.grad / 2.0], expected[0])
+    kept = {id(value.untyped_storage()) for value in (loss, hidden.grad, weight.grad)}
+    assert len(kept) == 3
+    for value in (loss, hidden.grad, weight.grad):
+        assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def test_one_tensor_twice(repeated: list[Any]) -> None:
+    """The same upstream gradient for two results; then two of them."""
+    (hidden, weight, target), _ = arrays(0, {})
+    same, other = torch.randn(TOKENS), torch.randn(TOKENS)
+
+    def gradients(*upstream: Any) -> list[Any]:
+        values = linear_log_probs(hidden, weight, target, with_entropy=True, backend="triton")
+        return list(torch.autograd.grad(values, (hidden, weight), upstream))
+
+    twice = [gradients(same, same) for _ in range(3)]
+    assert len(repeated) == 2
+    assert_same(twice[2], twice[0])
+    apart = [gradients(same, value) for value in (other, same.clone(), other)]
+    assert_same(apart[1], twice[0])
+    assert_same(apart[2], apart[0])
+    assert not torch.equal(apart[0][0], twice[0][0])
+
+
+@pytest.mark.parametrize("name", ["mean", "everything", "chunks", "slices", "log-probs and entropy"])
+def test_the_promise_of_memory_is_kept(name: str) -> None:
+    """What a repeated step holds beside its results is no more than the plan says."""
+    for seed in range(3):
+        results(seed, CALLS[name])
+    for known in replay.programs.values():
+        assert known is not None
+        parts = [part for part in (known.first, known.last) if part is not None]
+        held = sum(piece.size for part in parts for piece in part.pieces)
+        assert 0 < held <= plan(**{**SIZES, **CALLS[name].get("plan", {})}).scratch_bytes
+
+
+def test_what_waits_is_let_go() -> None:
+    """After the backward, only the vectors of a call whose graph is kept are left: no exponentials."""
+    for seed in range(2):
+        results(seed, {})
+    (hidden, weight, target), _ = arrays(2, {})
+    loss = linear_cross_entropy(hidden, weight, target, backend="triton")
+    made: list[Any] = []
+    real = program.Part.run
+
+    def run(self: Any, frame: Any, device: Any) -> Any:
+        found = real(self, frame, device)
+        made.extend(StorageWeakRef(m.untyped_storage()) for m in frame.memory if m is not None)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program.Part, "run", run)
+        gradients = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    gc.collect()  # the interpreter's own rings
+    alive = {ref.cdata for ref in made if not ref.expired()}
+    own = {t.untyped_storage()._cdata for t in (hidden, weight, target, loss, *gradients)}
+    saved = alive - own
+    assert len(saved) <= 1  # normalizer and sums, in one piece
+    del loss
+    assert all(ref.expired() for ref in made if ref.cdata in saved)
+
+
+class Looking(torch.utils._python_dispatch.TorchDispatchMode):
+    """Sees every operation."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return operation(*args, **(kwargs or {}))
+
+
+def test_who_looks_sees_the_step_itself(repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a dispatch mode, or a profiler of launches, nothing is repeated or written down."""
+    results(0, {})
+    for _ in range(3):
+        with Looking():
+            results(0, {})
+    monkeypatch.setattr(replay.launch, "is_watched", lambda: True)
+    for _ in range(3):
+        results(0, {})
+    assert not repeated
+    assert not replay.programs
+
+
+def test_another_kind_is_not_mistaken(repeated: list[Any]) -> None:
+    """What the kernels' host code depends on tells kinds apart: sizes, strides, alignment, dtypes, options, needs."""
+    for seed in range(2):
+        results(seed, {})
+    (hidden, weight, target), _ = arrays(2, {})
+    with torch.no_grad():
+        wide = torch.randn(TOKENS, HIDDEN + 3)
+        room = torch.randn(TOKENS * HIDDEN + 1)
+        columns = torch.randn(HIDDEN, VOCAB).t()
+    fixed = hidden.detach(), weight.detach()
+    constants = set(map(id, fixed))
+    others = [
+        (torch.randn(TOKENS + 1, HIDDEN), weight, torch.cat([target, target[:1]])),
+        (wide[:, :HIDDEN], weight, target),
+        (wide[:, 3:], weight, target),
+        (room[1:].view(TOKENS, HIDDEN), weight, target),
+        (hidden, columns, target),
+        (hidden, weight, target.int()),
+        (fixed[0], weight, target),
+        (hidden, fixed[1], target),
+        (hidden.detach().half(), weight.detach().half(), target),
+    ]
+    for given in others:
+        for tensor in given[:2]:
+            if id(tensor) not in constants:
+                tensor.requires_grad_()
+        linear_cross_entropy(*given, backend="triton")
+    for changed in ({"label_smoothing": 0.1}, {"label_smoothing": 0.2}, {"z_loss": 1e-3}, {"ignore_index": 3},
+                    {"softcap": 5.0}, {"reduction": "sum"}, {"return_stats": True}):  # fmt: skip
+        linear_cross_entropy(hidden, weight, target.clamp(min=0), backend="triton", **changed)
+    with torch.autocast("cpu", dtype=torch.float16):
+        linear_cross_entropy(hidden, weight, target, backend="triton")
+    assert not repeated
+    linear_cross_entropy(hidden, weight, target, backend="triton")
+    assert len(repeated) == 1
+
+
+def test_numbers_of_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(replay, "MOST_SEEN", 3)
+    for tokens in range(3, 9):
+        for seed in range(2):
+            results(seed, {}, tokens)
+        assert len(replay.programs) <= 2
+        assert len(replay.seen) <= 3
+
+
+def test_another_token_count_compiles_nothing() -> None:
+    """Triton would compile for whatever it tells apart of a launch's arguments. 100 random token counts in one chunk:
+    after the first, nothing is new but where a block of TOKEN_BLOCK tokens ends, once."""
+    chosen = random.Random(0)
+    few = [chosen.randint(2, TOKEN_BLOCK) for _ in range(50)]
+    many = [chosen.randint(TOKEN_BLOCK + 1, 8 * TOKEN_BLOCK) for _ in range(50)]
+    command = [sys.executable, str(FOLDER / "count_compilations.py"), *map(str, few + many)]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), *sys.path])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for step, kernels in json.loads(done.stdout).items():
+        assert kernels[0] > 5, step
+        assert set(kernels[:50]) == {kernels[0]}, step
+        assert set(kernels[50:]) == {kernels[50]}, step
+        assert kernels[50] <= kernels[0] + 2, step
+
+
+def test_the_host_alone_is_measured(tmp_path: Path) -> None:
+    """Where launches do nothing, a repeated step takes less time than the same as it runs."""
+    command = [sys.executable, "-m", "bench", "small", "--host", "--rounds", "1", "--output", str(tmp_path)]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    times = {row["variant"]: row["time_ms"] for row in json.loads((tmp_path / "small_host.json").read_text())["rows"]}
+    assert len(times) == 8
+    for variant in times:
+        if not variant.endswith("as it runs"):
+            assert 0 < times[variant] < times[f"{variant}, as it runs"], variant

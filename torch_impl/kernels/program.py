@@ -1,0 +1,319 @@
+"""A step that was written down: its memory, its launches, PyTorch's own operations, in their order.
+
+recording.py writes one down, replay.py decides when one is run. No mirror: XLA compiles a whole program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from logitless.torch_impl.call import Gradients
+from logitless.torch_impl.kernels import launch
+from logitless.torch_impl.kernels.rows import on_device
+
+CONSTANTS = frozenset((int, float, bool, torch.dtype, torch.device))
+
+
+class Place(NamedTuple):
+    """A tensor, as part of a buffer."""
+
+    buffer: int
+    offset: int  # bytes
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_whole: bool = False
+    """Whether it is the tensor that the buffer is known by: nothing else has to be made."""
+
+
+class Unfit(Exception):
+    """A step cannot be repeated."""
+
+
+class Frame:
+    """The memory of one run of a program."""
+
+    __slots__ = ("memory", "start", "stream")
+
+    def __init__(self, buffers: int) -> None:
+        self.start = [0] * buffers
+        """Addresses."""
+        self.memory: list[Tensor | None] = [None] * buffers
+        """The tensors that they are in."""
+        self.stream = 0
+
+    def put(self, buffer: int, tensor: Tensor) -> None:
+        """The tensor is the buffer."""
+        self.memory[buffer], self.start[buffer] = tensor, tensor.data_ptr()
+
+    def tensor(self, place: Place) -> Tensor:
+        memory = self.memory[place.buffer]
+        assert memory is not None
+        if place.is_whole:
+            return memory
+        begin = self.start[place.buffer] + place.offset - memory.data_ptr() + memory.storage_offset() * memory.itemsize
+        flat = memory if memory.dtype == place.dtype else memory.view(place.dtype)
+        return flat.as_strided(place.size, place.stride, begin // place.dtype.itemsize)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Places in what a step reads and returns: lists, tuples, named tuples, dicts and gradients
+
+
+def places(value: object) -> Iterator[Place]:
+    """All places in ``value``."""
+    if isinstance(value, Place):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from places(each)
+    elif isinstance(value, dict):
+        yield from places(list(value.values()))
+    elif isinstance(value, Gradients):
+        yield from places((value.hidden, value.weight, value.bias))
+
+
+def exchanged(value: object, kind: type, other: Callable[..., object]) -> object:
+    """``value`` with ``other(x)`` for every x of the class ``kind``."""
+    own = type(value)
+    if isinstance(value, kind):
+        return other(value)
+    if value is None or own in CONSTANTS:
+        return value
+    if own is dict:
+        named = cast("dict[str, object]", value)
+        return {name: exchanged(v, kind, other) for name, v in named.items()}
+    if isinstance(value, Gradients):
+        new = [exchanged(v, kind, other) for v in (value.hidden, value.weight, value.bias)]
+        return Gradients(*cast("list[Tensor | None]", new))
+    if not isinstance(value, (list, tuple)):
+        return value
+    new = [exchanged(v, kind, other) for v in value]
+    if own is list:
+        return new
+    return tuple(new) if own is tuple else own(*new)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is done
+
+
+class Address:
+    """What a launch reads of a descriptor's matrix."""
+
+    __slots__ = ("address", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def moved(descriptor: object, base: Tensor | Address | None) -> object:
+    """The descriptor for a matrix elsewhere, which is not checked again."""
+    new = object.__new__(type(descriptor))
+    new.__dict__ = {**descriptor.__dict__, "base": base}
+    return new
+
+
+class Kernel(Protocol):
+    """An interpreted one."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
+
+
+class Launch:
+    """A launch of a compiled kernel, or of an interpreted one."""
+
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[object], options: dict[str, object],
+        start: Callable[..., None] | None,
+    ) -> None:  # fmt: skip
+        """arguments: :class:`Place` where there was a tensor, (descriptor, Place) where there was a descriptor; start:
+        what launches a compiled kernel. Without it, the kernel is launched as anybody launches one."""
+        self.kernel, self.grid, self.options, self.start = kernel, grid, options, start
+        self.values = list(arguments)
+        self.places: list[tuple[int, Place]] = []
+        self.described: list[tuple[int, object, Place]] = []
+        self.late: list[tuple[int, int, int]] = []
+        """Arguments whose memory an operation makes while the part runs: position, buffer, offset."""
+        for i, value in enumerate(arguments):
+            if isinstance(value, Place):
+                self.places.append((i, value))
+            elif isinstance(value, tuple):
+                self.described.append((i, *value))
+
+    @property
+    def read(self) -> list[Place]:
+        return [place for _, place in self.places] + [place for *_, place in self.described]
+
+    def settle(self, settled: Callable[[Place], Place], made: set[int]) -> None:
+        """With what is known when all is written down; ``made``: buffers that operations of this part make."""
+        self.places = [(i, settled(place)) for i, place in self.places]
+        self.described = [(i, descriptor, settled(place)) for i, descriptor, place in self.described]
+        self.late = [(i, place.buffer, place.offset) for i, place in self.places if place.buffer in made]
+        if any(place.buffer in made for *_, place in self.described):
+            raise Unfit
+
+    def bound(self, start: Sequence[int]) -> list[object]:
+        """The arguments for buffers that begin there."""
+        values = self.values.copy()
+        for i, place in self.places:
+            values[i] = start[place.buffer] + place.offset
+        for i, descriptor, place in self.described:
+            values[i] = moved(descriptor, Address(start[place.buffer] + place.offset, place.dtype))
+        return values
+
+    def run(self, frame: Frame, values: Sequence[object]) -> None:
+        """``values``: :meth:`bound`."""
+        if self.start is None:
+            self._launch_as_usual(frame)
+            return
+        if self.late:
+            values = list(values)
+            for i, buffer, offset in self.late:
+                values[i] = frame.start[buffer] + offset
+        self.start(frame.stream, *values)
+
+    def _launch_as_usual(self, frame: Frame) -> None:
+        values = self.values.copy()
+        for i, place in self.places:
+            values[i] = frame.tensor(place)
+        for i, descriptor, place in self.described:
+            values[i] = moved(descriptor, frame.tensor(place))
+        self.kernel[self.grid](*values, **self.options)
+
+
+class Operation:
+    """One of PyTorch's operations."""
+
+    def __init__(
+        self, function: Callable[..., object], arguments: list[object], named: dict[str, object], made: int | None
+    ) -> None:
+        """arguments, named: :class:`Place` where there was a tensor; made: the buffer of a new result."""
+        self.function, self.arguments, self.named, self.made = function, arguments, named, made
+        self.frees: tuple[int, ...] = ()
+        """Buffers of other operations that are not read after this one."""
+
+    @property
+    def read(self) -> list[Place]:
+        return [*places(self.arguments), *places(self.named)]
+
+    def settle(self, settled: Callable[[Place], Place], made: set[int]) -> None:
+        """As of a launch."""
+        self.arguments = cast("list[object]", exchanged(self.arguments, Place, settled))
+        self.named = cast("dict[str, object]", exchanged(self.named, Place, settled))
+
+    def bound(self, start: Sequence[int]) -> list[object]:
+        return []
+
+    def run(self, frame: Frame, values: Sequence[object]) -> None:
+        arguments = [exchanged(value, Place, frame.tensor) for value in self.arguments]
+        named = {name: exchanged(value, Place, frame.tensor) for name, value in self.named.items()}
+        result = self.function(*arguments, **named)
+        if self.made is not None:
+            frame.put(self.made, cast("Tensor", result))
+        for buffer in self.frees:
+            frame.memory[buffer] = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A program: a step, and what finishes it
+
+
+class Piece(NamedTuple):
+    """Memory of several buffers, in bytes."""
+
+    size: int
+    zeroed: int
+    """How much of its beginning is zeroed."""
+    begins: tuple[tuple[int, int], ...]
+    """Buffers, and where they begin."""
+
+
+@dataclasses.dataclass
+class Part:
+    """What is done from one return to the caller to the next."""
+
+    pieces: list[Piece]
+    results: list[tuple[int, Place, bool]]
+    """Buffers of their own, for the caller: what they are, and whether they are zeroed."""
+    done: Sequence[Launch | Operation]
+    result: object
+    """What the step returns, with :class:`Place` for tensors."""
+    dropped: list[int]
+    """Buffers that are not read any more."""
+    bound: tuple[list[int], list[list[object]]] | None = None
+    """Where the buffers began in the last run, and every step's arguments then: memory is often the same again."""
+
+    def run(self, frame: Frame, device: torch.device) -> object:
+        start, memory = frame.start, frame.memory
+        for size, zeroed, begins in self.pieces:
+            piece = torch.empty(size // 4, dtype=torch.float32, device=device)
+            if zeroed:
+                (piece if zeroed == size else piece[: zeroed // 4]).zero_()
+            address = piece.data_ptr()
+            for buffer, offset in begins:
+                start[buffer], memory[buffer] = address + offset, piece
+        for buffer, place, zero in self.results:
+            new = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=device)
+            frame.put(buffer, new.zero_() if zero else new)
+        bound = self.bound
+        if bound is None or bound[0] != start:
+            bound = self.bound = start.copy(), [step.bound(start) for step in self.done]
+        for step, values in zip(self.done, bound[1], strict=True):
+            step.run(frame, values)
+        result = exchanged(self.result, Place, frame.tensor)
+        for buffer in self.dropped:
+            memory[buffer] = None
+        return result
+
+
+class Waits(Protocol):
+    """A forward's result, without what waits."""
+
+    def _replace(self, *, waiting: Repeated) -> object: ...
+
+
+class Program:
+    """A kind of step, written down."""
+
+    def __init__(self, buffers: int, parts: Sequence[Part]) -> None:
+        self.buffers, self.first = buffers, parts[0]
+        self.last = parts[1] if len(parts) > 1 else None
+
+    def run(self, given: Sequence[Tensor], device: torch.device) -> object:
+        """What the step returns for these tensors, in the order in which it was written down."""
+        frame = Frame(self.buffers)
+        for i, tensor in enumerate(given):
+            frame.put(i, tensor)
+        result = self.run_part(self.first, frame, device)
+        if self.last is None:
+            return result
+        return cast("Waits", result)._replace(waiting=Repeated(self, frame, len(given), device))
+
+    def run_part(self, part: Part, frame: Frame, device: torch.device) -> object:
+        with on_device(device):
+            frame.stream = launch.current_stream() if device.type == "cuda" else 0
+            return part.run(frame, device)
+
+
+class Repeated:
+    """What waits for the upstream gradient after a repeated forward."""
+
+    def __init__(self, program: Program, frame: Frame, given: int, device: torch.device) -> None:
+        """given: where the upstream gradient goes."""
+        self.program, self.frame, self.given, self.device = program, frame, given, device
+
+    def finish(self, upstream: Tensor) -> Gradients:
+        """As what waits of a call that is not repeated: once."""
+        frame, last = self.frame, self.program.last
+        assert last is not None
+        frame.put(self.given, upstream.contiguous())
+        return cast("Gradients", self.program.run_part(last, frame, self.device))

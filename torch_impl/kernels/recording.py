@@ -1,0 +1,317 @@
+"""Writing a step down while it runs: its launches, PyTorch's operations, and where in memory each reads and writes.
+
+What the kernels' host code does depends on shapes, dtypes, layouts and options, and on no value. So what it did once it
+does again. What may depend on a value, and what reads memory that nobody gave, makes a step unfit to be repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from logitless.scratch import round_up
+from logitless.torch_impl.call import Gradients
+from logitless.torch_impl.kernels import launch
+from logitless.torch_impl.kernels.program import (
+    Kernel,
+    Launch,
+    Operation,
+    Part,
+    Piece,
+    Place,
+    Program,
+    Unfit,
+    exchanged,
+    moved,
+    places,
+)
+
+aten = torch.ops.aten
+EMPTY = frozenset(
+    (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default)
+)
+ZEROS = frozenset((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default))
+# As far apart as pieces of memory begin that PyTorch gives out one by one.
+BOUNDARY = 512
+
+
+@dataclasses.dataclass
+class Buffer:
+    """Memory of a step."""
+
+    origin: Place
+    """What the buffer was when it appeared; its offset is that in the storage."""
+    nbytes: int
+    source: str
+    """"given", "empty", "zeros", or "made" by an operation."""
+    storage: StorageWeakRef
+    """Keeps what it was known by from being another storage's."""
+
+    @property
+    def is_scratch(self) -> bool:
+        return self.source in ("empty", "zeros")
+
+
+@dataclasses.dataclass
+class Ended:
+    """A part that has been written down."""
+
+    done: list[Launch | Operation]
+    result: object
+    saved: set[int]
+    """Buffers that are returned, but that only we read."""
+    alive: set[int]
+    """Buffers that somebody holds at its end."""
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what a step does while it does it."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.buffers: list[Buffer] = []
+        self.of_storage: dict[int, list[int]] = {}
+        self.ended: list[Ended] = []
+        self.done: list[Launch | Operation] = []
+        self.is_unfit = self.is_launching = False
+        for tensor in given:
+            self._add(tensor, "given")
+        self.upstream = len(given)
+        self.buffers.append(self.buffers[0])  # until there is an upstream gradient, nobody asks for it
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """What this thread does is noted."""
+        launch.instead.note = self.launch
+        try:
+            with self:
+                yield
+        finally:
+            launch.instead.note = None
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Memory
+
+    def _add(self, tensor: Tensor, source: str) -> int:
+        number = len(self.buffers)
+        self.buffers.append(_buffer(number, tensor, source))
+        self.of_storage.setdefault(tensor.untyped_storage()._cdata, []).append(number)
+        return number
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where the tensor is."""
+        offset, found = int(tensor.storage_offset()) * tensor.dtype.itemsize, []
+        for number in self.of_storage.get(tensor.untyped_storage()._cdata, ()):
+            buffer = self.buffers[number]
+            if 0 <= offset - buffer.origin.offset < max(1, buffer.nbytes):
+                found.append(number)
+        if len({self.buffers[number].origin.offset for number in found}) != 1:
+            raise Unfit  # unknown memory, or arguments that overlap and are not the same
+        inside = offset - self.buffers[found[0]].origin.offset
+        return Place(found[0], inside, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def _noted(self, value: object) -> object:
+        """``value`` with places for tensors."""
+        return exchanged(value, Tensor, self.place)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # What is done
+
+    def __torch_dispatch__(
+        self,
+        function: OpOverload,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named = dict(kwargs or {})
+        result: object = function(*args, **named)
+        if not self.is_unfit and not self.is_launching:
+            with self._unless_unfit():
+                self._note_operation(function, args, named, result)
+        return result
+
+    @contextlib.contextmanager
+    def _unless_unfit(self) -> Iterator[None]:
+        try:
+            yield
+        except Unfit:
+            self.is_unfit = True
+
+    def _note_operation(
+        self, function: OpOverload, args: Sequence[object], named: dict[str, object], result: object
+    ) -> None:
+        if not isinstance(result, Tensor):  # numbers that were read, or several tensors
+            if isinstance(result, (tuple, list)):
+                self._note_several(function, args, named, result)
+                return
+            raise Unfit
+        if function in EMPTY or function in ZEROS:
+            self._add(result, "zeros" if function in ZEROS else "empty")
+            return
+        arguments, options = self._noted(list(args)), self._noted(named)
+        is_known = result.untyped_storage()._cdata in self.of_storage
+        if is_known and not function._schema.is_mutable:
+            return  # a view
+        made = None if is_known else self._add(result, "made")
+        noted = Operation(function, cast("list[object]", arguments), cast("dict[str, object]", options), made)
+        self.done.append(noted)
+
+    def _note_several(
+        self, function: OpOverload, args: Sequence[object], named: dict[str, object], result: Sequence[object]
+    ) -> None:
+        """Views, as ``split`` gives them; nothing else that gives several tensors is repeated."""
+        tensors = [value for value in result if isinstance(value, Tensor)]
+        known = [tensor.untyped_storage()._cdata in self.of_storage for tensor in tensors]
+        if function._schema.is_mutable or len(tensors) != len(result) or not all(known):
+            raise Unfit
+
+    def launch(
+        self, start: Callable[..., None], kernel: Kernel, grid: tuple[int, ...], *arguments: object, **options: object
+    ) -> None:
+        """Launch, and note it; what an interpreter does with tensors is no operation of the step."""
+        self.is_launching = True
+        try:
+            start(*arguments, **options)
+        finally:
+            self.is_launching = False
+        if not self.is_unfit:
+            with self._unless_unfit():
+                values = [self._argument(value) for value in arguments]
+                ready = launch.ready_for(kernel, arguments, options)
+                if ready is not None:
+                    values += [options[name] for name in ready.names]
+                self.done.append(Launch(kernel, grid, values, options, None if ready is None else ready.on(grid)))
+
+    def _argument(self, value: object) -> object:
+        if hasattr(value, "block_shape"):
+            return moved(value, None), self.place(value.base)  # type: ignore[attr-defined]
+        return self._noted(value)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Parts
+
+    def end_part(self, result: object, saved: Sequence[Tensor | None]) -> None:
+        """Close a part. ``result``: what is returned, without what waits; ``saved``: of it, what only we read."""
+        with self._unless_unfit():
+            kept = {place.buffer for place in places(self._noted(tuple(saved)))}
+            alive = {i for i, buffer in enumerate(self.buffers) if not buffer.storage.expired()}
+            self.ended.append(Ended(self.done, self._noted(result), kept, alive))
+        self.done = []
+
+    def begin_last(self, upstream: Tensor) -> None:
+        """Begin the part that finishes the gradients."""
+        self.buffers[self.upstream] = _buffer(self.upstream, upstream, "given")
+        self.of_storage.setdefault(upstream.untyped_storage()._cdata, []).append(self.upstream)
+
+    def program(self) -> Program | None:
+        """What was written down, if it can be repeated."""
+        try:
+            return None if self.is_unfit else self._program()
+        except Unfit:
+            return None
+
+    def _program(self) -> Program:
+        first: dict[int, int] = {}
+        """In which part a buffer is first used."""
+        for number, ended in enumerate(self.ended):
+            for place in [*itertools.chain(*(step.read for step in ended.done)), *places(ended.result)]:
+                first.setdefault(place.buffer, number)
+        returned = {place.buffer for ended in self.ended for place in places(ended.result)}
+        returned -= set().union(*(ended.saved for ended in self.ended))
+        # What is zeroed for a later part is zeroed with the rest.
+        first |= {i: 0 for i in first if self.buffers[i].source == "zeros" and i not in returned}
+        return Program(len(self.buffers), [self._part(number, first, returned) for number in range(len(self.ended))])
+
+    def _part(self, number: int, first: dict[int, int], returned: set[int]) -> Part:
+        ended, zeros = self.ended[number], {i for i, b in enumerate(self.buffers) if b.source == "zeros"}
+        new = [i for i, b in enumerate(self.buffers) if b.is_scratch and first.get(i) == number]
+        results = [(i, self.buffers[i].origin, i in zeros) for i in new if i in returned]
+        # What is zeroed is small; so is what is saved, and lives longest.
+        lasting = [i for i in new if i not in returned and (i in ended.saved or i in zeros)]
+        rest = [i for i in new if i not in returned and i not in lasting]
+        held, brief = [i for i in rest if i in ended.alive], [i for i in rest if i not in ended.alive]
+        pieces = [self._piece(numbers) for numbers in (lasting, held, brief) if numbers]
+        made = {step.made for step in ended.done if isinstance(step, Operation) and step.made is not None}
+        gone = made - returned - ended.saved - ended.alive
+        _free_early(ended.done, gone)
+        settled = functools.partial(self._settled, returned)
+        for step in ended.done:
+            step.settle(settled, made)
+        return Part(pieces, results, ended.done, exchanged(ended.result, Place, settled), [*brief, *gone])
+
+    def _settled(self, returned: set[int], place: Place) -> Place:
+        """The place, which may be all of a tensor that a frame has."""
+        buffer = self.buffers[place.buffer]
+        is_tensor = not buffer.is_scratch or place.buffer in returned
+        return place._replace(is_whole=is_tensor and place[2:5] == buffer.origin[2:5] and place.offset == 0)
+
+    def _piece(self, numbers: list[int]) -> Piece:
+        """Zeroed buffers first."""
+        begins, end, zeroed = [], 0, 0
+        for i in sorted(numbers, key=lambda i: self.buffers[i].source != "zeros"):
+            begins.append((i, end))
+            end += round_up(self.buffers[i].nbytes, BOUNDARY)
+            zeroed = end if self.buffers[i].source == "zeros" else zeroed
+        return Piece(end, zeroed, tuple(begins))
+
+    def scratch_bytes(self, program: Program) -> int:
+        """What is held at once beyond results, at most."""
+        made = sum(buffer.nbytes for buffer in self.buffers if buffer.source == "made")
+        first, last = program.first, program.last
+        return made + sum(piece.size for part in (first, last) if part is not None for piece in part.pieces)
+
+
+def _buffer(number: int, tensor: Tensor, source: str) -> Buffer:
+    """A tensor's memory; of what is given only what the tensor covers, as others may be in the same storage."""
+    storage, item, stride = tensor.untyped_storage(), tensor.dtype.itemsize, tensor.stride()
+    covered = item * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, stride, strict=True)))
+    origin = Place(number, int(tensor.storage_offset()) * item, tuple(tensor.shape), stride, tensor.dtype)
+    nbytes = covered if source == "given" else storage.nbytes()
+    return Buffer(origin, nbytes, source, StorageWeakRef(storage))
+
+
+def _free_early(done: Sequence[Launch | Operation], made: set[int]) -> None:
+    """What operations make is freed by the first operation behind its last reader."""
+    last = {place.buffer: i for i, step in enumerate(done) for place in step.read}
+    left = {buffer for buffer in made if buffer in last}
+    for i, step in enumerate(done):
+        if isinstance(step, Operation):
+            step.frees = tuple(buffer for buffer in left if last[buffer] <= i)
+            left -= set(step.frees)
+
+
+class Finishes(Protocol):
+    """What waits for the upstream gradient."""
+
+    def finish(self, upstream: Tensor, /) -> Gradients: ...
+
+
+class Recorded:
+    """What waits after a forward that was written down; its end is written down too."""
+
+    def __init__(self, waiting: Finishes, recorder: Recorder, publish: Callable[[], None]) -> None:
+        self.waiting: Finishes | None = waiting
+        self.recorder, self.publish = recorder, publish
+
+    def finish(self, upstream: Tensor) -> Gradients:
+        """As what waits does: once."""
+        upstream, recorder, waiting = upstream.contiguous(), self.recorder, self.waiting
+        assert waiting is not None
+        recorder.begin_last(upstream)
+        with recorder.noting():
+            gradients = waiting.finish(upstream)
+        waiting = self.waiting = None
+        recorder.end_part(gradients, ())
+        self.publish()
+        return gradients
