@@ -42,7 +42,7 @@ def test_the_kernels_of_older_chips(chip: str, dtype: str) -> None:
 
 
 def values_and_gradients(seed: int, dtype: Any, options: dict[str, Any]) -> list[Any]:
-    """Of a loss, or of log-probabilities, of random arrays; they, and which tokens are ignored, follow from the seed."""
+    """Of a loss, or of log-probabilities, of random arrays; they and the ignored tokens follow from the seed."""
     generator = torch.Generator().manual_seed(seed)
     x, w, b = (torch.randn(shape, generator=generator) for shape in ((300, 128), (1000, 128), (1000,)))
     y = torch.randint(0, 1000, (300,), generator=generator)
