@@ -63,7 +63,7 @@ def values_and_gradients(seed: int, dtype: Any, options: dict[str, Any]) -> list
         {"label_smoothing": 0.1, "softcap": 5.0, "return_lse": True},
         {"reduction": "none"},
         {"reduction": "none", "memory_budget": 2**30},
-        {"memory_budget": 2**21},
+        {"memory_budget": 20 * 2**20},
         {"with_entropy": True},
         {"with_entropy": False},
     ],

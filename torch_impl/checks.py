@@ -117,6 +117,8 @@ def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int 
     plan, tokens = ChunkPlan(*map(tracing.number, request.plan)), tracing.number(arrays.target.numel())
     own, size = map(tracing.number, arrays.weight.shape)
     check_plan_sizes(plan, tokens, size, own if vocab is None else vocab, dtype_name(dtype))
+    if plan.lends and (request.into is not None or request.deferred or request.group is not None or vocab is not None):
+        raise ValueError(NO_FREE_ROWS)
     return plan
 
 
@@ -142,11 +144,7 @@ def _chosen_plan(
         plan = given_plan(arrays, request, dtype)
         waits = _may_wait(arrays, request, options)
         if plan.lends and not (waits and _may_lend(arrays, request, dtype, backend)):
-            raise ValueError(
-                "plan: got one with lends=True, allowed is one without: either this call makes no dW of its own "
-                "(accumulate_into, a deferred, frozen or sharded weight, torch.compile), or its results (entropy, lse) "
-                "or its GPU and dtype need another way"
-            )
+            raise ValueError(NO_FREE_ROWS)
         return plan
     one_pass = options.reduction != "none" and options.separable and not request.lse
     waits = _may_wait(arrays, request, options)
@@ -158,6 +156,13 @@ def _chosen_plan(
         products_wait = backend_named(backend).PRODUCTS_WAIT
         return tracing.symbolic_plan(tokens, lambda n: choose(tokens=n), budget, chunk_waits=products_wait)
     return choose(tokens=tokens)
+
+
+NO_FREE_ROWS = (
+    "plan: got one with lends=True, allowed is one without: either this call makes no dW of its own (accumulate_into, "
+    "a deferred, frozen or sharded weight, torch.compile), or its results (entropy, lse) or its GPU and dtype need "
+    "another way"
+)
 
 
 def _may_wait(arrays: Arrays, request: Request, options: LossOptions) -> bool:

@@ -91,7 +91,8 @@ class Recipe:
     def call(self, arrays: Arrays, token_chunk: int) -> Call:
         """The call again, where sizes are numbers."""
         plan = self._plan(arrays, token_chunk)
-        return Call(self.loss_options, plan, self.dtype, self.statistics, True, self.backend, lse=self.lse)
+        # What a compiled call leaves behind are tensors in the graph's order, so it runs as it is.
+        return Call(self.loss_options, plan, self.dtype, self.statistics, True, self.backend, True, lse=self.lse)
 
     def _plan(self, arrays: Arrays, token_chunk: int) -> ChunkPlan:
         tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
