@@ -42,12 +42,15 @@ def test_the_kernels_of_older_chips(chip: str, dtype: str) -> None:
 
 
 def values_and_gradients(seed: int, dtype: Any, options: dict[str, Any]) -> list[Any]:
-    """Of a loss, or of log-probabilities, of random arrays; they and the ignored tokens follow from the seed."""
+    """Of a loss, or of log-probabilities. The arrays, and which tokens are ignored, follow from the seed."""
     generator = torch.Generator().manual_seed(seed)
     x, w, b = (torch.randn(shape, generator=generator) for shape in ((300, 128), (1000, 128), (1000,)))
     y = torch.randint(0, 1000, (300,), generator=generator)
     y[torch.rand(300, generator=generator) < 0.3] = -100
     x, w, b = (t.to("cuda", dtype).requires_grad_() for t in (x, w * 0.1, b))
+    if "order" in options:
+        sizes = {"tokens": 300, "hidden": 128, "vocab": 1000, "dtype": str(dtype).removeprefix("torch.")}
+        options = {"plan": plan(**sizes, fused=True, **options)}
     function = linear_log_probs if "with_entropy" in options else linear_cross_entropy
     found = function(x, w, y.cuda(), b, backend="triton", **options)
     values = [value for value in (found if isinstance(found, tuple) else (found,)) if torch.is_tensor(value)]
@@ -63,7 +66,8 @@ def values_and_gradients(seed: int, dtype: Any, options: dict[str, Any]) -> list
         {"label_smoothing": 0.1, "softcap": 5.0, "return_lse": True},
         {"reduction": "none"},
         {"reduction": "none", "memory_budget": 2**30},
-        {"memory_budget": 20 * 2**20},
+        {"order": "tokens", "chunk": 128},
+        {"order": "vocab", "chunk": 256},
         {"with_entropy": True},
         {"with_entropy": False},
     ],
