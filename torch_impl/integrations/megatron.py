@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from logitless.spec import Reduction
 from logitless.torch_impl.huggingface.lm_head import PROBES, replaced
-from logitless.torch_impl.integrations.megatron_loss import Options, head_loss, scale_of, tensor_parallel_loss
+from logitless.torch_impl.integrations.megatron_loss import head_loss, scale_of, tensor_parallel_loss
+from logitless.torch_impl.integrations.options import Options
 
 if TYPE_CHECKING:
 

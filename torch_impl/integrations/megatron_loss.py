@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypedDict, Unpack, cast
+from typing import Protocol, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.spec import Reduction
 from logitless.torch_impl import api
 from logitless.torch_impl.huggingface.lm_head import PROBES, check_probes
-
-
-class Options(TypedDict, total=False):
-    """Arguments of :func:`logitless.torch_impl.linear_cross_entropy`, with its meanings."""
-
-    reduction: Reduction
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    logit_scale: float
-    softcap: float | None
-    temperature: float
-    memory_budget: int | None
-    backend: str | None
+from logitless.torch_impl.integrations.options import Options
 
 
 class OutputLayer(Protocol):

@@ -18,7 +18,8 @@ from logitless.planning import check_memory_budget
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.huggingface.lm_head import PROBES
 from logitless.torch_impl.integrations.megatron import ColumnParallelLinear
-from logitless.torch_impl.integrations.megatron_loss import Options, head_loss, scale_of
+from logitless.torch_impl.integrations.megatron_loss import head_loss, scale_of
+from logitless.torch_impl.integrations.options import Options
 
 LOSS, MARK = "compute_language_model_loss", "logitless_megatron"
 
