@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +72,15 @@ def test_by_kernels_itself(tmp_path: Path) -> None:
     text = "from logitless.torch_impl.integrations.kernels_hub import ForCausalLMLoss\n"
     (package / "__init__.py").write_text("from . import layers\n")
     (package / "layers.py").write_text(f"{text}__all__ = ['ForCausalLMLoss']\n")
-    (package / "metadata.json").write_text(
-        '{"name": "logitless", "id": "logitless", "version": 1, "license": "Apache-2.0", "python-depends": [], "backend": {"type": "cpu"}}'
-    )
+    metadata = {"name": "logitless", "id": "logitless", "version": 1, "license": "Apache-2.0", "python-depends": []}
+    (package / "metadata.json").write_text(json.dumps({**metadata, "backend": {"type": "cpu"}}))
+
+    def own(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the marked module's own forward")
 
     @kernels.use_kernel_forward_from_hub("ForCausalLMLoss")
     class Loss(torch.nn.Module):  # type: ignore[misc]
-        def forward(self, logits: Any, labels: Any, vocab_size: int) -> Any:
-            raise AssertionError("the marked module's own forward")
+        forward = functools.wraps(ForCausalLMLoss.forward)(own)
 
     where = kernels.LocalLayerRepository(repo_path=tmp_path, layer_name="ForCausalLMLoss")
     hidden, weight, _, labels = inputs()

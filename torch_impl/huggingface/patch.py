@@ -45,8 +45,8 @@ def patch(
     the position before it (or ``shift_labels``, not shifted), divided by ``num_items_in_batch`` where that is given
     (Trainer does); 0, not NaN, where no label counts. What the model adds to it, as mixtures of experts do, is added
     still. Masked language models and encoder-decoders have their own loss, of labels that are not shifted
-    (:mod:`.inline_loss`). Gradients go to the head's own parameters, tied or not. A forward without labels, and so generation, is
-    untouched.
+    (:mod:`.inline_loss`). Gradients go to the head's own parameters, tied or not. A forward without labels, and so
+    generation, is untouched.
 
     The head is found and its logit scale and softcap are read as :func:`capture_lm_head` does, in every forward anew,
     and every forward is checked: a model that does anything else with its logits is refused.

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from logitless.torch_impl.api import linear_cross_entropy
 from logitless.torch_impl.given_logits.api import cross_entropy
 
+__all__ = ["ForCausalLMLoss"]
+
 
 class ForCausalLMLoss(nn.Module):
     """A layer without parameters or options, as the hub's rules ask for."""
@@ -29,7 +31,7 @@ class ForCausalLMLoss(nn.Module):
         hidden_states: Tensor | None = None,
         lm_head_weight: Tensor | None = None,
         lm_head_bias: Tensor | None = None,
-        **_: object,
+        **kwargs: object,
     ) -> Tensor:
         """The mean over labels that count, or their sum / num_items_in_batch; 0 where none does.
 
@@ -39,6 +41,7 @@ class ForCausalLMLoss(nn.Module):
             vocab_size: V.
             hidden_states, lm_head_weight, lm_head_bias: [B, T, D], [V, D] and [V] or None. With these logits are not
                 looked at.
+            kwargs: have no effect, as in transformers' own.
 
         Returns the loss in float32 (float64 for float64). Raises ValueError for one of hidden_states and
         lm_head_weight alone, for logits and labels that are missing, and for another V.
