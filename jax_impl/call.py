@@ -146,6 +146,15 @@ class Shared(NamedTuple):
     class_weight_sum: Array | None
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """What is known of a call's dtypes, and is no array."""
+
+    wide_weight: bool = False
+    """Whether the weight was float32 beside narrower hidden states: its gradient is not rounded to their dtype."""
+
+
 class Inputs(NamedTuple):
     """A call's arrays, flattened and checked."""
 
@@ -159,8 +168,7 @@ class Inputs(NamedTuple):
     class_weight: Array | None  # [V] accumulation dtype
     shard: Shard = WHOLE  # with an axis, V of the arrays above is that of this device's slice
     shared: Shared | None = None
-    wide_weight: bool = False
-    """Whether the weight was float32 beside narrower hidden states: its gradient is not rounded to their dtype."""
+    precision: Precision = Precision()
 
     @staticmethod
     def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE) -> Inputs:
@@ -185,7 +193,7 @@ class Inputs(NamedTuple):
             token_weight=jnp.where(valid, weights, 0.0),
             class_weight=class_weight,
             shard=shard,
-            wide_weight=wide,
+            precision=Precision(wide),
         )
 
     @property

@@ -257,6 +257,29 @@ def test_a_weight_beside_its_head_names_the_remedy(pool: Ranks) -> None:
         assert "logitless.torch_impl.integrations.sharded_head.head_cross_entropy" in made.words
 
 
+def patched_run(rank: int) -> None:
+    import transformers
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from logitless.torch_impl import patch
+
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=D, intermediate_size=D, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (2,)))
+    patch(model)
+
+
+def test_patch_names_the_remedy_too(pool: Ranks) -> None:
+    pytest.importorskip("transformers", reason="the model is one of transformers")
+    for made in pool.outcomes(patched_run):
+        assert isinstance(made, Failed)
+        assert "leave the head to the unit of the whole model" in made.words
+        assert "integrations.sharded_head.head_cross_entropy" in made.words
+
+
 def test_what_is_no_plain_head_is_refused() -> None:
     x, y = batch(0)
     with pytest.raises(TypeError, match=r"^head: got Tensor, allowed is a torch.nn.Module"):

@@ -138,7 +138,8 @@ def check_model(owner: nn.Module, head: nn.Module) -> None:
     ):
         raise NotImplementedError(
             "model: its LM head has forward or backward hooks, which would see no logits, allowed is a head without: "
-            "remove them first"
+            "remove them first; where FSDP or DeepSpeed gather the weight by them, leave the head to the unit of the "
+            "whole model, or use logitless.torch_impl.integrations.sharded_head.head_cross_entropy"
         )
     if not isinstance(getattr(type(owner), "loss_function", None), property):
         raise NotImplementedError(
