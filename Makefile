@@ -42,8 +42,8 @@ TORCH_PIN := torch==2.13.0
 TRITON_PIN := "triton==3.9.0; sys_platform == 'linux'"
 # The JAX examples besides the plain one.
 EXAMPLE_PINS := $(if $(filter 3.11,$(PYTHON_VERSION)),flax==0.12.8,flax==0.12.12) equinox==0.13.8
-# The models that torch_impl.patch is for, what trains and adapts them, and peers whose names we have: 85 MB.
-HF_PINS := transformers==5.23.0 accelerate==1.15.0 peft==0.21.2 megatron-core==0.16.1 trl==1.16.0
+# The models that torch_impl.patch is for, what trains and adapts them, and peers whose names we have: 93 MB.
+HF_PINS := transformers==5.23.0 accelerate==1.15.0 peft==0.21.2 megatron-core==0.16.1 trl==1.16.0 lightning==2.6.6
 HF_PINS += "liger-kernel==0.8.5; sys_platform == 'linux'" "cut-cross-entropy==25.1.1; sys_platform == 'linux'"
 # The documentation site, which reads the sources and imports nothing of the project: 28 MB to download, and ruff, in
 # the dev extra's version, which formats the signatures.

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import logitless
 from logitless.planning import ChunkPlan, Request, choose
-from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Order, round_up
+from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Kind, Order, round_up
 from logitless.spec import FLOAT_DTYPES, REDUCTIONS, check_choice
 
 if TYPE_CHECKING:
@@ -204,10 +204,26 @@ def _ladder_table(chosen: ChunkPlan, ladder: list[ChunkPlan], budget: int | None
 
 
 @app.command()
-def doctor() -> None:
-    """Try every backend and say which run here, and why the others do not. Exit code 1 when one gives wrong numbers."""
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model of transformers, by name or folder: say what its LM head gets, and try no backend."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="With --model: tokens in a batch.")] = 8192,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="With --model: scratch beyond inputs and gradients, as of `plan`.")
+    ] = None,
+) -> None:
+    """Try every backend and say which run here, and why the others do not. Exit code 1 when one gives wrong numbers.
+
+    With --model: which LM head a model has and what patch() does with it, from its configuration alone, and the plan
+    and the memory of a batch. Exit code 1 when patch() refuses the model.
+    """
     from logitless.doctor import examine
 
+    if model is not None:
+        _show_model(model, tokens, memory_budget)
+        return
     report = examine()
     console = Console()
     machine = Table.grid(padding=(0, 2))
@@ -229,6 +245,40 @@ def doctor() -> None:
         )
     console.print(table)
     if not report.healthy:
+        raise typer.Exit(1)
+
+
+def _show_model(model: str, tokens: int, memory_budget: str | None) -> None:
+    """What ``doctor --model`` prints."""
+    from logitless.doctor import INSTALL, installed
+
+    missing = [name for name in ("torch", "transformers") if not installed(name)]
+    if missing:
+        _fail(f"model: {', '.join(missing)} is not installed: {INSTALL['torch']} transformers")
+    from logitless.torch_impl.huggingface.examine import examine_model
+
+    try:
+        budget = None if memory_budget is None else parse_bytes(memory_budget)
+        found = examine_model(model)
+        kind: Kind = "eager" if found.dtype == "float64" else "triton"
+        request = Request(tokens, max(1, found.hidden), max(1, found.vocab), found.dtype, kind, budget)
+        chosen = choose(request)
+    except (ValueError, TypeError) as mistake:
+        _fail(str(mistake))
+    console, table = Console(), Table.grid(padding=(0, 2))
+    table.add_row("model", f"{found.model}, {found.dtype}")
+    if found.head:
+        weight = f"[{found.vocab}, {found.hidden}], {'tied to the embedding' if found.tied else 'not tied'}"
+        table.add_row("head", escape(f"{found.head}, weight {weight}, {'with a' if found.bias else 'no'} bias"))
+        table.add_row("logits", f"logit_scale {found.logit_scale:g}, softcap {found.softcap}")
+    taken = "takes it; its first forward with labels checks what the model does to its logits"
+    table.add_row("patch", escape(f"refuses it: {found.refusal}" if found.refusal else taken))
+    console.print(table)
+    if found.head:
+        _print_plan(console, chosen, budget, request.slack)
+        saved = chosen.full_logits_bytes - chosen.scratch_bytes
+        console.print(f"saved: {format_bytes(max(0, saved))} of a batch, with the kernels", highlight=False)
+    if found.refusal:
         raise typer.Exit(1)
 
 

@@ -34,7 +34,7 @@ class Model(nnx.Module):
 
 def loss_of(model: Model, ids: jax.Array) -> Any:
     hidden = model(ids[:, :-1])
-    return linear_cross_entropy(hidden, model.head[...], ids[:, 1:].swapaxes(0, 1), z_loss=1e-4)
+    return linear_cross_entropy(hidden, model.head, ids[:, 1:].swapaxes(0, 1), z_loss=1e-4)
 
 
 @nnx.jit

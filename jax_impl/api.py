@@ -8,13 +8,14 @@ from __future__ import annotations
 from jax import Array
 
 from logitless.jax_impl import checks
-from logitless.jax_impl.call import Arrays, RawArrays, Request
+from logitless.jax_impl.call import Arrays, RawArrays, Request, taking_wrappers
 from logitless.jax_impl.distributed.parallel import AxisName
 from logitless.jax_impl.vjp import log_probs_and_entropy, loss_and_stats
 from logitless.planning import ChunkPlan
 from logitless.spec import Reduction, TokenStats
 
 
+@taking_wrappers
 def linear_cross_entropy(
     hidden: Array,
     weight: Array,
@@ -53,7 +54,9 @@ def linear_cross_entropy(
 
     Arguments:
         hidden: [..., D] bfloat16, float16, float32, or float64 where x64 is on.
-        weight: [V, D], hidden's dtype, as torch.nn.Linear stores it (the transpose of a Flax kernel).
+        weight: [V, D], hidden's dtype, as torch.nn.Linear stores it (the transpose of a Flax kernel). float32 beside
+            bfloat16 or float16 hidden states: it is rounded to their dtype, in a copy beside the plan's scratch, and
+            dW is float32. (Plain operations add and keep it in float32; the kernels round it to hidden's dtype first.)
         target: [...] int32 or int64 ids in [0, V), or ignore_index. An id outside raises ValueError where it can be
             looked at without waiting (a NumPy array, a concrete array on a CPU); elsewhere that token's loss is NaN.
         bias: [V], weight's dtype.
@@ -92,7 +95,8 @@ def linear_cross_entropy(
         sequence_parallel: with axis_name, hidden [N / devices, ..., D] is this device's part of the tokens, along the
             first axis and in the axis's order; target and token_weight are still those of all tokens.
 
-    With axis_name a plan is one for this device's rows of the weight. NumPy arrays are taken as well. Numbers (options)
+    With axis_name a plan is one for this device's rows of the weight. NumPy arrays are taken as well, and what has
+    ``__jax_array__``, such as flax.nnx.Param. Numbers (options)
     are static: another value compiles anew.
 
     Returns the loss in float32 (float64 for float64 input), or a tuple: the loss, then lse and TokenStats where they
@@ -113,6 +117,7 @@ def linear_cross_entropy(
     return results if len(results) > 1 else results[0]
 
 
+@taking_wrappers
 def linear_log_probs(
     hidden: Array,
     weight: Array,

@@ -9,7 +9,9 @@ the backward makes of it.
 from __future__ import annotations
 
 import dataclasses
-from typing import Generic, Literal, NamedTuple, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,8 @@ from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, Reduction
 
 Leaf = TypeVar("Leaf", covariant=True)
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 Statistics = bool | Literal["entropy"]
 """Which statistics: none, all of them, or the entropy alone."""
@@ -58,6 +62,23 @@ RawArray = Array | NDArray[np.generic] | np.generic
 """An array as it comes: JAX's or NumPy's."""
 
 RawArrays = Arrays[RawArray]
+
+
+def taking_wrappers(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, for arrays that are wrapped too: whatever has ``__jax_array__``, such as flax.nnx.Param."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, jax.Array | np.ndarray | np.generic | type):
+            return value
+        convert = getattr(value, "__jax_array__", None)
+        return convert() if callable(convert) else value
+
+    @functools.wraps(function)
+    def call(*arguments: Given.args, **named: Given.kwargs) -> Result:
+        values = {name: plain(value) for name, value in named.items()}
+        return function(*map(plain, arguments), **values)  # type: ignore[arg-type]  # arrays in the place of wrappers
+
+    return call
 
 
 def as_jax(raw: Pytree, dtype: DTypeLike) -> Pytree:
@@ -125,11 +146,20 @@ class Shared(NamedTuple):
     class_weight_sum: Array | None
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """What is known of a call's dtypes, and is no array."""
+
+    wide_weight: bool = False
+    """Whether the weight was float32 beside narrower hidden states: its gradient is not rounded to their dtype."""
+
+
 class Inputs(NamedTuple):
     """A call's arrays, flattened and checked."""
 
     hidden: Array  # [N, D]
-    weight: Array  # [V, D], hidden's dtype
+    weight: Array  # [V, D], hidden's dtype: a float32 one beside narrower hidden states is rounded to it
     bias: Array | None  # [V]
     target: Array  # [N] int32, 0 where ignored or outside the vocabulary
     valid: Array  # [N] bool, False where ignored
@@ -138,13 +168,14 @@ class Inputs(NamedTuple):
     class_weight: Array | None  # [V] accumulation dtype
     shard: Shard = WHOLE  # with an axis, V of the arrays above is that of this device's slice
     shared: Shared | None = None
+    precision: Precision = Precision()
 
     @staticmethod
     def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE) -> Inputs:
         """The arrays flattened, ignored and outside ids marked, all in the dtypes of the computation."""
         hidden, weight = arrays.hidden, arrays.weight
         vocab = shard.vocab if shard.active else weight.shape[0]
-        accumulation = accumulation_dtype(hidden.dtype)
+        accumulation, wide = accumulation_dtype(hidden.dtype), weight.dtype != hidden.dtype
         flat = arrays.target.reshape(-1)
         valid = flat != ignore_index
         inside = ~valid | ((flat >= 0) & (flat < vocab))
@@ -154,14 +185,15 @@ class Inputs(NamedTuple):
         class_weight = None if arrays.class_weight is None else arrays.class_weight.astype(accumulation)
         return Inputs(
             hidden=shard.gather(hidden.reshape(-1, hidden.shape[-1])),
-            weight=weight,
-            bias=arrays.bias,
+            weight=weight.astype(hidden.dtype) if wide else weight,
+            bias=arrays.bias.astype(hidden.dtype) if wide and arrays.bias is not None else arrays.bias,
             target=jnp.where(valid & inside, flat, 0).astype(jnp.int32),
             valid=valid,
             inside=inside,
             token_weight=jnp.where(valid, weights, 0.0),
             class_weight=class_weight,
             shard=shard,
+            precision=Precision(wide),
         )
 
     @property

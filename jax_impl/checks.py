@@ -152,7 +152,9 @@ def check_arrays(raw: RawArrays, shard: Shard) -> None:
     check_types(arrays, ("bias", "token_weight", "class_weight"))
     hidden = parallel.gathered_info(info(raw.hidden), shard)
     optional = (None if array is None else info(array) for array in (raw.bias, raw.token_weight, raw.class_weight))
-    spec.check_arrays(hidden, info(raw.weight), info(raw.target), *optional)
+    # Weights in float32 beside narrower hidden states, as mixed-precision training has them.
+    mixed = str(raw.weight.dtype) == "float32" and hidden.dtype in ("bfloat16", "float16")
+    spec.check_arrays(hidden, info(raw.weight), info(raw.target), *optional, mixed_dtypes=mixed)
     _check_uncut(raw)
     _check_placement(shard, raw)
 

@@ -11,11 +11,12 @@ from jax import Array
 
 from logitless import spec
 from logitless.jax_impl import checks
-from logitless.jax_impl.call import accumulation_dtype
+from logitless.jax_impl.call import accumulation_dtype, taking_wrappers
 from logitless.jax_impl.slices import rows_at, run_sums
 from logitless.scratch import round_up
 
 
+@taking_wrappers
 def padded_index_gather(input: Array, index: Array, *, pad_to_multiple: int = 1) -> Array:
     """``input[index]``, with rows of zeros after it up to a multiple of ``pad_to_multiple``.
 

@@ -14,7 +14,7 @@ from jax import Array, lax
 from logitless import numerics, objectives, spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_log_probs
-from logitless.jax_impl.call import XP, Arrays, RawArray, RawArrays, Request
+from logitless.jax_impl.call import XP, Arrays, RawArray, RawArrays, Request, taking_wrappers
 from logitless.jax_impl.distillation import DivergenceArrays, DivergenceCall, divergence
 from logitless.jax_impl.distributed.parallel import WHOLE, AxisName
 from logitless.objectives import (
@@ -36,6 +36,7 @@ from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, Reduction
 
 
+@taking_wrappers
 def dpo_loss(
     hidden: Array,
     weight: Array,
@@ -119,6 +120,7 @@ def dpo_loss(
     return (loss, DPOStats(*map(lax.stop_gradient, stats))) if return_stats else loss
 
 
+@taking_wrappers
 def kto_loss(
     hidden: Array,
     weight: Array,
@@ -194,6 +196,7 @@ def kto_loss(
     return (loss, KTOStats(*map(lax.stop_gradient, stats))) if return_stats else loss
 
 
+@taking_wrappers
 def clipped_policy_loss(
     hidden: Array,
     weight: Array,
@@ -306,6 +309,7 @@ def clipped_policy_loss(
     return (loss, stats) if return_stats else loss
 
 
+@taking_wrappers
 def distillation_loss(
     hidden: Array,
     weight: Array,

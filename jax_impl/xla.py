@@ -172,7 +172,7 @@ class _Accumulators:
     def start(self) -> State:
         """Zeros for the wanted gradients, and for Σ_i g_i x_i."""
         vocab, size = self.inputs.weight.shape
-        weight_dtype = self.dtype if self.direct else self.inputs.weight.dtype
+        weight_dtype = self.dtype if self.direct or self.inputs.precision.wide_weight else self.inputs.weight.dtype
         zeros = Gradients(
             hidden=jnp.zeros(self.inputs.hidden.shape, self.hidden_dtype) if self.needs.hidden else None,
             weight=jnp.zeros((vocab, size), weight_dtype) if self.needs.weight else None,

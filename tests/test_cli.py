@@ -266,6 +266,93 @@ def test_broken_frameworks_are_reported_and_do_not_crash_it(tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# doctor --model
+
+# Class of transformers → its configuration, and what doctor says of it.
+HEADS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "LlamaForCausalLM": (
+        {"hidden_size": 64, "vocab_size": 32768, "dtype": "float16"},
+        ("LlamaForCausalLM, float16", "lm_head, Linear, weight [32768, 64], not tied, no bias", "softcap None"),
+    ),
+    "Gemma2ForCausalLM": (
+        {"hidden_size": 64, "vocab_size": 32768, "final_logit_softcapping": 12.0},
+        ("weight [32768, 64], tied to the embedding, no bias", "logit_scale 1, softcap 12.0"),
+    ),
+    "GraniteForCausalLM": (
+        {"hidden_size": 64, "vocab_size": 32768, "logits_scaling": 8.0},
+        ("logit_scale 0.125, softcap None",),
+    ),
+    "PhiForCausalLM": ({"hidden_size": 64, "vocab_size": 32768}, ("weight [32768, 64], not tied, with a bias",)),
+}
+
+
+def written(folder: Path, name: str, **options: object) -> str:
+    """A folder with a configuration of one layer, and nothing else."""
+    transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
+    pytest.importorskip("torch", reason="the models are made of torch's layers")
+    config = getattr(transformers, name).config_class(
+        architectures=[name], num_hidden_layers=1, intermediate_size=64, num_attention_heads=4, **options
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_doctor_shows_a_models_head(name: str, tmp_path: Path) -> None:
+    options, words = HEADS[name]
+    code, output, _ = run("doctor", "--model", written(tmp_path, name, **options), "--tokens", "4096")
+    assert code == 0
+    for word in (*words, "takes it"):
+        assert word in output
+    chosen = logitless.plan(
+        tokens=4096, hidden=64, vocab=32768, dtype=str(options.get("dtype", "bfloat16")), fused=True
+    )
+    assert f"({chosen.scratch_bytes} bytes)" in output
+    assert f"saved: {cli.format_bytes(chosen.full_logits_bytes - chosen.scratch_bytes)}" in output
+
+
+def test_doctor_says_why_a_model_is_refused(tmp_path: Path) -> None:
+    code, output, _ = run("doctor", "--model", written(tmp_path, "LlamaForSequenceClassification", hidden_size=64))
+    assert code == 1
+    assert "refuses it: module: found 0 LM heads in LlamaForSequenceClassification" in output
+    assert "saved" not in output
+
+
+def test_doctor_reads_no_weights_and_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model of 10 TB, without a network."""
+    import socket
+
+    monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("a connection was opened"))
+    path = written(tmp_path, "LlamaForCausalLM", hidden_size=2**20, vocab_size=2**20)
+    assert run("doctor", "--model", path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("./nowhere",), "model: got './nowhere', allowed is a folder with a config.json that transformers knows"),
+        (("{}", "--tokens", "-1"), "tokens: got -1, allowed"),
+        (("{}", "--memory-budget", "8"), "memory_budget: got 8"),
+        (("{}", "--memory-budget", "much"), "memory_budget: got 'much', allowed is a number of bytes"),
+    ],
+)
+def test_doctor_refuses_a_wrong_question(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    path = written(tmp_path, "LlamaForCausalLM", hidden_size=64, vocab_size=512)
+    code, _, errors = run("doctor", "--model", *(word.format(path) for word in arguments))
+    assert code == 2
+    assert words in errors
+
+
+def test_doctor_refuses_a_class_that_transformers_has_not(tmp_path: Path) -> None:
+    path = written(tmp_path, "LlamaForCausalLM", hidden_size=64)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "OwnForCausalLM"))
+    code, _, errors = run("doctor", "--model", path)
+    assert code == 2
+    assert "whose architectures are ['OwnForCausalLM'], allowed is a class of transformers" in errors
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # demo
 
 

@@ -76,6 +76,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "none": {"reduction": "none", "class_weight": True, **ALL},
     "none_held": {"reduction": "none", "plan": ONE_CHUNK, "bias": True, "class_weight": True, **SMOOTH},
     "float16": {"dtype": "float16", "bias": True},
+    "wide": {"weight_dtype": "float32", "plan": {"order": "tokens", "chunk": 72}, "bias": True},
     "odd": {"sizes": (188, 31, 123)},
     "one": {"sizes": (1, 7, 1)},
     "head": {"sizes": (4096, 4096, 128256)},
@@ -95,9 +96,9 @@ def lowered_configuration(name: str, ids: str = "int32") -> str:
     sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": dtype, "fused": True}
     chosen = None if wanted is None else plan(**sizes, **wanted)
     with_bias, with_classes = options.pop("bias", False), options.pop("class_weight", False)
-    shape = jax.ShapeDtypeStruct
-    x, w, y = shape((tokens, hidden), dtype), shape((vocab, hidden), dtype), shape((tokens,), ids)
-    b = shape((vocab,), dtype) if with_bias else None
+    shape, wide = jax.ShapeDtypeStruct, options.pop("weight_dtype", dtype)
+    x, w, y = shape((tokens, hidden), dtype), shape((vocab, hidden), wide), shape((tokens,), ids)
+    b = shape((vocab,), wide) if with_bias else None
     k = shape((vocab,), jnp.float32) if with_classes else None
 
     def loss(x: Any, w: Any, b: Any, y: Any, k: Any) -> Any:

@@ -7,9 +7,11 @@ from jax import Array, lax
 
 from logitless import spec
 from logitless.jax_impl import checks
+from logitless.jax_impl.call import taking_wrappers
 from logitless.jax_impl.distributed.parallel import AxisName, make_shard
 
 
+@taking_wrappers
 def global_normalizer(
     target: Array,
     axis_name: AxisName,

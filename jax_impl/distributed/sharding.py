@@ -25,7 +25,7 @@ from logitless import spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.backend import BACKENDS
-from logitless.jax_impl.call import NOTHING, Arrays, Call, Gradients, Needs, RawArrays, Request, as_jax
+from logitless.jax_impl.call import NOTHING, Arrays, Call, Gradients, Needs, RawArrays, Request, as_jax, taking_wrappers
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
 from logitless.spec import TokenStats
@@ -264,6 +264,7 @@ def sharded_linear_cross_entropy(
     """
     layout = Layout(mesh, vocab_axis, data_axis, vocab, sequence_parallel)
 
+    @taking_wrappers
     def loss(
         hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, token_weight: Array | None = None,
         class_weight: Array | None = None, normalizer: Array | float | None = None, return_stats: bool = False,
@@ -290,6 +291,7 @@ def sharded_linear_log_probs(
     """:func:`linear_log_probs` of arrays that lie on ``mesh``; see :func:`sharded_linear_cross_entropy`."""
     layout = Layout(mesh, vocab_axis, data_axis, vocab, sequence_parallel)
 
+    @taking_wrappers
     def log_probs(
         hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, with_entropy: bool = False,
         **options: Any,

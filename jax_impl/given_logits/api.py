@@ -19,7 +19,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from logitless import numerics, spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.backend import BACKENDS, chosen_backend, device_of, on_several_devices
-from logitless.jax_impl.call import XP, Arrays, Inputs, Leaf, RawArray, TokenSums, as_jax
+from logitless.jax_impl.call import XP, Arrays, Inputs, Leaf, RawArray, TokenSums, as_jax, taking_wrappers
 from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.given_logits.backend import backend_named
@@ -52,6 +52,7 @@ class LogitArrays(NamedTuple, Generic[Leaf]):
     normalizer: Leaf | None = None  # []
 
 
+@taking_wrappers
 def cross_entropy(
     logits: Array,
     target: Array,

@@ -104,7 +104,8 @@ def localize(arrays: Arrays, group: dist.ProcessGroup | None, sequence_parallel:
             raise ValueError(
                 "weight: got a parameter that fully_shard (FSDP2) has cut over ranks with data of their own, allowed "
                 "is the whole one, which FSDP gathers for a module's forward: make the head a "
-                "torch_impl.LinearCrossEntropy (its forward is the loss), or use torch_impl.patch"
+                "torch_impl.LinearCrossEntropy (its forward is the loss), or use torch_impl.patch, or "
+                "logitless.torch_impl.integrations.sharded_head.head_cross_entropy(head, hidden, target)"
             )
         sharded = _kind(weight, "weight", ("Shard(0)", "Replicate()")) == "Shard(0)"
         mesh_group = weight.device_mesh.get_group()

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from logitless.torch_impl.huggingface.adapters import plain_layer
+from logitless.torch_impl.huggingface.inline_loss import INLINE, computes_its_loss, forward_with_loss, is_inline
 from logitless.torch_impl.huggingface.lm_head import Recorder, checked_head, is_probes, replaced
 from logitless.torch_impl.huggingface.model_loss import ModelLoss
 from logitless.torch_impl.huggingface.patched import MARK, TRL, TRL_REMEDY, WATCHED, Patch, module_of
 
-# What transformers computes where a causal language model is given labels: the one loss that is replaced.
-CAUSAL_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
+# What transformers computes where a language model is given labels: the losses that are replaced, and whether they
+# shift the labels.
+LOSSES: dict[tuple[object, object], bool] = {
+    ("transformers.loss.loss_utils", "ForCausalLMLoss"): True,
+    ("transformers.loss.loss_utils", "ForMaskedLMLoss"): False,
+}
 
 # What a model's forward is called with.
 Arguments = tuple[object, ...]
@@ -87,9 +92,14 @@ def _forward_with_loss(
             "allowed is one forward at a time"
         )
     loss = ModelLoss(owner, head, recorder, chosen.loss_arguments, chosen.return_logits)
+    inline = is_inline(owner)
+    loss.shifts = not inline and LOSSES[_loss_of(owner)]
     try:
         with replaced(head, "forward", recorder), replaced(owner, "_loss_function", loss):
-            output = original(*arguments, **named)
+            if inline:
+                output = forward_with_loss(owner, original, loss, chosen.signature.bind(*arguments, **named))
+            else:
+                output = original(*arguments, **named)
     except NotImplementedError:
         raise
     except Exception as error:
@@ -128,18 +138,31 @@ def check_model(owner: nn.Module, head: nn.Module) -> None:
     ):
         raise NotImplementedError(
             "model: its LM head has forward or backward hooks, which would see no logits, allowed is a head without: "
-            "remove them first"
+            "remove them first; where FSDP or DeepSpeed gather the weight by them, leave the head to the unit of the "
+            "whole model, or use logitless.torch_impl.integrations.sharded_head.head_cross_entropy"
         )
     if not isinstance(getattr(type(owner), "loss_function", None), property):
         raise NotImplementedError(
             f"model: {type(owner).__name__} has no loss_function, allowed is a causal language model of transformers"
         )
-    own = owner.loss_function
-    if (getattr(own, "__module__", None), getattr(own, "__name__", None)) != CAUSAL_LOSS:
+    if is_inline(owner):
+        return
+    if computes_its_loss(owner):
+        raise NotImplementedError(
+            f"model: {type(owner).__name__} computes its loss itself, allowed is a model that calls its loss_function, "
+            f"or one of {', '.join(sorted(INLINE))}"
+        )
+    if _loss_of(owner) not in LOSSES:
+        own = owner.loss_function
         raise NotImplementedError(
             f"model: its loss_function is {getattr(own, '__qualname__', own)!r}, allowed is transformers' "
-            f"ForCausalLMLoss, which is the loss that is computed here"
+            f"ForCausalLMLoss or ForMaskedLMLoss, which is the loss that is computed here"
         )
+
+
+def _loss_of(owner: nn.Module) -> tuple[object, object]:
+    own = owner.loss_function
+    return getattr(own, "__module__", None), getattr(own, "__name__", None)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

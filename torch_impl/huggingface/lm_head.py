@@ -137,6 +137,18 @@ def _output_embeddings(owner: nn.Module) -> nn.Module | None:
 
 def checked_head(head: nn.Module) -> nn.Module:
     """The head itself. Raises NotImplementedError unless it is a plain linear map, or one that PEFT has adapted."""
+    check_forward(head)
+    weight = adapters.plain_layer(head).weight
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        raise NotImplementedError(
+            f"module: its LM head's weight is {getattr(weight, 'dtype', None)} of shape "
+            f"{tuple(getattr(weight, 'shape', ()))}, allowed is a floating [V, D]"
+        )
+    return head
+
+
+def check_forward(head: nn.Module) -> None:
+    """Raise NotImplementedError unless a head's forward is that of a plain linear map, or of one under PEFT."""
     layer = adapters.plain_layer(head)
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise NotImplementedError(
@@ -151,12 +163,6 @@ def checked_head(head: nn.Module) -> nn.Module:
                 f"module: its LM head's forward was replaced on the instance by {_name_of(own)}, which would be left "
                 f"out, allowed is torch.nn.Linear's own: take it off first"
             )
-    if layer.weight.dim() != 2 or not layer.weight.is_floating_point():
-        raise NotImplementedError(
-            f"module: its LM head's weight is {layer.weight.dtype} of shape {tuple(layer.weight.shape)}, allowed is a "
-            f"floating [V, D]"
-        )
-    return head
 
 
 def _is_quiet_hook(head: nn.Module) -> bool:

@@ -32,6 +32,15 @@ class ModelLoss:
         self.probes: Tensor | None = None
         """The probes after what the model does to its logits."""
         self.logits: Tensor | None = None
+        self.shifts = True
+        """Whether a label is the target of the position before it."""
+        self.extra_bias: Tensor | None = None
+        """[V], what the model adds to its head's logits."""
+
+    @property
+    def vocab(self) -> int:
+        """V: the classes of the head."""
+        return len(cast(Tensor, plain_layer(self.head).weight))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
@@ -44,9 +53,14 @@ class ModelLoss:
         shift_labels: Tensor | None = None,
         **_: object,
     ) -> object:
-        """transformers' ForCausalLMLoss, which takes other arguments and does not use them either."""
+        """transformers' ForCausalLMLoss or ForMaskedLMLoss, which take other arguments and do not use them either."""
         # Now, inside the model's forward: where the weight is sharded, only then it is whole.
         hidden, weight, bias = product(self.head, self._checked_hidden(logits, vocab_size))
+        if self.extra_bias is not None:
+            extra = self.extra_bias.to(weight.dtype)
+            bias = extra if bias is None else bias + extra
+        if not self.shifts:
+            shift_labels = labels
         self.logits = self._logits(hidden, weight, bias, logits.dtype)
         return linear_cross_entropy(
             hidden,
@@ -71,10 +85,9 @@ class ModelLoss:
             raise NotImplementedError(
                 f"model: {name} cuts or rearranges its logits before its loss, allowed is one target for each of them"
             )
-        vocab = len(cast(Tensor, plain_layer(self.head).weight))
-        if vocab_size != vocab:
+        if vocab_size != self.vocab:
             raise NotImplementedError(
-                f"model: {name} computes its loss over {vocab_size} classes, allowed are all {vocab} of its LM head"
+                f"model: {name} computes its loss over {vocab_size} classes, allowed are all {self.vocab} of its head"
             )
         check_probes(self.options, logits)
         self.probes = logits

@@ -44,14 +44,15 @@ def patch(
     The loss is transformers' ForCausalLMLoss: the mean over labels that are not ignore_index, each label the target of
     the position before it (or ``shift_labels``, not shifted), divided by ``num_items_in_batch`` where that is given
     (Trainer does); 0, not NaN, where no label counts. What the model adds to it, as mixtures of experts do, is added
-    still. Gradients go to the head's own parameters, tied or not. A forward without labels, and so generation, is
-    untouched.
+    still. Masked language models and encoder-decoders have their own loss, of labels that are not shifted
+    (:mod:`.inline_loss`). Gradients go to the head's own parameters, tied or not. A forward without labels, and so
+    generation, is untouched.
 
     The head is found and its logit scale and softcap are read as :func:`capture_lm_head` does, in every forward anew,
     and every forward is checked: a model that does anything else with its logits is refused.
 
     Arguments:
-        model: a causal language model of transformers, or one inside a wrapper (PEFT), changed in place.
+        model: a language model of transformers, or one inside a wrapper (PEFT), changed in place.
         return_logits: whether a forward with labels also makes logits (one product more, and their memory). None: in
             eval mode only, for metrics, when something reads them. Where they are not made, ``output.logits`` has their
             shape, and what reads its elements is a RuntimeError that says so.
