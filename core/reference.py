@@ -53,6 +53,18 @@ class LogProbResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenLogProbResult:
+    """log p of K given ids a token, [..., K], and the gradients of their sum times the upstream gradients."""
+
+    log_prob: Array
+    logits_grad: Array
+    """[N, V], of hidden weightᵀ + bias."""
+    hidden_grad: Array
+    weight_grad: Array
+    bias_grad: Array
+
+
+@dataclasses.dataclass(frozen=True)
 class _Inputs:
     x: Array  # [N, D]
     w: Array  # [V, D]
@@ -181,6 +193,78 @@ def linear_log_probs(
         dw += dz.T @ np.where(valid[:, None], inputs.x[rows], 0.0)
         db += dz.sum(0)
     return LogProbResult(log_prob.reshape(shape), entropy.reshape(shape), dx.reshape(np.shape(hidden)), dw, db)
+
+
+def linear_token_log_probs(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    ids: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    upstream: ArrayLike = 1.0,
+    chunk: int = 128,
+) -> TokenLogProbResult:
+    """log p of ids [..., K], or [K] for all tokens, and gradients of Σ log_prob · upstream.
+
+    ∂ log p_k / ∂z_j = δ_jk − p_j. Ignored ids give 0 and no gradient, and a token without another id is never read.
+    """
+    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap).tempered(temperature)
+    shape = (*np.shape(hidden)[:-1], np.shape(ids)[-1])
+    given = np.broadcast_to(np.asarray(ids), shape).reshape(-1, shape[-1]).astype(np.int64)
+    known = given != ignore_index
+    some = np.where(known.any(1), given[np.arange(len(given)), known.argmax(1)], ignore_index)
+    inputs = _inputs(hidden, weight, some, bias, None, None, ignore_index)
+    g = np.where(known, np.broadcast_to(np.asarray(upstream, np.float64), shape).reshape(-1, shape[-1]), 0.0)
+    given, x = np.where(known, given, inputs.y[:, None]), np.where(inputs.valid[:, None], inputs.x, 0.0)
+    log_prob, dz = np.zeros(given.shape), np.zeros((len(given), inputs.b.size))
+    for start in range(0, len(given), chunk):
+        rows = slice(start, start + chunk)
+        r, index = x[rows] @ inputs.w.T + inputs.b, np.arange(len(x[rows]))
+        best = given[rows][index, np.take_along_axis(r, given[rows], 1).argmax(1)]
+        part = _anchored(r, best, options)
+        z = np.take_along_axis(part.z, given[rows], 1)
+        highest, total = part.target_logit[:, None], part.s + part.e_target
+        log_prob[rows] = np.where(z == highest, 0.0, z - np.where(np.isinf(highest), 0.0, highest)) - part.nll[:, None]
+        sums = g[rows].sum(1)
+        dz[rows] = -sums[:, None] * part.e / total[:, None]
+        np.add.at(dz[rows], (index[:, None], given[rows]), g[rows])
+        others = np.where(given[rows] == best[:, None], 0.0, g[rows]).sum(1)
+        dz[rows][index, best] = sums * part.s / total - others  # 1 − p is no difference
+        dz[rows] *= _slope(part.z, options) * options.logit_scale
+    dz[~inputs.valid] = 0.0
+    return TokenLogProbResult(
+        np.where(known, log_prob, 0.0).reshape(shape),
+        dz,
+        (dz @ inputs.w).reshape(np.shape(hidden)),
+        dz.T @ x,
+        dz.sum(0),
+    )
+
+
+def linear_top_k(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    k: int,
+    bias: ArrayLike | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> tuple[Array, NDArray[np.int64]]:
+    """log p and ids of the k largest logits of every token, [..., k] each, largest first; of equal ones the first."""
+    options = LossOptions("none", logit_scale=logit_scale, softcap=softcap).tempered(temperature)
+    tokens, w = np.shape(hidden)[:-1], _float64(weight)
+    r = _float64(hidden).reshape(-1, w.shape[1]) @ w.T + (0.0 if bias is None else _float64(bias))
+    z = _anchored(r, r.argmax(1), options).z
+    ids = np.argsort(-z, axis=1, kind="stable")[:, :k].reshape(*tokens, k)
+    result = linear_token_log_probs(
+        hidden, weight, ids, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature, upstream=0.0
+    )
+    return result.log_prob, ids
 
 
 def cross_entropy(

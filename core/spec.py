@@ -327,11 +327,13 @@ def needs_cuda(device: str) -> str:
     return f"its kernels need a CUDA device, not {device}"
 
 
-def out_of_range_error(position: tuple[int, ...], target: int, vocab: int, ignore_index: int) -> ValueError:
+def out_of_range_error(
+    position: tuple[int, ...], target: int, vocab: int, ignore_index: int, name: str = "target"
+) -> ValueError:
     """The error for a target outside the vocabulary. It is looked for only where that costs no synchronisation."""
     where = ", ".join(map(str, position))
     return ValueError(
-        f"target: got id {target} at index ({where}), allowed are 0 to {vocab - 1} and ignore_index = {ignore_index}"
+        f"{name}: got id {target} at index ({where}), allowed are 0 to {vocab - 1} and ignore_index = {ignore_index}"
     )
 
 

@@ -171,11 +171,11 @@ def check_normalizer(normalizer: object, reduction: str) -> None:
     spec.check_normalizer(normalizer, known, reduction)
 
 
-def check_ids(target: RawArray, vocab: int, ignore_index: int, shift: int = 0) -> None:
+def check_ids(target: RawArray, vocab: int, ignore_index: int, shift: int = 0, name: str = "target") -> None:
     """Raise ValueError for an id outside, where looking at the ids waits for nothing. Else that token's loss is NaN.
 
     The first ``shift`` ids along the last axis are no position's target. A NumPy array is always looked at before it
-    is converted, because int64 would wrap to int32.
+    is converted, because int64 would wrap to int32. ``name``: of the argument, for the error.
     """
     ids = readable(target)
     if ids is None:
@@ -185,7 +185,7 @@ def check_ids(target: RawArray, vocab: int, ignore_index: int, shift: int = 0) -
         outside = outside & (np.arange(ids.shape[-1]) >= shift)
     if outside.any():
         position = tuple(int(axis[0]) for axis in np.nonzero(outside))
-        raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index)
+        raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index, name)
 
 
 def readable(array: RawArray) -> NDArray[np.integer] | None:
@@ -237,17 +237,24 @@ def _check_placement(shard: Shard, raw: RawArrays) -> None:
             if differs:
                 raise ValueError(f"{name}: got the same array on every device, allowed is each device's part of it")
             continue
-        found = parallel.varying(array) & names
-        if differs and found != names:
+        if differs and parallel.varying(array) & names != names:
             raise ValueError(
                 f"{name}: got an array that is the same on all devices of {shard.axis_name!r}, allowed is each "
                 f"device's part of it (in_specs of jax.shard_map)"
             )
-        if not differs and found:
-            raise ValueError(
-                f"{name}: got an array that varies over {shard.axis_name!r}, allowed is the same one on all its "
-                f"devices (in_specs of jax.shard_map without that axis)"
-            )
+        if not differs:
+            check_same(name, array, shard)
+
+
+def check_same(name: str, array: RawArray, shard: Shard) -> None:
+    """Raise ValueError if JAX knows (check_vma=True) that the devices of the axis have different arrays."""
+    if not shard.active or not parallel.tracked() or not isinstance(array, jax.Array):
+        return
+    if parallel.varying(array) & set(parallel.names_of(shard.axis_name)):
+        raise ValueError(
+            f"{name}: got an array that varies over {shard.axis_name!r}, allowed is the same one on all its "
+            f"devices (in_specs of jax.shard_map without that axis)"
+        )
 
 
 def _check_uncut(raw: RawArrays) -> None:

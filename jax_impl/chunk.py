@@ -14,9 +14,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from logitless import numerics
-from logitless.jax_impl.call import XP, Inputs, Statistics, TokenSums
+from logitless.jax_impl.call import XP, Gradients, Inputs, Needs, Statistics, TokenSums
 from logitless.jax_impl.distributed.parallel import Shard
-from logitless.jax_impl.slices import Index, put, take
+from logitless.jax_impl.slices import Index, for_slices, put, take
+from logitless.objectives import Tile
 from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,6 +67,53 @@ def rows_of(inputs: Inputs, first: Index, size: int) -> Array:
     """The chunk's hidden states, zero for an ignored token whatever it holds."""
     x = take(inputs.hidden, first, size)
     return jnp.where(take(inputs.valid, first, size)[:, None], x, jnp.zeros((), x.dtype))
+
+
+def tile_gradients(
+    inputs: Inputs, tile: Tile, needs: Needs, unit: Array, logit_gradient: Callable[[Array, Index, Index, int], Array]
+) -> Gradients:
+    """dX, dW and db from the gradient of the raw logits, a tile at a time: 4·N·D·V flops beside its own.
+
+    ``logit_gradient(x, first, start, columns)`` is a tile of it divided by ``unit``, [C, B]; x [C, D] are the hidden
+    states of the tokens from ``first``. dX and db are in the accumulation dtype. dW is in the weight's: a block of the
+    vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded once and no
+    accumulator of dW's size exists.
+    """
+    dtype, (vocab, size) = inputs.accumulation_dtype, inputs.weight.shape
+
+    def block(carry: Gradients, start: Index, columns: int) -> Gradients:
+        def chunk(carry: Gradients, first: Index, tokens: int) -> Gradients:
+            dx, part, bias_part = carry
+            x = rows_of(inputs, first, tokens)
+            dz = logit_gradient(x, first, start, columns)
+            operand = dz.astype(x.dtype)
+            if dx is not None:
+                rows = product(operand, take(inputs.weight, start, columns), dtype)
+                dx = put(dx, take(dx, first, tokens) + rows, first)
+            if part is not None:
+                part = part + product(operand.T, x, dtype)
+            return Gradients(dx, part, None if bias_part is None else bias_part + dz.sum(axis=0))
+
+        parts = Gradients(
+            hidden=carry.hidden,
+            weight=jnp.zeros((columns, size), dtype) if needs.weight else None,
+            bias=jnp.zeros(columns, dtype) if needs.bias else None,
+        )
+        dx, part, bias_part = for_slices(tile.tokens, tile.token_chunk, chunk, parts)
+        dw, db = carry.weight, carry.bias
+        if dw is not None and part is not None:
+            dw = put(dw, (part * unit).astype(inputs.weight.dtype), start)
+        if db is not None and bias_part is not None:
+            db = put(db, bias_part * unit, start)
+        return Gradients(dx, dw, db)
+
+    zeros = Gradients(
+        hidden=jnp.zeros(inputs.hidden.shape, dtype) if needs.hidden else None,
+        weight=jnp.zeros((vocab, size), inputs.weight.dtype) if needs.weight else None,
+        bias=jnp.zeros(vocab, dtype) if needs.bias else None,
+    )
+    gradients = for_slices(vocab, tile.vocab_chunk, block, zeros)
+    return gradients._replace(hidden=None if gradients.hidden is None else gradients.hidden * unit)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

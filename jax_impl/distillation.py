@@ -31,7 +31,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from logitless import numerics
 from logitless.jax_impl import vjp
 from logitless.jax_impl.call import XP, Arrays, Gradients, Inputs, Leaf, Needs
-from logitless.jax_impl.chunk import logits_block, product, rows_of, slope
+from logitless.jax_impl.chunk import logits_block, rows_of, slope, tile_gradients
 from logitless.jax_impl.residuals import Packed, packed, unpacked
 from logitless.jax_impl.slices import Index, for_slices, put, take
 from logitless.objectives import Tile
@@ -155,52 +155,19 @@ def _forward(call: DivergenceCall, arrays: DivergenceArrays[Array]) -> tuple[Arr
 def _gradients(
     call: DivergenceCall, arrays: DivergenceArrays[Array], mean: Array, upstream: Array, needs: Needs
 ) -> Gradients:
-    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D.
-
-    A block of the vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded
-    once and no accumulator of dW's size exists.
-    """
-    (student, teacher), tile = _sides(call, arrays), call.tile
-    inputs, dtype, (vocab, size) = student.inputs, mean.dtype, arrays.weight.shape
+    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D."""
+    student, teacher = _sides(call, arrays)
+    inputs = student.inputs
     factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
 
-    def block(carry: Gradients, start: Index, columns: int) -> Gradients:
-        def chunk(carry: Gradients, first: Index, tokens: int) -> Gradients:
-            dx, part, bias_part = carry
-            x = student.rows(first, tokens)
-            dz = _logit_gradient(call, student, teacher, x, first, start, columns, mean)
-            dz = dz * take(factor, first, tokens)[:, None]
-            operand = dz.astype(x.dtype)
-            if dx is not None:
-                rows = product(operand, take(inputs.weight, start, columns), dtype)
-                dx = put(dx, take(dx, first, tokens) + rows, first)
-            if part is not None:
-                part = part + product(operand.T, x, dtype)
-            return Gradients(dx, part, None if bias_part is None else bias_part + dz.sum(axis=0))
+    def logit_gradient(x: Array, first: Index, start: Index, columns: int) -> Array:
+        dz = _logit_gradient(call, student, teacher, x, first, start, columns, mean)
+        return dz * take(factor, first, x.shape[0])[:, None]
 
-        parts = Gradients(
-            hidden=carry.hidden,
-            weight=jnp.zeros((columns, size), dtype) if needs.weight else None,
-            bias=jnp.zeros(columns, dtype) if needs.bias else None,
-        )
-        dx, part, bias_part = for_slices(tile.tokens, tile.token_chunk, chunk, parts)
-        dw, db = carry.weight, carry.bias
-        if dw is not None and part is not None:
-            dw = put(dw, (part * unit).astype(inputs.weight.dtype), start)
-        if db is not None and bias_part is not None:
-            db = put(db, bias_part * unit, start)
-        return Gradients(dx, dw, db)
-
-    zeros = Gradients(
-        hidden=jnp.zeros(inputs.hidden.shape, dtype) if needs.hidden else None,
-        weight=jnp.zeros((vocab, size), inputs.weight.dtype) if needs.weight else None,
-        bias=jnp.zeros(vocab, dtype) if needs.bias else None,
-    )
-    gradients = for_slices(vocab, tile.vocab_chunk, block, zeros)
-    return gradients._replace(hidden=None if gradients.hidden is None else gradients.hidden * unit)
+    return tile_gradients(inputs, call.tile, needs, unit, logit_gradient)
 
 
 def _logit_gradient(

@@ -189,10 +189,10 @@ def scored(arrays: Arrays, request: Request, vocab: int) -> Tensor:
     return torch.nn.functional.pad(target[..., shift:], (0, shift), value=ignore_index)
 
 
-def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0) -> None:
+def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0, name: str = "target") -> None:
     """Look at the ids where looking costs no synchronisation; elsewhere an id outside makes that token's loss NaN.
 
-    ``shift``: how many there were before them along the last axis.
+    ``shift``: how many there were before them along the last axis. ``name``: of the argument, for the error.
     """
     if target.device.type != "cpu" or tracing.is_traced(target):
         return
@@ -200,7 +200,7 @@ def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0) -> 
     if bool(outside.any()):
         position = tuple(int(axis[0]) for axis in torch.nonzero(outside, as_tuple=True))
         given = (*position[:-1], position[-1] + shift) if shift else position
-        raise spec.out_of_range_error(given, int(target[position]), vocab, ignore_index)
+        raise spec.out_of_range_error(given, int(target[position]), vocab, ignore_index, name)
 
 
 def info(tensor: Tensor) -> ArrayInfo:

@@ -172,44 +172,28 @@ def _sides(heads: Heads, call: Distillation) -> tuple[Side, Side]:
 def _gradients(
     heads: Heads, mean: Tensor, upstream: Tensor, call: Distillation, needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D.
-
-    A block of the vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded
-    once and no accumulator of dW's size exists.
-    """
+    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D."""
     student, teacher = _sides(heads, call)
-    inputs, (vocab, size) = student.inputs, student.inputs.weight.shape
+    inputs = student.inputs
     factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
-    dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=mean.dtype) if needs[0] else None
-    dw = inputs.weight.new_empty((vocab, size), dtype=heads.weight.dtype) if needs[1] else None
-    db = mean.new_zeros(vocab) if needs[2] else None
-    for start, stop in call.tile.vocab_slices:
-        part = mean.new_zeros((stop - start, size))
-        for first, last in call.tile.token_slices:
-            rows = slice(first, last)
-            x = student.rows(rows)
-            dz = _logit_gradient(student, teacher, rows, start, stop, mean, call).mul_(factor[rows].unsqueeze(1))
-            if db is not None:
-                db[start:stop] += dz.sum(dim=0)
-            operand = dz.to(inputs.operand_dtype)
-            if dx is not None:
-                chunk.product(operand, inputs.weight[start:stop].to(operand.dtype), dx[rows], add=True)
-            if dw is not None:
-                chunk.product(operand.t(), x, part, add=True)
-        if dw is not None:
-            dw[start:stop] = part.mul_(unit)
-    return [dx if dx is None else dx.mul_(unit), dw, db if db is None else db.mul_(unit)]
+
+    def logit_gradient(rows: slice, x: Tensor, start: int, stop: int) -> Tensor:
+        dz = _logit_gradient(student, teacher, rows, x, start, stop, mean, call)
+        return dz.mul_(factor[rows].unsqueeze(1))
+
+    wanted = needs[0], needs[1], needs[2]
+    return chunk.tile_gradients(inputs, call.tile, wanted, heads.weight.dtype, unit, logit_gradient)
 
 
 def _logit_gradient(
-    student: Side, teacher: Side, rows: slice, start: int, stop: int, mean: Tensor, call: Distillation
+    student: Side, teacher: Side, rows: slice, x: Tensor, start: int, stop: int, mean: Tensor, call: Distillation
 ) -> Tensor:
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
     log_p = teacher.log_probs(teacher.logits(teacher.rows(rows), start, stop), rows).to(mean.dtype)
-    z = student.logits(student.rows(rows), start, stop)
+    z = student.logits(x, start, stop)
     slope = None if call.options.softcap is None else chunk.slope(z, call.options)
     dz = _gradient(log_p, student.log_probs(z, rows), mean[rows], call.beta)
     if slope is not None:
