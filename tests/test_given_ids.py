@@ -455,10 +455,40 @@ def test_what_is_refused(impl: Any) -> None:
         module.linear_token_log_probs(x, w, ids([0, 1]), backend=impl.backend, memory_budget=1000)
 
 
+@pytest.mark.case(45)
+def test_torch_compile_and_autocast() -> None:
+    """A compiled caller leaves its graph here. Under autocast the products are bfloat16's, the gradients float32."""
+    torch = pytest.importorskip("torch", reason="both are PyTorch's")
+    from logitless.torch_impl import linear_token_log_probs, linear_top_k
+
+    case = problem_named("odd_bias").case()
+    ids = torch.tensor(case.given_ids(4))
+    x, w, b = (torch.tensor(getattr(case, name)).requires_grad_() for name in GRADIENTS)
+
+    def call() -> Any:
+        largest, found = linear_top_k(x, w, 3, b)
+        return linear_token_log_probs(x, w, ids, b), largest, found
+
+    plain, compiled = call(), torch.compile(call, backend="aot_eager")()
+    for made, expected in zip(compiled, plain, strict=True):
+        assert torch.equal(made, expected)
+    (compiled[0].sum() + compiled[1].sum()).backward()
+    grads = torch.autograd.grad(plain[0].sum() + plain[1].sum(), (x, w, b))
+    assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip((x, w, b), grads, strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        made = linear_token_log_probs(x, w, ids, b)
+    rounded = [round_to(getattr(case, name), "bfloat16") for name in GRADIENTS]
+    true = reference.linear_token_log_probs(rounded[0], rounded[1], ids.numpy(), rounded[2])
+    assert made.dtype == torch.float32
+    assert error(made.detach().numpy(), true.log_prob) <= TINY["float32"]
+    made.sum().backward()
+    assert x.grad.dtype == torch.float32
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
 
-TOKENS, HIDDEN = 512, 64
+TOKENS, HIDDEN = 256, 64
 VOCAB = 65536 if cuda_device_count() else 8192  # the kernels' smallest slice of the vocabulary is 16384 wide
 
 
@@ -508,7 +538,7 @@ def scratch(impl: Any, count: int, shared: bool, top: bool, dtype: str, **option
 @pytest.mark.case(31, 45)
 @every_implementation
 @pytest.mark.parametrize("kind", ["own", "shared", "top"])
-@pytest.mark.parametrize(("count", "dtype"), in_turn([8, 300], ["float32", "bfloat16"]))
+@pytest.mark.parametrize(("count", "dtype"), in_turn([8, 200], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("large", [False, True], ids=["smallest", "largest"])
 def test_the_promise_of_memory(impl: Any, kind: str, count: int, dtype: str, large: bool) -> None:
     """Of the smallest cut and of the largest one: below the logits, and below rows of the weight for every id."""
@@ -525,7 +555,7 @@ def test_the_promise_of_memory(impl: Any, kind: str, count: int, dtype: str, lar
     assert used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f}"
     if not large and not impl.fused:
         assert promised < TOKENS * VOCAB * 4 / 2
-        assert promised < TOKENS * count * HIDDEN * 4 or count < 300
+        assert promised < TOKENS * count * HIDDEN * 4 or count < 200
 
 
 def _least(function: Callable[..., Any], sizes: dict[str, Any]) -> int:
