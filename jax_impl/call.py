@@ -52,12 +52,19 @@ class Arrays(NamedTuple, Generic[Leaf]):
     token_weight: Leaf | None = None  # [...]
     class_weight: Leaf | None = None  # [V]
     normalizer: Leaf | None = None  # []
+    temperature: Leaf | None = None  # [...]; None: one number for all tokens, which is among the options
 
 
 RawArray = Array | NDArray[np.generic] | np.generic
 """An array as it comes: JAX's or NumPy's."""
 
 RawArrays = Arrays[RawArray]
+
+
+def temperatures(temperature: RawArray | float) -> tuple[RawArray | None, float]:
+    """One per token or None, and what the options say."""
+    is_array = isinstance(temperature, jax.Array | np.ndarray)
+    return (temperature, 1.0) if is_array else (None, temperature)  # type: ignore[return-value]
 
 
 def as_jax(raw: Pytree, dtype: DTypeLike) -> Pytree:
@@ -138,6 +145,7 @@ class Inputs(NamedTuple):
     class_weight: Array | None  # [V] accumulation dtype
     shard: Shard = WHOLE  # with an axis, V of the arrays above is that of this device's slice
     shared: Shared | None = None
+    temperature: Array | None = None  # [N] accumulation dtype, 1 where ignored; None: the options have it
 
     @staticmethod
     def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE) -> Inputs:
@@ -152,6 +160,7 @@ class Inputs(NamedTuple):
         if arrays.token_weight is not None:
             weights = arrays.token_weight.reshape(-1).astype(accumulation)
         class_weight = None if arrays.class_weight is None else arrays.class_weight.astype(accumulation)
+        temperature = None if arrays.temperature is None else arrays.temperature.reshape(-1).astype(accumulation)
         return Inputs(
             hidden=shard.gather(hidden.reshape(-1, hidden.shape[-1])),
             weight=weight,
@@ -162,6 +171,7 @@ class Inputs(NamedTuple):
             token_weight=jnp.where(valid, weights, 0.0),
             class_weight=class_weight,
             shard=shard,
+            temperature=None if temperature is None else jnp.where(valid, temperature, 1.0),
         )
 
     @property

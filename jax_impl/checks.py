@@ -6,6 +6,7 @@ Mirror of torch_impl/checks.py. An error names the argument, what came and what 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 
 import jax
@@ -39,6 +40,8 @@ def ready(raw: RawArrays, request: Request, shard: Shard) -> tuple[Arrays[Array]
     spec.check_shift(request.shift, tuple(raw.target.shape))
     check_normalizer(raw.normalizer, request.reduction)
     check_ids(raw.target, shard.vocab or raw.weight.shape[0], options.ignore_index, request.shift)
+    if raw.temperature is not None:
+        _check_temperatures(raw.temperature, raw.target, options.ignore_index, request.shift)
     name = usable_backend(request.backend, raw, cut=False)
     plan = _chosen_plan(raw, shard, request, options, name)
     arrays = as_jax(raw, raw.hidden.dtype)
@@ -70,7 +73,20 @@ def usable_backend(name: str | None, raw: RawArrays, *, cut: bool = True) -> str
         reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; sharded_linear_cross_entropy does"
     elif not cut and any(map(on_several_devices, raw)):
         reason = "its kernels run on one device; sharded_linear_cross_entropy runs them on every device's part"
-    return chosen_backend(name, raw.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
+
+    def chosen(reason: str | None) -> str:
+        return chosen_backend(name, raw.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
+
+    if not isinstance(raw, Arrays) or raw.temperature is None:
+        return chosen(reason)
+    if name is None and chosen(reason) == "pallas":
+        warnings.warn(
+            f"temperature: got one per token; the Pallas kernels are not used, for {spec.ONE_TEMPERATURE}. Plain "
+            f"operations are; backend='xla' asks for them without this warning",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return chosen(reason or spec.ONE_TEMPERATURE)
 
 
 def shard_of(weight: RawArray, axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool) -> Shard:
@@ -149,9 +165,10 @@ def check_arrays(raw: RawArrays, shard: Shard) -> None:
     """Check types, sizes and dtypes, and how the arrays lie on the devices of an axis."""
     arrays = raw._asdict()
     del arrays["normalizer"]
-    check_types(arrays, ("bias", "token_weight", "class_weight"))
+    check_types(arrays, ("bias", "token_weight", "class_weight", "temperature"))
     hidden = parallel.gathered_info(info(raw.hidden), shard)
-    optional = (None if array is None else info(array) for array in (raw.bias, raw.token_weight, raw.class_weight))
+    others = raw.bias, raw.token_weight, raw.class_weight, raw.temperature
+    optional = (None if array is None else info(array) for array in others)
     spec.check_arrays(hidden, info(raw.weight), info(raw.target), *optional)
     _check_uncut(raw)
     _check_placement(shard, raw)
@@ -188,6 +205,20 @@ def check_ids(target: RawArray, vocab: int, ignore_index: int, shift: int = 0, n
         raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index, name)
 
 
+def _check_temperatures(temperature: RawArray, target: RawArray, ignore_index: int, shift: int) -> None:
+    """Look at the temperatures of the tokens that count, where looking waits for nothing."""
+    values, ids = readable(temperature), readable(target)
+    if values is None or ids is None:
+        return
+    counted = ids != ignore_index
+    if shift:
+        counted = np.concatenate([counted[..., shift:], np.zeros_like(counted[..., :shift])], axis=-1)
+    outside = counted & ~((values >= spec.SMALLEST_FACTOR) & (values <= spec.LARGEST_FACTOR))
+    if outside.any():
+        position = tuple(int(axis[0]) for axis in np.nonzero(outside))
+        raise spec.temperature_error(position, float(values[position]))
+
+
 def readable(array: RawArray) -> NDArray[np.integer] | None:
     """The values, if looking at them waits for nothing, else None."""
     if isinstance(array, jax.core.Tracer):
@@ -201,8 +232,8 @@ def readable(array: RawArray) -> NDArray[np.integer] | None:
 
 def check_constants(primals: object) -> None:
     """Raise ValueError if a constant is differentiated."""
-    for name in ("token_weight", "class_weight", "normalizer"):
-        leaf = getattr(primals, name)
+    for name in ("token_weight", "class_weight", "normalizer", "temperature"):
+        leaf = getattr(primals, name, None)
         if leaf is not None and leaf.perturbed:
             raise ValueError(
                 f"{name}: got an array that is differentiated, allowed is a constant: jax.lax.stop_gradient it, or "
@@ -228,7 +259,7 @@ def _check_placement(shard: Shard, raw: RawArrays) -> None:
     if not shard.active or not parallel.tracked():
         return
     names = set(parallel.names_of(shard.axis_name))
-    wanted = {"weight": True, "target": False, "token_weight": False, "normalizer": False}
+    wanted = {"weight": True, "target": False, "token_weight": False, "normalizer": False, "temperature": False}
     if shard.sequence_parallel:
         wanted["hidden"] = True
     for name, differs in wanted.items():

@@ -41,26 +41,33 @@ def product(a: Array, b: Array, dtype: DTypeLike) -> Array:
     return jnp.dot(a, b, preferred_element_type=dtype)
 
 
-def capped(z: Array, options: LossOptions) -> Array:
-    """f(r): logit_scale, then softcap."""
-    if options.softcap is None:
-        return z if options.logit_scale == 1.0 else z * options.logit_scale
-    return options.softcap * jnp.tanh(z * (options.logit_scale / options.softcap))
+def capped(z: Array, options: LossOptions, temperature: Array | None = None) -> Array:
+    """f(r): logit_scale, then softcap, then the tokens' own temperatures."""
+    if options.softcap is not None:
+        z = options.softcap * jnp.tanh(z * (options.logit_scale / options.softcap))
+    elif options.logit_scale != 1.0:
+        z = z * options.logit_scale
+    return z if temperature is None else z / temperature
 
 
-def slope(z: Array, options: LossOptions) -> Array:
-    """1 − (z / cap)²: the softcap's derivative, from the capped logits."""
+def slope(z: Array, options: LossOptions, temperature: Array | None = None) -> Array:
+    """1 − (z / cap)²: the softcap's derivative, from the capped logits and the tokens' own temperatures."""
     assert options.softcap is not None
-    return 1.0 - jnp.square(z / options.softcap)
+    return 1.0 - jnp.square(z / options.softcap if temperature is None else z / options.softcap * temperature)
 
 
-def logits_block(x: Array, inputs: Inputs, start: Index, size: int, options: LossOptions) -> Array:
-    """z[:, start:start + size] of the rows x, in the accumulation dtype."""
+def temperature_column(inputs: Inputs, first: Index, tokens: int) -> Array | None:
+    """[C, 1] of the tokens from ``first``, if each has its own."""
+    return None if inputs.temperature is None else take(inputs.temperature, first, tokens)[:, None]
+
+
+def logits_block(x: Array, inputs: Inputs, first: Index, start: Index, size: int, options: LossOptions) -> Array:
+    """z[:, start:start + size] of the rows x, in the accumulation dtype. ``first``: x's first token."""
     dtype = inputs.accumulation_dtype
     z = product(x, take(inputs.weight, start, size).T, dtype)
     if inputs.bias is not None:
         z = z + take(inputs.bias, start, size).astype(dtype)
-    return capped(z, options)
+    return capped(z, options, temperature_column(inputs, first, x.shape[0]))
 
 
 def rows_of(inputs: Inputs, first: Index, size: int) -> Array:
@@ -257,9 +264,10 @@ class Smoothing(NamedTuple):
             return None
         return Smoothing(options.label_smoothing / inputs.vocab, *sums())
 
-    def weighted_logits(self, x: Array, options: LossOptions) -> Array:
-        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
-        return (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+    def weighted_logits(self, x: Array, options: LossOptions, temperature: Array | None = None) -> Array:
+        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j), divided by the token's own temperature."""
+        z = (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+        return z if temperature is None else z / temperature
 
 
 def normalizer(inputs: Inputs, options: LossOptions, denominator: Array | None) -> Array:

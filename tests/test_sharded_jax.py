@@ -192,6 +192,49 @@ def test_log_probs_and_entropy(how: str) -> None:
     assert not np.asarray(dw[58:]).any()
 
 
+@pytest.mark.case(26, 46)
+@pytest.mark.parametrize("how", ["shard_map", "wrapper"])
+def test_a_temperature_per_token(how: str) -> None:
+    """Over the mesh's axes the temperatures are cut as the target is. No number is one where a token is ignored."""
+    x, w, y = arrays()
+    y = (y % 58).at[3].set(-100)
+    tau = np.random.default_rng(5).uniform(0.4, 2.5, len(y)).astype(np.float32)
+    tau[3] = np.nan
+    mesh = VOCAB if how == "shard_map" else BOTH
+
+    def values(x: Any, w: Any) -> Any:
+        if how == "wrapper":
+            wrapped = (
+                make(mesh, vocab_axis="vocab", data_axis="data", vocab=58)
+                for make in (sharded_linear_cross_entropy, sharded_linear_log_probs)
+            )
+            loss, log_probs = wrapped
+            given = {"temperature": tau, "softcap": 5.0}
+            return loss(x, w, y, **given), log_probs(x, w, y, **given)[0]
+
+        def body(x: Any, w: Any, y: Any, tau: Any) -> Any:
+            given = {"temperature": tau, "softcap": 5.0, "axis_name": "vocab", "vocab": 58}
+            return linear_cross_entropy(x, w, y, **given), linear_log_probs(x, w, y, **given)[0]
+
+        specs = (P(), P("vocab"), P(), P())
+        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())(x, w, y, jnp.asarray(tau))
+
+    @jax.jit
+    def run(x: Any, w: Any) -> Any:
+        (loss, log_prob), pull = jax.vjp(values, x, w)
+        return loss, log_prob, pull((jnp.ones(()), 0 * log_prob)), pull((jnp.zeros(()), jnp.ones_like(log_prob)))
+
+    loss, log_prob, first, second = run(x, w)
+    given = (np.asarray(x), np.asarray(w[:58]), np.asarray(y))
+    true = reference.linear_cross_entropy(*given, softcap=5.0, temperature=tau)
+    other = reference.linear_log_probs(*given, softcap=5.0, temperature=tau)
+    assert error(loss, true.loss) <= 2 * TINY["float32"]
+    assert error(log_prob, other.log_prob) <= 2 * TINY["float32"]
+    for (dx, dw), expected in ((first, true), (second, other)):
+        assert error(dx, expected.hidden_grad) <= 2 * TINY["float32"]
+        assert error(dw[:58], expected.weight_grad) <= 2 * TINY["float32"]
+
+
 @pytest.mark.case(26, 45)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("shared", [False, True])

@@ -377,6 +377,45 @@ def test_ranks_with_other_ids_say_so(pool: Ranks, apart: str) -> None:
         assert f"the ranks were given different ones as {apart}" in made.words
 
 
+def temperature_run(rank: int, case: dict[str, Any], sequence: bool) -> Any:
+    """Loss, lse, dX and dW; log-probs of given ids and their dX. The temperature is one per token of all ranks."""
+    own = shares(len(case["weight"]), 2)[rank]
+    x, w = EAGER.array(case["hidden"], "float32"), EAGER.array(case["weight"][own], "float32")
+    if sequence:
+        x = x.chunk(2)[rank].clone()
+    x.requires_grad_()
+    w.requires_grad_()
+    more = {"process_group": group_of(2), "sequence_parallel": sequence, "softcap": 3.0}
+    more["temperature"] = torch.tensor(case["tau"])
+    loss, lse = linear_cross_entropy(x, w, torch.tensor(case["target"]), return_lse=True, **more)
+    first = torch.autograd.grad((loss, lse), (x, w), (torch.tensor(2.0), torch.tensor(case["h"])))
+    log_prob = linear_token_log_probs(x, w, torch.tensor(case["target"]).unsqueeze(-1), **more)
+    (second,) = torch.autograd.grad(log_prob.sum(), (x,))
+    return [EAGER.numpy(value) for value in (loss, lse, *first, log_prob, second)]
+
+
+@pytest.mark.case(26, 46)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_temperature_per_token(pool: Ranks, sequence: bool) -> None:
+    rng = np.random.default_rng(0)
+    case: dict[str, Any] = {"hidden": rng.standard_normal((4, 3, 12)), "weight": rng.standard_normal((43, 12))}
+    case |= {"target": rng.integers(0, 43, (4, 3)), "h": rng.standard_normal((4, 3)).astype(np.float32)}
+    case["tau"] = rng.uniform(0.4, 2.5, (4, 3)).astype(np.float32)
+    case["target"][1, 1], case["tau"][1, 1] = -100, np.nan
+    given, options = (case["hidden"], case["weight"]), {"softcap": 3.0, "temperature": case["tau"]}
+    true = reference.linear_cross_entropy(*given, case["target"], upstream=2.0, lse_upstream=case["h"], **options)
+    other = reference.linear_token_log_probs(*given, case["target"][..., None], **options)
+    answers = pool.run(temperature_run, case, sequence, ranks=2)
+    for made in answers:
+        for place, expected in ((0, true.loss), (1, true.stats.lse), (4, other.log_prob)):
+            assert error(made[place], expected) <= 4 * TINY["float32"]
+    for place, expected in ((2, true.hidden_grad), (5, other.hidden_grad)):
+        parts = [made[place] for made in answers]
+        for hidden in [np.concatenate(parts)] if sequence else parts:
+            assert error(hidden, expected) <= 4 * TINY["float32"]
+    assert error(np.concatenate([made[3] for made in answers]), true.weight_grad) <= 4 * TINY["float32"]
+
+
 def ties_run(rank: int) -> Any:
     """Ten equal logits on two ranks, then the second's best above the first's."""
     weight, target = torch.zeros(5, 3), torch.tensor([7, 2])

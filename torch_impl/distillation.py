@@ -44,6 +44,7 @@ class Heads(NamedTuple):
     teacher_weight: Tensor  # [V, D_teacher]
     teacher_bias: Tensor | None  # [V]
     target: Tensor  # [...], which says what counts
+    temperature: Tensor | None  # [...]; None: the options have it
     lse: Tensor  # [2, N]: two parts, whose sum it is
     teacher_lse: Tensor  # [2, N]
 
@@ -72,10 +73,10 @@ class Side:
         """The chunk's hidden states [C, D] in the products' dtype, 0 where a token does not count."""
         return chunk.rows_of(self.inputs, rows)
 
-    def logits(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """z of a tile, [C, B], in the accumulation dtype."""
+    def logits(self, x: Tensor, rows: slice, start: int, stop: int) -> Tensor:
+        """z of a tile, [C, B], in the accumulation dtype; x [C, D] are its tokens' hidden states."""
         out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
-        return chunk.logits_block(x, self.inputs, start, stop, self.options, out)
+        return chunk.logits_block(x, self.inputs, rows, start, stop, self.options, out)
 
     def log_probs(self, z: Tensor, rows: slice) -> Tensor:
         """log softmax(z) in place of a tile's logits, [C, B]."""
@@ -140,8 +141,8 @@ class DivergenceFunction(torch.autograd.Function):
                 rows = slice(first, last)
                 x, teacher_x = student.rows(rows), teacher.rows(rows)
                 for start, stop in call.tile.vocab_slices:
-                    log_p = teacher.log_probs(teacher.logits(teacher_x, start, stop), rows).to(total.dtype)
-                    log_q = student.log_probs(student.logits(x, start, stop), rows)
+                    log_p = teacher.log_probs(teacher.logits(teacher_x, rows, start, stop), rows).to(total.dtype)
+                    log_q = student.log_probs(student.logits(x, rows, start, stop), rows)
                     part, student_part = _divergence_rows(log_p, log_q, call.beta)
                     total[rows] += part
                     mean[rows] += student_part
@@ -158,12 +159,13 @@ class DivergenceFunction(torch.autograd.Function):
         with torch.autocast(mean.device.type, enabled=False):
             gradients = _gradients(heads, mean, upstream, ctx.call, ctx.needs_input_grad[1:4])
         like = zip(gradients, kept[:3], strict=True)
-        return (None, *(None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like), *(None,) * 6)
+        return (None, *(None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like), *(None,) * 7)
 
 
 def _sides(heads: Heads, call: Distillation) -> tuple[Side, Side]:
-    own = Arrays(heads.hidden, heads.weight, heads.bias, heads.target)
-    other = Arrays(heads.teacher_hidden, heads.teacher_weight, heads.teacher_bias, heads.target)
+    own = Arrays(heads.hidden, heads.weight, heads.bias, heads.target, temperature=heads.temperature)
+    teacher_head = heads.teacher_hidden, heads.teacher_weight, heads.teacher_bias
+    other = Arrays(*teacher_head, heads.target, temperature=heads.temperature)
     student = chunk.prepare(own, call.options, call.compute_dtype)
     teacher = chunk.prepare(other, call.teacher_options, call.teacher_compute_dtype)
     return Side(student, call.options, heads.lse), Side(teacher, call.teacher_options, heads.teacher_lse)
@@ -192,9 +194,10 @@ def _logit_gradient(
     student: Side, teacher: Side, rows: slice, x: Tensor, start: int, stop: int, mean: Tensor, call: Distillation
 ) -> Tensor:
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
-    log_p = teacher.log_probs(teacher.logits(teacher.rows(rows), start, stop), rows).to(mean.dtype)
-    z = student.logits(x, start, stop)
-    slope = None if call.options.softcap is None else chunk.slope(z, call.options)
+    log_p = teacher.log_probs(teacher.logits(teacher.rows(rows), rows, start, stop), rows).to(mean.dtype)
+    z = student.logits(x, rows, start, stop)
+    cap = call.options.softcap
+    slope = None if cap is None else chunk.slope(z, call.options, student.inputs.temperature_column(rows))
     dz = _gradient(log_p, student.log_probs(z, rows), mean[rows], call.beta)
     if slope is not None:
         dz.mul_(slope)

@@ -12,7 +12,7 @@ from logitless import spec
 from logitless.given_ids import check_ids_array, check_k, ids_cut, of_whole_budget, rest_of_budget
 from logitless.jax_impl import checks
 from logitless.jax_impl.backend import BACKENDS
-from logitless.jax_impl.call import Arrays, RawArray, Request
+from logitless.jax_impl.call import Arrays, RawArray, RawArrays, Request, temperatures
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.jax_impl.given_ids.steps import IdsCall, largest_logits, token_log_probs
@@ -27,7 +27,7 @@ def linear_token_log_probs(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     ignore_index: int = -100,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -60,8 +60,9 @@ def linear_token_log_probs(
     Returns [..., K] in float32 (float64 for float64 input). Equal ids of one token add their gradients in any order on
     a GPU. Raises as :func:`linear_cross_entropy`.
     """
+    own, number = temperatures(temperature)
     request = Request(
-        reduction="none", ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        reduction="none", ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=number,
         memory_budget=memory_budget, backend=backend, log_probs=True, lse=True,
     )  # fmt: skip
     shard = _shard(hidden, weight, axis_name, vocab, sequence_parallel)
@@ -69,7 +70,8 @@ def linear_token_log_probs(
     checks.check_types({"ids": ids})
     check_ids_array(checks.info(ids), shape)
     checks.check_same("ids", ids, shard)
-    arrays, call = _ready(Arrays(hidden, weight, bias, np.zeros(shape, np.int32)), request, shard, ids.shape[-1])
+    given: RawArrays = Arrays(hidden, weight, bias, np.zeros(shape, np.int32), temperature=own)
+    arrays, call = _ready(given, request, shard, ids.shape[-1])
     checks.check_ids(ids, shard.vocab or weight.shape[0], request.ignore_index, name="ids")
     flat = ids if ids.ndim == 1 and shape else ids.reshape(-1, ids.shape[-1])
     log_prob: Array = token_log_probs(call, arrays, _narrow(flat), None)
@@ -84,7 +86,7 @@ def linear_top_k(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     memory_budget: int | None = None,
     backend: str | None = None,
     axis_name: AxisName | None = None,
@@ -104,14 +106,16 @@ def linear_top_k(
     Returns (log_prob, ids): [..., k] in float32 (float64 for float64 input), and [..., k] int32. A token with a NaN
     among its logits has NaN, and ids that mean nothing. Raises as :func:`linear_token_log_probs`.
     """
+    own, number = temperatures(temperature)
     request = Request(
-        reduction="none", logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        reduction="none", logit_scale=logit_scale, softcap=softcap, temperature=number,
         memory_budget=memory_budget, backend=backend, log_probs=True, lse=True,
     )  # fmt: skip
     shard = _shard(hidden, weight, axis_name, vocab, sequence_parallel)
     shape = _tokens(hidden, shard)
     check_k(k, shard.vocab or weight.shape[0])
-    arrays, call = _ready(Arrays(hidden, weight, bias, np.zeros(shape, np.int32)), request, shard, int(k))
+    given: RawArrays = Arrays(hidden, weight, bias, np.zeros(shape, np.int32), temperature=own)
+    arrays, call = _ready(given, request, shard, int(k))
     # The search has no gradient of its own.
     stopped = Arrays(*(None if array is None else lax.stop_gradient(array) for array in arrays))
     logits, ids = largest_logits(call, stopped)

@@ -28,7 +28,16 @@ from logitless import numerics
 from logitless.given_ids import IdsCut
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.call import NOTHING, XP, Arrays, Call, Gradients, Inputs, Needs, TokenSums
-from logitless.jax_impl.chunk import capped, is_real, is_target, logits_block, rows_of, slope, tile_gradients
+from logitless.jax_impl.chunk import (
+    capped,
+    is_real,
+    is_target,
+    logits_block,
+    rows_of,
+    slope,
+    temperature_column,
+    tile_gradients,
+)
 from logitless.jax_impl.residuals import Packed, packed, unpacked
 from logitless.jax_impl.slices import Index, for_slices, put, rows_at, take
 from logitless.spec import LossOptions
@@ -109,7 +118,7 @@ def _shared_logits(inputs: Inputs, ids: Array, options: LossOptions, cut: IdsCut
     tokens = inputs.hidden.shape[0]
 
     def chunk(z: Array, first: Index, size: int) -> Array:
-        return put(z, logits_block(rows_of(inputs, first, size), head, 0, cut.ids, options), first)
+        return put(z, logits_block(rows_of(inputs, first, size), head, first, 0, cut.ids, options), first)
 
     return for_slices(tokens, cut.tile.token_chunk, chunk, jnp.zeros((tokens, cut.ids), inputs.accumulation_dtype))
 
@@ -130,7 +139,7 @@ def _gathered_logits(inputs: Inputs, ids: Array, options: LossOptions, cut: IdsC
             return put(dots, part, start, axis=1)
 
         dots = for_slices(cut.ids, cut.id_chunk, some, jnp.zeros(here.shape, dtype))
-        return put(z, capped(dots, options), first)
+        return put(z, capped(dots, options, temperature_column(inputs, first, tokens)), first)
 
     return for_slices(ids.shape[0], cut.token_chunk, chunk, jnp.zeros(ids.shape, dtype))
 
@@ -169,11 +178,13 @@ def _gradients(call: IdsCall, known: Known, upstream: Array, needs: Needs) -> Gr
     inputs, sums = _inputs(arrays, own, known.best), known.sums
     pairs = Pairs.of(known.ids, inputs, options.ignore_index)
     g = jnp.where(pairs.known, inputs.wide(upstream), 0.0) * options.logit_scale
+    g = g if inputs.temperature is None else g / inputs.temperature[:, None]
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, jnp.abs(g).sum(axis=1))
     g = g / unit
     total, rest = g.sum(axis=1), jnp.where(pairs.ids == known.best[:, None], 0.0, g).sum(axis=1)
-    at_best = numerics.sloped(XP, total * -jnp.expm1(-sums.nll) - rest, sums.target_logit, options)
+    at_best = total * -jnp.expm1(-sums.nll) - rest
+    at_best = numerics.sloped(XP, at_best, sums.target_logit, options, inputs.temperature)
     places, target = inputs.shard.place(pairs.ids), inputs.shard.place(inputs.target)
     limit = inputs.shard.limit()
 
@@ -183,14 +194,14 @@ def _gradients(call: IdsCall, known: Known, upstream: Array, needs: Needs) -> Gr
         def column(values: Array) -> Array:
             return take(values, first, tokens)[:, None]
 
-        z = logits_block(x, inputs, start, columns, options)
+        z = logits_block(x, inputs, first, start, columns, options)
         p = jnp.exp((z - column(sums.anchor)) - column(sums.log_total))
         local = take(places, first, tokens) - start
         local = jnp.where((local >= 0) & (local < columns), local, columns)  # what is not here is dropped
         rows = jnp.arange(tokens)[:, None]
         dz = jnp.zeros_like(p).at[rows, local].add(take(g, first, tokens), mode="drop") - p * column(total)
         if options.softcap is not None:
-            dz = dz * slope(z, options)
+            dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
         dz = jnp.where(is_target(take(target, first, tokens), start, columns), column(at_best), dz)
         if limit is not None:
             dz = jnp.where(is_real(limit, start, columns), dz, 0.0)
@@ -241,7 +252,7 @@ def _largest_logits(call: IdsCall, arrays: Arrays[Array]) -> tuple[Array, Array]
         x = rows_of(inputs, first, tokens)
 
         def block(best: tuple[Array, Array], start: Index, columns: int) -> tuple[Array, Array]:
-            z = logits_block(x, inputs, start, columns, call.options)
+            z = logits_block(x, inputs, first, start, columns, call.options)
             if limit is not None:
                 z = jnp.where(is_real(limit, start, columns), z, -jnp.inf)
             # Of equal elements top_k takes the first; −0 is not below 0.

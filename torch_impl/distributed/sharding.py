@@ -177,6 +177,7 @@ def _facts(
         "the dtype of bias": _dtype_of(arrays.bias),
         "whether there is a token_weight": arrays.token_weight is not None,
         "whether there is a class_weight": arrays.class_weight is not None,
+        "whether there is a temperature per token": arrays.temperature is not None,
         "whether hidden requires grad": bool(arrays.hidden.requires_grad),
         "whether anything requires grad": any(isinstance(v, Tensor) and v.requires_grad for v in arrays),
         "whether autograd is on": torch.is_grad_enabled(),
@@ -194,7 +195,7 @@ def _facts(
     }
 
 
-FACTS = 18  # the length of _facts
+FACTS = 19  # the length of _facts
 
 
 def _plan(

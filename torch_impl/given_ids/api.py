@@ -13,7 +13,7 @@ from logitless.given_ids import check_ids_array, check_k, ids_cut, of_whole_budg
 from logitless.planning import check_plan_argument
 from logitless.torch_impl import checks
 from logitless.torch_impl.backend import BACKENDS
-from logitless.torch_impl.call import Arrays, Request
+from logitless.torch_impl.call import Arrays, Request, temperatures
 from logitless.torch_impl.compiled import tracing
 from logitless.torch_impl.distributed import parallel, sharding
 from logitless.torch_impl.given_ids.steps import IdsCall, TokenLogProbsFunction, largest_logits
@@ -28,7 +28,7 @@ def linear_token_log_probs(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     ignore_index: int = -100,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -61,10 +61,11 @@ def linear_token_log_probs(
     in any order on a GPU, unless torch.use_deterministic_algorithms is on. Leaves torch.compile's graph. Raises as
     :func:`linear_cross_entropy`.
     """
+    own, number = temperatures(temperature)
     request = _request(
-        ignore_index, logit_scale, softcap, temperature, memory_budget, backend, process_group, sequence_parallel
+        ignore_index, logit_scale, softcap, number, memory_budget, backend, process_group, sequence_parallel
     )
-    return _token_log_probs(hidden, weight, ids, bias, request)
+    return _token_log_probs(hidden, weight, ids, bias, own, request)
 
 
 def linear_top_k(
@@ -75,7 +76,7 @@ def linear_top_k(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     memory_budget: int | None = None,
     backend: str | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -94,10 +95,9 @@ def linear_top_k(
     Returns (log_prob, ids): [..., k] in float32 (float64 for float64 input), and [..., k] int64. A token with a NaN
     among its logits has NaN, and ids that mean nothing. Raises as :func:`linear_token_log_probs`.
     """
-    request = _request(
-        -100, logit_scale, softcap, temperature, memory_budget, backend, process_group, sequence_parallel
-    )
-    return _top_k(hidden, weight, k, bias, request)
+    own, number = temperatures(temperature)
+    request = _request(-100, logit_scale, softcap, number, memory_budget, backend, process_group, sequence_parallel)
+    return _top_k(hidden, weight, k, bias, own, request)
 
 
 def _request(
@@ -121,7 +121,9 @@ def _request(
 
 
 @tracing.outside_graphs
-def _token_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, request: Request) -> Tensor:
+def _token_log_probs(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperature: Tensor | None, request: Request
+) -> Tensor:
     # Loops over tiles: a graph would hold every one of them.
     tracing.check_transforms("linear_token_log_probs", takes_one=False)
     shape = _tokens(hidden, weight, request)
@@ -129,23 +131,32 @@ def _token_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor |
     checks.check_device("ids", ids, "hidden's", hidden.device)
     check_ids_array(checks.info(ids), shape)
     facts: dict[str, object] = {"the shape of ids": tuple(ids.shape), "the ids": _visible(ids)}
-    arrays, call = _ready(Arrays(hidden, weight, bias, _target(hidden, shape)), request, ids.shape[-1], facts)
+    given = Arrays(hidden, weight, bias, _target(hidden, ids, shape, request.ignore_index), temperature=temperature)
+    arrays, call = _ready(given, request, ids.shape[-1], facts)
     checks.check_ids(ids, _vocab(arrays, call), request.ignore_index, name="ids")
     flat = ids if ids.dim() == 1 and len(shape) != 0 else ids.reshape(-1, ids.shape[-1])
-    log_prob: Tensor = TokenLogProbsFunction.apply(call, flat, None, *arrays[:4])  # type: ignore[no-untyped-call]
+    log_prob: Tensor = TokenLogProbsFunction.apply(  # type: ignore[no-untyped-call]
+        call, flat, None, *arrays.head
+    )
     return log_prob.reshape(*shape, ids.shape[-1])
 
 
 @tracing.outside_graphs
-def _top_k(hidden: Tensor, weight: Tensor, k: int, bias: Tensor | None, request: Request) -> tuple[Tensor, Tensor]:
+def _top_k(
+    hidden: Tensor, weight: Tensor, k: int, bias: Tensor | None, temperature: Tensor | None, request: Request
+) -> tuple[Tensor, Tensor]:
     tracing.check_transforms("linear_top_k", takes_one=False)
     shape = _tokens(hidden, weight, request)
     check_k(k, 2**31 - 1)
-    arrays, call = _ready(Arrays(hidden, weight, bias, _target(hidden, shape)), request, int(k), {"k": int(k)})
+    target = torch.zeros(shape, dtype=torch.long, device=hidden.device)
+    given = Arrays(hidden, weight, bias, target, temperature=temperature)
+    arrays, call = _ready(given, request, int(k), {"k": int(k)})
     check_k(k, _vocab(arrays, call))
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         logits, ids = largest_logits(arrays, call)
-    log_prob: Tensor = TokenLogProbsFunction.apply(call, ids, logits, *arrays[:4])  # type: ignore[no-untyped-call]
+    log_prob: Tensor = TokenLogProbsFunction.apply(  # type: ignore[no-untyped-call]
+        call, ids, logits, *arrays.head
+    )
     return log_prob.reshape(*shape, int(k)), ids.reshape(*shape, int(k))
 
 
@@ -170,9 +181,11 @@ def _tokens(hidden: Tensor, weight: Tensor, request: Request) -> tuple[int, ...]
     return shape
 
 
-def _target(hidden: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Some target of the tokens: which one the lse is anchored at is known later."""
-    return torch.zeros(shape, dtype=torch.long, device=hidden.device)
+def _target(hidden: Tensor, ids: Tensor, shape: tuple[int, ...], ignore_index: int) -> Tensor:
+    """Which tokens count, as a target: 0, or ignore_index. Which id the lse is anchored at is known later."""
+    spec.check_ignore_index(ignore_index)
+    target = torch.zeros(shape, dtype=torch.long, device=hidden.device)
+    return target.masked_fill_(ids.eq(ignore_index).all(dim=-1), ignore_index)
 
 
 def _visible(ids: Tensor) -> object:

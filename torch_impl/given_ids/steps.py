@@ -118,7 +118,7 @@ def _shared_logits(z: Tensor, inputs: Inputs, ids: Tensor, options: LossOptions,
         )
         for first, last in cut.tile.token_slices:
             rows = slice(first, last)
-            chunk.logits_block(chunk.rows_of(inputs, rows), head, 0, stop - start, options, z[rows, start:stop])
+            chunk.logits_block(chunk.rows_of(inputs, rows), head, rows, 0, stop - start, options, z[rows, start:stop])
 
 
 def _gathered_logits(z: Tensor, inputs: Inputs, ids: Tensor, options: LossOptions, cut: IdsCut) -> None:
@@ -132,7 +132,7 @@ def _gathered_logits(z: Tensor, inputs: Inputs, ids: Tensor, options: LossOption
             dots = inputs.weight[own].to(dtype).mul_(x).sum(dim=2)
             if inputs.bias is not None:
                 dots += inputs.bias[own].to(dtype)
-            z[rows, start:stop] = chunk.capped(dots, options)
+            z[rows, start:stop] = chunk.capped(dots, options, inputs.temperature_column(rows))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class TokenLogProbsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: IdsContext, call: IdsCall, ids: Tensor, logits: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        given = Arrays(*tensors)  # type: ignore[arg-type]
+        given = Arrays.of_head(*tensors)  # type: ignore[arg-type]
         ignore_index = call.options.ignore_index
         with torch.autocast(given.hidden.device.type, enabled=False):
             arrays, own = whole_hidden(given, call.call)
@@ -169,7 +169,7 @@ class TokenLogProbsFunction(torch.autograd.Function):
             log_prob = below.add_(step.log_prob.unsqueeze(1))
             log_prob.masked_fill_(~pairs.known, torch.nan).masked_fill_(pairs.ignored, 0.0)
         ctx.call = call
-        ctx.save_for_backward(*given[:4], ids, best, *step.saved)
+        ctx.save_for_backward(*tensors, ids, best, *step.saved)
         return log_prob
 
     jvp = reverse_only("linear_token_log_probs")
@@ -177,13 +177,13 @@ class TokenLogProbsFunction(torch.autograd.Function):
     @staticmethod
     @differentiable_once("linear_token_log_probs")
     def backward(ctx: IdsContext, kept: tuple[Tensor, ...], upstream: Tensor) -> Derivatives:
-        given = Arrays(*kept[:4])
+        given = Arrays.of_head(*kept[:5])
         needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[5]
         with torch.autocast(upstream.device.type, enabled=False):
-            gradients = _gradients(ctx.call, given, needs, kept[4:], upstream)
+            gradients = _gradients(ctx.call, given, needs, kept[5:], upstream)
         like = zip(gradients, given[:3], strict=True)
         cast = (None if g is None or a is None else g.to(a.dtype).reshape(a.shape) for g, a in like)
-        return (None, None, None, *cast, None)
+        return (None, None, None, *cast, None, None)
 
 
 def _gradients(
@@ -195,17 +195,20 @@ def _gradients(
     inputs, options, sums = _inputs(arrays._replace(target=best), own), call.options, TokenSums(*parts)
     pairs = Pairs.of(ids, inputs.tokens, inputs.vocab, options.ignore_index)
     g = torch.where(pairs.known, inputs.wide(upstream), 0.0) * options.logit_scale
+    if inputs.temperature is not None:
+        g /= inputs.temperature.unsqueeze(1)
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, g.abs().sum(dim=1))
     g /= unit
     total, rest = g.sum(dim=1), g.masked_fill(pairs.ids == best.unsqueeze(1), 0.0).sum(dim=1)
-    at_best = numerics.sloped(XP, total * -torch.expm1(-sums.nll) - rest, sums.target_logit, options)
+    at_best = total * -torch.expm1(-sums.nll) - rest
+    at_best = numerics.sloped(XP, at_best, sums.target_logit, options, inputs.temperature)
     local = _local(inputs, pairs)
 
     def logit_gradient(rows: slice, x: Tensor, start: int, stop: int) -> Tensor:
         z = x.new_empty((x.shape[0], stop - start), dtype=inputs.accumulation_dtype)
-        chunk.logits_block(x, inputs, start, stop, options, z)
-        slope = None if options.softcap is None else chunk.slope(z, options)
+        chunk.logits_block(x, inputs, rows, start, stop, options, z)
+        slope = None if options.softcap is None else chunk.slope(z, options, inputs.temperature_column(rows))
         p = z.sub_(sums.anchor[rows].unsqueeze(1)).sub_(sums.log_total[rows].unsqueeze(1)).exp_()
         column = (local if pairs.shared else local[rows]) - start
         here = (column >= 0) & (column < stop - start)
@@ -251,7 +254,7 @@ def largest_logits(arrays: Arrays, call: IdsCall) -> tuple[Tensor, Tensor]:
         best, best_ids = z.new_empty((last - first, 0)), ids.new_empty((last - first, 0))
         for start, stop in cut.tile.vocab_slices:
             block = x.new_empty((last - first, stop - start), dtype=z.dtype)
-            chunk.logits_block(x, inputs, start, stop, options, block)
+            chunk.logits_block(x, inputs, rows, start, stop, options, block)
             block, places = _largest_of_block(block, cut.ids)
             # Ids grow from left to right where logits are equal, and a stable sort keeps their order.
             best, order = torch.cat([best, block], dim=1).sort(dim=1, descending=True, stable=True)
