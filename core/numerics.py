@@ -99,6 +99,10 @@ class Tokens(Protocol[A_co]):
         """[N] t, 0 where ignored."""
 
     @property
+    def temperature(self) -> A_co | None:
+        """[N] what divides a token's logits last of all, 1 where ignored; None: 1, or a part of the options."""
+
+    @property
     def vocab(self) -> int:
         """V, of all ranks or devices together."""
 
@@ -238,13 +242,18 @@ def token_stats(xp: Namespace[A], tokens: Tokens[A], sums: TokenSums[A]) -> Toke
 
 
 def row_upstream(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, upstream: A) -> A:
-    """g_i: upstream (per token or one for all) times token weight and logit_scale; exactly 0 for an ignored token."""
-    return xp.where(tokens.valid, upstream * tokens.token_weight * options.logit_scale, 0.0)
+    """g_i: upstream (per token or one for all) times token weight and logit_scale, divided by the token's temperature;
+    exactly 0 for an ignored token."""
+    return xp.where(tokens.valid, _cooled(tokens, upstream * tokens.token_weight * options.logit_scale), 0.0)
 
 
 def lse_upstream(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, upstream: A) -> A:
     """The same of lse, which no token weight multiplies."""
-    return xp.where(tokens.valid, upstream * options.logit_scale, 0.0)
+    return xp.where(tokens.valid, _cooled(tokens, upstream * options.logit_scale), 0.0)
+
+
+def _cooled(tokens: Tokens[A], values: A) -> A:
+    return values if tokens.temperature is None else values / tokens.temperature
 
 
 def smooth_share(tokens: Tokens[A], options: LossOptions) -> A | float:
@@ -271,9 +280,12 @@ def target_over_alpha(xp: Namespace[A], alpha: A, beta: A, e_target: A, s: A) ->
     return ((alpha - beta) * e_target - beta * s) / divisor
 
 
-def sloped(xp: Namespace[A], target: A, target_logit: A, options: LossOptions) -> A:
-    """The target's element times the softcap's slope there, 1 − (z / cap)²."""
-    return target if options.softcap is None else target * (1.0 - xp.square(target_logit / options.softcap))
+def sloped(xp: Namespace[A], target: A, target_logit: A, options: LossOptions, temperature: A | None) -> A:
+    """The target's element times the softcap's slope there, 1 − (z / cap)², z before the tokens' own temperatures."""
+    if options.softcap is None:
+        return target
+    z = target_logit if temperature is None else target_logit * temperature
+    return target * (1.0 - xp.square(z / options.softcap))
 
 
 def largest_factor(xp: Namespace[A], values: A) -> A:
@@ -307,10 +319,10 @@ def known_loss_rows(
     alpha, beta = alpha_beta(xp, tokens, options, sums.lse, k)
     p, q = xp.exp(-sums.nll), -xp.expm1(-sums.nll)
     if options.separable:
-        target = sloped(xp, target_over_alpha(xp, alpha, beta, p, q), sums.target_logit, options)
+        target = sloped(xp, target_over_alpha(xp, alpha, beta, p, q), sums.target_logit, options, tokens.temperature)
         return KnownRows(sums.anchor, sums.log_total, factor=g * alpha, target=target)
     smooth = options.label_smoothing / tokens.vocab
-    target = sloped(xp, (alpha - beta) * p - beta * q - smooth * k, sums.target_logit, options)
+    target = sloped(xp, (alpha - beta) * p - beta * q - smooth * k, sums.target_logit, options, tokens.temperature)
     scale, largest = xp.ones_like(alpha), tokens.largest_class_weight()
     if largest is not None:
         scale = xp.abs(alpha) + xp.abs(beta) + smooth * largest
@@ -342,26 +354,26 @@ def known_loss_and_lse_rows(
         largest = tokens.largest_class_weight()
         scale = xp.maximum(scale, xp.abs(sigma if largest is None else sigma * largest))
     safe = xp.where(_is_zero(scale), 1.0, scale)
-    target = sloped(xp, target / safe, sums.target_logit, options)
+    target = sloped(xp, target / safe, sums.target_logit, options, tokens.temperature)
     sigma = None if sigma is None else sigma / safe
     return KnownRows(sums.anchor, sums.log_total, factor=scale, target=target, alpha=alpha / safe, sigma=sigma)
 
 
 def known_log_prob_rows(
-    xp: Namespace[A], options: LossOptions, sums: TokenSums[A], g_log_prob: A, g_entropy: A | None
+    xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: TokenSums[A], g_log_prob: A, g_entropy: A | None
 ) -> KnownRows[A]:
     """The rows of g₁ log p_y + g₂ H: dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H)."""
     nll = xp.clip(sums.nll, max=-LOWEST_GAP)  # p log p is 0 where p is 0
     p, q = xp.exp(-nll), -xp.expm1(-nll)
     if g_entropy is None:
-        target = sloped(xp, -q, sums.target_logit, options)
+        target = sloped(xp, -q, sums.target_logit, options, tokens.temperature)
         return KnownRows(sums.anchor, sums.log_total, factor=-g_log_prob, target=target)
     assert sums.entropy is not None
     # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
     scale = xp.abs(g_log_prob) + xp.abs(g_entropy)
     safe = xp.where(_is_zero(scale), 1.0, scale)
     g1, g2 = g_log_prob / safe, g_entropy / safe
-    target = sloped(xp, -g2 * p * (sums.entropy - nll) + g1 * q, sums.target_logit, options)
+    target = sloped(xp, -g2 * p * (sums.entropy - nll) + g1 * q, sums.target_logit, options, tokens.temperature)
     alpha = -g1 - g2 * sums.entropy
     return KnownRows(sums.anchor, sums.log_total, factor=scale, target=target, alpha=alpha, gamma=-g2)
 
@@ -392,7 +404,7 @@ def logit_rows(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: 
     beta = (1.0 - options.label_smoothing) * k
     rest = smooth_share(tokens, options) + 2.0 * options.z_loss * sums.lse
     p, q = xp.exp(-sums.nll), -xp.expm1(-sums.nll)
-    target = sloped(xp, g * (rest * p - beta * q - smooth * k), sums.target_logit, options)
+    target = sloped(xp, g * (rest * p - beta * q - smooth * k), sums.target_logit, options, tokens.temperature)
     factor = g * (beta + rest)
     return LogitRows(sums.anchor, sums.log_total, factor, target, smooth=g * smooth if smooth else None)
 

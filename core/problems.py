@@ -102,6 +102,24 @@ class Case:
         ids, counts = np.unique(target[target != self.problem.options.ignore_index], return_counts=True)
         return ids[np.argsort(-counts, kind="stable")[:count]]
 
+    def given_ids(self, count: int, *, shared: bool = False) -> NDArray[np.int64]:
+        """``count`` ids for every token, [..., count], or [count] for all of them; some are ignored.
+
+        A token's target is among its own, and where there are four or more so is an id twice. An ignored token's are
+        all ignored.
+        """
+        problem = self.problem
+        rng = np.random.default_rng([problem.seed, zlib.crc32(problem.name.encode()), count, shared])
+        shape = () if shared else problem.shape
+        ids = rng.integers(0, problem.vocab, (*shape, count))
+        ignored = rng.random(ids.shape) < 0.2 * (count > 1)
+        if count > 3:
+            ids[..., 2] = ids[..., 0]
+        if not shared:
+            ids[..., count // 2], ignored[..., count // 2] = self.target, False
+            ignored |= (self.target == problem.options.ignore_index)[..., None]
+        return np.where(ignored, problem.options.ignore_index, ids)
+
     def reduce(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
         """Token losses [N] to the problem's reduction."""
         if self.problem.options.reduction == "none":

@@ -53,6 +53,18 @@ class LogProbResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenLogProbResult:
+    """log p of K given ids a token, [..., K], and the gradients of their sum times the upstream gradients."""
+
+    log_prob: Array
+    logits_grad: Array
+    """[N, V], of hidden weightᵀ + bias."""
+    hidden_grad: Array
+    weight_grad: Array
+    bias_grad: Array
+
+
+@dataclasses.dataclass(frozen=True)
 class _Inputs:
     x: Array  # [N, D]
     w: Array  # [V, D]
@@ -61,6 +73,7 @@ class _Inputs:
     valid: NDArray[np.bool_]  # [N]
     t: Array  # [N], 0 for an ignored token
     k: Array  # [V]
+    tau: Array  # [N] the tokens' own temperatures, 1 for an ignored token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +88,7 @@ class _Chunk:
     target_logit: Array
     nll: Array
     lse: Array
+    tau: Array
 
 
 def linear_cross_entropy(
@@ -91,7 +105,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: ArrayLike = 1.0,
     normalizer: ArrayLike | None = None,
     shift: int = 0,
     upstream: ArrayLike = 1.0,
@@ -100,19 +114,20 @@ def linear_cross_entropy(
 ) -> LossResult:
     """Loss, its gradients times ``upstream`` (a scalar, or [...] for "none"), and statistics; all float64.
 
-    The gradients of every token's lse times ``lse_upstream`` (a scalar or [...]) are added: ∂lse / ∂z_j = p_j. With a
-    ``shift``, position i is scored against target[..., i + shift], and the last ones are ignored. The formula is in
-    :mod:`logitless.spec`. ``chunk``: tokens worked on at a time; it changes no value beyond rounding.
+    ``temperature``: a number, or one per token [...]. The gradients of every token's lse times ``lse_upstream`` (a
+    scalar or [...]) are added: ∂lse / ∂z_j = p_j. With a ``shift``, position i is scored against target[..., i +
+    shift], and the last ones are ignored. The formula is in :mod:`logitless.spec`. ``chunk``: tokens worked on at a
+    time; it changes no value beyond rounding.
     """
     options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)  # type: ignore[arg-type]
-    options = options.tempered(temperature)
     target = _shifted(np.asarray(target), shift, ignore_index)
     inputs = _inputs(hidden, weight, target, bias, token_weight, class_weight, ignore_index)
+    options, inputs = _tempered(options, inputs, temperature)
     tokens = inputs.y.size
     g = np.broadcast_to(np.asarray(upstream, np.float64), np.shape(target) if reduction == "none" else ())
     norm = _norm(inputs, options, normalizer)
     g_rows = g.reshape(-1) if reduction == "none" else np.full(tokens, float(g) * norm)
-    g_rows = g_rows * inputs.t * options.logit_scale
+    g_rows = g_rows * inputs.t * options.logit_scale / inputs.tau
     g_lse = np.broadcast_to(np.asarray(lse_upstream, np.float64), np.shape(target)).reshape(-1)
 
     loss = np.zeros(tokens)
@@ -149,7 +164,7 @@ def linear_log_probs(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: ArrayLike = 1.0,
     ignore_index: int = -100,
     log_prob_upstream: ArrayLike = 1.0,
     entropy_upstream: ArrayLike = 0.0,
@@ -159,8 +174,9 @@ def linear_log_probs(
 
     ∂ log p_y / ∂z_j = δ_jy − p_j and ∂H / ∂z_j = −p_j (log p_j + H); ignored tokens give 0 and no gradient.
     """
-    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap).tempered(temperature)
     inputs = _inputs(hidden, weight, target, bias, None, None, ignore_index)
+    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+    options, inputs = _tempered(options, inputs, temperature)
     tokens, shape = inputs.y.size, np.shape(target)
     g1 = np.broadcast_to(np.asarray(log_prob_upstream, np.float64), shape).reshape(-1)
     g2 = np.broadcast_to(np.asarray(entropy_upstream, np.float64), shape).reshape(-1)
@@ -176,11 +192,84 @@ def linear_log_probs(
         log_prob[rows], entropy[rows] = np.where(valid, -part.nll, 0.0), np.where(valid, h, 0.0)
         dz = -p * (g1[rows, None] + g2[rows, None] * (np.where(p > 0, log_p, 0.0) + h[:, None]))
         dz[np.arange(valid.size), inputs.y[rows]] += g1[rows]
-        dz = np.where(valid[:, None], dz * _slope(part.z, options) * options.logit_scale, 0.0)
+        dz = np.where(valid[:, None], dz * _slope(part, options), 0.0)
         dx[rows] = dz @ inputs.w
         dw += dz.T @ np.where(valid[:, None], inputs.x[rows], 0.0)
         db += dz.sum(0)
     return LogProbResult(log_prob.reshape(shape), entropy.reshape(shape), dx.reshape(np.shape(hidden)), dw, db)
+
+
+def linear_token_log_probs(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    ids: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: ArrayLike = 1.0,
+    ignore_index: int = -100,
+    upstream: ArrayLike = 1.0,
+    chunk: int = 128,
+) -> TokenLogProbResult:
+    """log p of ids [..., K], or [K] for all tokens, and gradients of Σ log_prob · upstream.
+
+    ∂ log p_k / ∂z_j = δ_jk − p_j. Ignored ids give 0 and no gradient, and a token without another id is never read.
+    """
+    shape = (*np.shape(hidden)[:-1], np.shape(ids)[-1])
+    given = np.broadcast_to(np.asarray(ids), shape).reshape(-1, shape[-1]).astype(np.int64)
+    known = given != ignore_index
+    some = np.where(known.any(1), given[np.arange(len(given)), known.argmax(1)], ignore_index)
+    inputs = _inputs(hidden, weight, some, bias, None, None, ignore_index)
+    options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
+    options, inputs = _tempered(options, inputs, temperature)
+    g = np.where(known, np.broadcast_to(np.asarray(upstream, np.float64), shape).reshape(-1, shape[-1]), 0.0)
+    given, x = np.where(known, given, inputs.y[:, None]), np.where(inputs.valid[:, None], inputs.x, 0.0)
+    log_prob, dz = np.zeros(given.shape), np.zeros((len(given), inputs.b.size))
+    for start in range(0, len(given), chunk):
+        rows = slice(start, start + chunk)
+        r, index = x[rows] @ inputs.w.T + inputs.b, np.arange(len(x[rows]))
+        best = given[rows][index, np.take_along_axis(r, given[rows], 1).argmax(1)]
+        part = _anchored(r, best, options, inputs.tau[rows])
+        z = np.take_along_axis(part.z, given[rows], 1)
+        highest, total = part.target_logit[:, None], part.s + part.e_target
+        log_prob[rows] = np.where(z == highest, 0.0, z - np.where(np.isinf(highest), 0.0, highest)) - part.nll[:, None]
+        sums = g[rows].sum(1)
+        dz[rows] = -sums[:, None] * part.e / total[:, None]
+        np.add.at(dz[rows], (index[:, None], given[rows]), g[rows])
+        others = np.where(given[rows] == best[:, None], 0.0, g[rows]).sum(1)
+        dz[rows][index, best] = sums * part.s / total - others  # 1 − p is no difference
+        dz[rows] *= _slope(part, options)
+    dz[~inputs.valid] = 0.0
+    return TokenLogProbResult(
+        np.where(known, log_prob, 0.0).reshape(shape),
+        dz,
+        (dz @ inputs.w).reshape(np.shape(hidden)),
+        dz.T @ x,
+        dz.sum(0),
+    )
+
+
+def linear_top_k(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    k: int,
+    bias: ArrayLike | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: ArrayLike = 1.0,
+) -> tuple[Array, NDArray[np.int64]]:
+    """log p and ids of the k largest logits of every token, [..., k] each, largest first; of equal ones the first."""
+    options = LossOptions("none", logit_scale=logit_scale, softcap=softcap)
+    tokens, w = np.shape(hidden)[:-1], _float64(weight)
+    r = _float64(hidden).reshape(-1, w.shape[1]) @ w.T + (0.0 if bias is None else _float64(bias))
+    z = _anchored(r, r.argmax(1), options, np.ones(len(r))).z  # the order of a token's logits has no temperature
+    ids = np.argsort(-z, axis=1, kind="stable")[:, :k].reshape(*tokens, k)
+    result = linear_token_log_probs(
+        hidden, weight, ids, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature, upstream=0.0
+    )
+    return result.log_prob, ids
 
 
 def cross_entropy(
@@ -213,7 +302,7 @@ def cross_entropy(
     loss, gradient, stats = np.zeros(tokens), np.zeros_like(r), []
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
-        part = _anchored(r[rows], inputs.y[rows], options)
+        part = _anchored(r[rows], inputs.y[rows], options, inputs.tau[rows])
         loss[rows] = _loss_rows(inputs, rows, options, part)
         stats.append(_stats_rows(inputs, rows, part))
         gradient[rows] = _logit_gradient(inputs, rows, options, part, g_rows[rows] * inputs.t[rows])
@@ -258,7 +347,16 @@ def _inputs(
         valid=valid,
         t=np.where(valid, t, 0.0),
         k=np.ones(vocab) if class_weight is None else _float64(class_weight),
+        tau=np.ones(y.size),
     )
+
+
+def _tempered(options: LossOptions, inputs: _Inputs, temperature: ArrayLike) -> tuple[LossOptions, _Inputs]:
+    """One temperature for all tokens goes into the options, one per token into the inputs."""
+    if not np.ndim(temperature) and not isinstance(temperature, np.ndarray):
+        return options.tempered(float(temperature)), inputs  # type: ignore[arg-type]
+    tau = np.where(inputs.valid, _float64(temperature).reshape(-1), 1.0)
+    return options, dataclasses.replace(inputs, tau=tau)
 
 
 def _norm(inputs: _Inputs, options: LossOptions, normalizer: ArrayLike | None) -> float:
@@ -271,20 +369,26 @@ def _norm(inputs: _Inputs, options: LossOptions, normalizer: ArrayLike | None) -
     return 1.0 / float(counts.sum()) if np.any(counts != 0) else 0.0
 
 
-def _slope(z: Array, options: LossOptions) -> Array | float:
-    """∂z/∂(scale · r): 1, or 1 − (z / cap)² with a softcap."""
-    return 1.0 if options.softcap is None else 1.0 - (z / options.softcap) ** 2
+def _slope(part: _Chunk, options: LossOptions) -> Array:
+    """∂z/∂r: scale / τ, with a softcap times 1 − (z τ / cap)²."""
+    return _bent(part, options) * options.logit_scale / part.tau[:, None]
+
+
+def _bent(part: _Chunk, options: LossOptions) -> Array | float:
+    """The softcap's slope."""
+    return 1.0 if options.softcap is None else 1.0 - (part.z * part.tau[:, None] / options.softcap) ** 2
 
 
 def _exponentials(inputs: _Inputs, rows: slice, options: LossOptions) -> _Chunk:
-    return _anchored(inputs.x[rows] @ inputs.w.T + inputs.b, inputs.y[rows], options)
+    return _anchored(inputs.x[rows] @ inputs.w.T + inputs.b, inputs.y[rows], options, inputs.tau[rows])
 
 
-def _anchored(r: Array, y: NDArray[np.int64], options: LossOptions) -> _Chunk:
+def _anchored(r: Array, y: NDArray[np.int64], options: LossOptions, tau: Array) -> _Chunk:
     index = np.arange(y.size)
     z = options.logit_scale * r
     if options.softcap is not None:
         z = options.softcap * np.tanh(z / options.softcap)
+    z = z / tau[:, None]
     a = z[index, y]
     with np.errstate(invalid="ignore", over="ignore"):  # NaN or −inf in a row gives NaN in that row alone
         highest = z.max(axis=1)
@@ -296,7 +400,7 @@ def _anchored(r: Array, y: NDArray[np.int64], options: LossOptions) -> _Chunk:
         # log1p keeps full relative accuracy where p is near 1. In a row that is anchored at its maximum p is small.
         nll = np.where(anchor == a, np.log1p(s), (anchor - a) + np.log(s + e_target))
         lse = np.where(anchor == a, a + np.log1p(s), anchor + np.log(s + e_target))
-    return _Chunk(z, e, anchor, e_target, s, a, nll, lse)
+    return _Chunk(z, e, anchor, e_target, s, a, nll, lse, tau)
 
 
 def _loss_rows(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk) -> Array:
@@ -346,7 +450,7 @@ def _logit_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _C
     total = part.s + part.e_target
     dz = (beta + rest)[:, None] * (part.e / total[:, None]) - smooth * k
     dz[index, y] = (rest * part.e_target - beta * part.s) / total - smooth * k[y]
-    dz = dz * _slope(part.z, options) * options.logit_scale * g[:, None]
+    dz = dz * _slope(part, options) * g[:, None]
     return np.where(valid[:, None], dz, 0.0)
 
 
@@ -355,7 +459,7 @@ def _lse_gradient(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chu
     total = part.s + part.e_target
     p = part.e / total[:, None]
     p[np.arange(len(p)), inputs.y[rows]] = part.e_target / total
-    dz = p * _slope(part.z, options) * options.logit_scale * g[:, None]
+    dz = p * _slope(part, options) * g[:, None]
     return np.where(inputs.valid[rows, None], dz, 0.0)
 
 
@@ -385,10 +489,10 @@ def _matrix(inputs: _Inputs, rows: slice, options: LossOptions, part: _Chunk, g:
         p[index, y] = part.e_target / total
         dz = alpha[:, None] * p - smooth * k
         dz[index, y] -= beta
-        return np.where(valid[:, None], dz * _slope(part.z, options) * g[:, None], 0.0), np.ones(y.size)
+        return np.where(valid[:, None], dz * _bent(part, options) * g[:, None], 0.0), np.ones(y.size)
     floor = ALPHA_FLOOR * np.abs(beta)
     alpha = np.where(np.abs(alpha) < floor, np.copysign(floor, alpha), alpha)
     divisor = np.where(alpha == 0.0, 1.0, alpha)
     e = part.e.copy()
     e[index, y] = ((alpha - beta) * part.e_target - beta * part.s) / divisor
-    return np.where(valid[:, None], e * _slope(part.z, options), 0.0), np.where(valid, g * alpha / total, 0.0)
+    return np.where(valid[:, None], e * _bent(part, options), 0.0), np.where(valid, g * alpha / total, 0.0)

@@ -218,14 +218,15 @@ def check_arrays(
     bias: ArrayInfo | None = None,
     token_weight: ArrayInfo | None = None,
     class_weight: ArrayInfo | None = None,
+    temperature: ArrayInfo | None = None,
     *,
     mixed_dtypes: bool = False,
 ) -> None:
     """Check ranks, sizes and dtypes of a call's arrays against each other.
 
     hidden [..., D] and weight [V, D] floating, of one dtype unless ``mixed_dtypes`` (autocast); target [...] int32 or
-    int64; bias [V] of weight's dtype; token_weight [...] and class_weight [V] floating. Raises TypeError for a dtype,
-    ValueError for a rank or size.
+    int64; bias [V] of weight's dtype; token_weight and temperature [...], and class_weight [V], floating. Raises
+    TypeError for a dtype, ValueError for a rank or size.
     """
     for name, info in (("hidden", hidden), ("weight", weight)):
         check_dtype(name, info, FLOAT_DTYPES)
@@ -252,6 +253,7 @@ def check_arrays(
         if bias.dtype != weight.dtype and not (mixed_dtypes and bias.dtype in FLOAT_DTYPES):
             raise TypeError(f"bias: got dtype {bias.dtype}, allowed is weight's {weight.dtype}")
     _check_weights("token_weight", token_weight, target.shape, "target's shape")
+    _check_weights("temperature", temperature, target.shape, "a number, or one per token, target's shape")
     _check_weights("class_weight", class_weight, (vocab,), "[V] =")
 
 
@@ -270,6 +272,19 @@ def check_logits(
         raise ValueError(f"target: got shape {target.shape}, allowed is logits' leading axes {logits.shape[:-1]}")
     _check_weights("token_weight", token_weight, target.shape, "target's shape")
     _check_weights("class_weight", class_weight, logits.shape[-1:], "[V] =")
+
+
+def temperature_error(position: tuple[int, ...], value: float) -> ValueError:
+    """The error for one token's temperature. It is looked for only where that costs no synchronisation."""
+    where = ", ".join(map(str, position))
+    return ValueError(
+        f"temperature: got {value:g} at index ({where}), allowed is a number in [{SMALLEST_FACTOR:g}, "
+        f"{LARGEST_FACTOR:g}] for every token that counts"
+    )
+
+
+ONE_TEMPERATURE = "its kernels take one temperature for all tokens"
+"""The reason of an :func:`unavailable_error` for one per token."""
 
 
 def check_counted(target: ArrayInfo, token_weight: ArrayInfo | None, class_weight: ArrayInfo | None) -> None:
@@ -327,11 +342,13 @@ def needs_cuda(device: str) -> str:
     return f"its kernels need a CUDA device, not {device}"
 
 
-def out_of_range_error(position: tuple[int, ...], target: int, vocab: int, ignore_index: int) -> ValueError:
+def out_of_range_error(
+    position: tuple[int, ...], target: int, vocab: int, ignore_index: int, name: str = "target"
+) -> ValueError:
     """The error for a target outside the vocabulary. It is looked for only where that costs no synchronisation."""
     where = ", ".join(map(str, position))
     return ValueError(
-        f"target: got id {target} at index ({where}), allowed are 0 to {vocab - 1} and ignore_index = {ignore_index}"
+        f"{name}: got id {target} at index ({where}), allowed are 0 to {vocab - 1} and ignore_index = {ignore_index}"
     )
 
 

@@ -4,6 +4,7 @@ from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.distributed.normalizer import global_normalizer
 from logitless.jax_impl.distributed.sharding import sharded_linear_cross_entropy, sharded_linear_log_probs
 from logitless.jax_impl.gather import padded_index_gather
+from logitless.jax_impl.given_ids.api import linear_token_log_probs, linear_top_k
 from logitless.jax_impl.given_logits.api import cross_entropy
 from logitless.jax_impl.losses import clipped_policy_loss, distillation_loss, dpo_loss, kto_loss
 from logitless.jax_impl.profiling import profile_losses, profile_saved_residuals
@@ -17,6 +18,8 @@ __all__ = [
     "kto_loss",
     "linear_cross_entropy",
     "linear_log_probs",
+    "linear_token_log_probs",
+    "linear_top_k",
     "padded_index_gather",
     "profile_losses",
     "profile_saved_residuals",

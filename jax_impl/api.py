@@ -8,7 +8,7 @@ from __future__ import annotations
 from jax import Array
 
 from logitless.jax_impl import checks
-from logitless.jax_impl.call import Arrays, RawArrays, Request, taking_wrappers
+from logitless.jax_impl.call import Arrays, RawArrays, Request, taking_wrappers, temperatures
 from logitless.jax_impl.distributed.parallel import AxisName
 from logitless.jax_impl.vjp import log_probs_and_entropy, loss_and_stats
 from logitless.planning import ChunkPlan
@@ -30,7 +30,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     normalizer: Array | float | None = None,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
@@ -68,7 +68,9 @@ def linear_cross_entropy(
         z_loss: factor of lse², at least 0.
         logit_scale: of the model, greater than 0.
         softcap: of the model, greater than 0, or None.
-        temperature: divides z last of all, after the softcap, as a sampler's does; greater than 0.
+        temperature: divides z last of all, after the softcap, as a sampler's does; greater than 0. A number, or one per
+            token, [...] floating, constant (no gradient). The kernels take a number: one per token runs on plain
+            operations, and backend="pallas" beside it is refused.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or an array without
             axes, constant.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
@@ -106,10 +108,11 @@ def linear_cross_entropy(
     that cannot run.
     """
     # A normalizer may be a number.
-    raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)  # type: ignore[arg-type]
+    own, number = temperatures(temperature)
+    raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer, own)  # type: ignore[arg-type]
     request = Request(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-        logit_scale=logit_scale, softcap=softcap, temperature=temperature, plan=plan, memory_budget=memory_budget,
+        logit_scale=logit_scale, softcap=softcap, temperature=number, plan=plan, memory_budget=memory_budget,
         backend=backend, statistics=return_stats, lse=return_lse, shift=shift,
     )  # fmt: skip
     arrays, call = checks.ready(raw, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
@@ -126,7 +129,7 @@ def linear_log_probs(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     ignore_index: int = -100,
     with_entropy: bool = False,
     plan: ChunkPlan | None = None,
@@ -147,9 +150,10 @@ def linear_log_probs(
 
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
-    raw = Arrays(hidden, weight, bias, target)
+    own, number = temperatures(temperature)
+    raw: RawArrays = Arrays(hidden, weight, bias, target, temperature=own)
     request = Request(
-        reduction="none", ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
+        reduction="none", ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=number,
         plan=plan, memory_budget=memory_budget, backend=backend, statistics=with_entropy, log_probs=True,
     )  # fmt: skip
     arrays, call = checks.ready(raw, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))

@@ -56,6 +56,7 @@ class Arrays(NamedTuple, Generic[Leaf]):
     token_weight: Leaf | None = None  # [...]
     class_weight: Leaf | None = None  # [V]
     normalizer: Leaf | None = None  # []
+    temperature: Leaf | None = None  # [...]; None: one number for all tokens, which is among the options
 
 
 RawArray = Array | NDArray[np.generic] | np.generic
@@ -79,6 +80,12 @@ def taking_wrappers(function: Callable[Given, Result]) -> Callable[Given, Result
         return function(*map(plain, arguments), **values)  # type: ignore[arg-type]  # arrays in the place of wrappers
 
     return call
+
+
+def temperatures(temperature: RawArray | float) -> tuple[RawArray | None, float]:
+    """One per token or None, and what the options say."""
+    is_array = isinstance(temperature, jax.Array | np.ndarray)
+    return (temperature, 1.0) if is_array else (None, temperature)  # type: ignore[return-value]
 
 
 def as_jax(raw: Pytree, dtype: DTypeLike) -> Pytree:
@@ -169,6 +176,7 @@ class Inputs(NamedTuple):
     shard: Shard = WHOLE  # with an axis, V of the arrays above is that of this device's slice
     shared: Shared | None = None
     precision: Precision = Precision()
+    temperature: Array | None = None  # [N] accumulation dtype, 1 where ignored; None: the options have it
 
     @staticmethod
     def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE) -> Inputs:
@@ -183,6 +191,7 @@ class Inputs(NamedTuple):
         if arrays.token_weight is not None:
             weights = arrays.token_weight.reshape(-1).astype(accumulation)
         class_weight = None if arrays.class_weight is None else arrays.class_weight.astype(accumulation)
+        temperature = None if arrays.temperature is None else arrays.temperature.reshape(-1).astype(accumulation)
         return Inputs(
             hidden=shard.gather(hidden.reshape(-1, hidden.shape[-1])),
             weight=weight.astype(hidden.dtype) if wide else weight,
@@ -194,6 +203,7 @@ class Inputs(NamedTuple):
             class_weight=class_weight,
             shard=shard,
             precision=Precision(wide),
+            temperature=None if temperature is None else jnp.where(valid, temperature, 1.0),
         )
 
     @property

@@ -6,6 +6,7 @@ Mirror of torch_impl/checks.py. An error names the argument, what came and what 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 
 import jax
@@ -39,6 +40,8 @@ def ready(raw: RawArrays, request: Request, shard: Shard) -> tuple[Arrays[Array]
     spec.check_shift(request.shift, tuple(raw.target.shape))
     check_normalizer(raw.normalizer, request.reduction)
     check_ids(raw.target, shard.vocab or raw.weight.shape[0], options.ignore_index, request.shift)
+    if raw.temperature is not None:
+        _check_temperatures(raw.temperature, raw.target, options.ignore_index, request.shift)
     name = usable_backend(request.backend, raw, cut=False)
     plan = _chosen_plan(raw, shard, request, options, name)
     arrays = as_jax(raw, raw.hidden.dtype)
@@ -70,7 +73,20 @@ def usable_backend(name: str | None, raw: RawArrays, *, cut: bool = True) -> str
         reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; sharded_linear_cross_entropy does"
     elif not cut and any(map(on_several_devices, raw)):
         reason = "its kernels run on one device; sharded_linear_cross_entropy runs them on every device's part"
-    return chosen_backend(name, raw.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
+
+    def chosen(reason: str | None) -> str:
+        return chosen_backend(name, raw.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
+
+    if not isinstance(raw, Arrays) or raw.temperature is None:
+        return chosen(reason)
+    if name is None and chosen(reason) == "pallas":
+        warnings.warn(
+            f"temperature: got one per token; the Pallas kernels are not used, for {spec.ONE_TEMPERATURE}. Plain "
+            f"operations are; backend='xla' asks for them without this warning",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return chosen(reason or spec.ONE_TEMPERATURE)
 
 
 def shard_of(weight: RawArray, axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool) -> Shard:
@@ -149,9 +165,10 @@ def check_arrays(raw: RawArrays, shard: Shard) -> None:
     """Check types, sizes and dtypes, and how the arrays lie on the devices of an axis."""
     arrays = raw._asdict()
     del arrays["normalizer"]
-    check_types(arrays, ("bias", "token_weight", "class_weight"))
+    check_types(arrays, ("bias", "token_weight", "class_weight", "temperature"))
     hidden = parallel.gathered_info(info(raw.hidden), shard)
-    optional = (None if array is None else info(array) for array in (raw.bias, raw.token_weight, raw.class_weight))
+    others = raw.bias, raw.token_weight, raw.class_weight, raw.temperature
+    optional = (None if array is None else info(array) for array in others)
     # Weights in float32 beside narrower hidden states, as mixed-precision training has them.
     mixed = str(raw.weight.dtype) == "float32" and hidden.dtype in ("bfloat16", "float16")
     spec.check_arrays(hidden, info(raw.weight), info(raw.target), *optional, mixed_dtypes=mixed)
@@ -173,11 +190,11 @@ def check_normalizer(normalizer: object, reduction: str) -> None:
     spec.check_normalizer(normalizer, known, reduction)
 
 
-def check_ids(target: RawArray, vocab: int, ignore_index: int, shift: int = 0) -> None:
+def check_ids(target: RawArray, vocab: int, ignore_index: int, shift: int = 0, name: str = "target") -> None:
     """Raise ValueError for an id outside, where looking at the ids waits for nothing. Else that token's loss is NaN.
 
     The first ``shift`` ids along the last axis are no position's target. A NumPy array is always looked at before it
-    is converted, because int64 would wrap to int32.
+    is converted, because int64 would wrap to int32. ``name``: of the argument, for the error.
     """
     ids = readable(target)
     if ids is None:
@@ -187,7 +204,21 @@ def check_ids(target: RawArray, vocab: int, ignore_index: int, shift: int = 0) -
         outside = outside & (np.arange(ids.shape[-1]) >= shift)
     if outside.any():
         position = tuple(int(axis[0]) for axis in np.nonzero(outside))
-        raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index)
+        raise spec.out_of_range_error(position, int(ids[position]), vocab, ignore_index, name)
+
+
+def _check_temperatures(temperature: RawArray, target: RawArray, ignore_index: int, shift: int) -> None:
+    """Look at the temperatures of the tokens that count, where looking waits for nothing."""
+    values, ids = readable(temperature), readable(target)
+    if values is None or ids is None:
+        return
+    counted = ids != ignore_index
+    if shift:
+        counted = np.concatenate([counted[..., shift:], np.zeros_like(counted[..., :shift])], axis=-1)
+    outside = counted & ~((values >= spec.SMALLEST_FACTOR) & (values <= spec.LARGEST_FACTOR))
+    if outside.any():
+        position = tuple(int(axis[0]) for axis in np.nonzero(outside))
+        raise spec.temperature_error(position, float(values[position]))
 
 
 def readable(array: RawArray) -> NDArray[np.integer] | None:
@@ -203,8 +234,8 @@ def readable(array: RawArray) -> NDArray[np.integer] | None:
 
 def check_constants(primals: object) -> None:
     """Raise ValueError if a constant is differentiated."""
-    for name in ("token_weight", "class_weight", "normalizer"):
-        leaf = getattr(primals, name)
+    for name in ("token_weight", "class_weight", "normalizer", "temperature"):
+        leaf = getattr(primals, name, None)
         if leaf is not None and leaf.perturbed:
             raise ValueError(
                 f"{name}: got an array that is differentiated, allowed is a constant: jax.lax.stop_gradient it, or "
@@ -230,7 +261,7 @@ def _check_placement(shard: Shard, raw: RawArrays) -> None:
     if not shard.active or not parallel.tracked():
         return
     names = set(parallel.names_of(shard.axis_name))
-    wanted = {"weight": True, "target": False, "token_weight": False, "normalizer": False}
+    wanted = {"weight": True, "target": False, "token_weight": False, "normalizer": False, "temperature": False}
     if shard.sequence_parallel:
         wanted["hidden"] = True
     for name, differs in wanted.items():
@@ -239,17 +270,24 @@ def _check_placement(shard: Shard, raw: RawArrays) -> None:
             if differs:
                 raise ValueError(f"{name}: got the same array on every device, allowed is each device's part of it")
             continue
-        found = parallel.varying(array) & names
-        if differs and found != names:
+        if differs and parallel.varying(array) & names != names:
             raise ValueError(
                 f"{name}: got an array that is the same on all devices of {shard.axis_name!r}, allowed is each "
                 f"device's part of it (in_specs of jax.shard_map)"
             )
-        if not differs and found:
-            raise ValueError(
-                f"{name}: got an array that varies over {shard.axis_name!r}, allowed is the same one on all its "
-                f"devices (in_specs of jax.shard_map without that axis)"
-            )
+        if not differs:
+            check_same(name, array, shard)
+
+
+def check_same(name: str, array: RawArray, shard: Shard) -> None:
+    """Raise ValueError if JAX knows (check_vma=True) that the devices of the axis have different arrays."""
+    if not shard.active or not parallel.tracked() or not isinstance(array, jax.Array):
+        return
+    if parallel.varying(array) & set(parallel.names_of(shard.axis_name)):
+        raise ValueError(
+            f"{name}: got an array that varies over {shard.axis_name!r}, allowed is the same one on all its "
+            f"devices (in_specs of jax.shard_map without that axis)"
+        )
 
 
 def _check_uncut(raw: RawArrays) -> None:

@@ -14,9 +14,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from logitless import numerics
-from logitless.jax_impl.call import XP, Inputs, Statistics, TokenSums
+from logitless.jax_impl.call import XP, Gradients, Inputs, Needs, Statistics, TokenSums
 from logitless.jax_impl.distributed.parallel import Shard
-from logitless.jax_impl.slices import Index, put, take
+from logitless.jax_impl.slices import Index, for_slices, put, take
+from logitless.objectives import Tile
 from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -40,32 +41,86 @@ def product(a: Array, b: Array, dtype: DTypeLike) -> Array:
     return jnp.dot(a, b, preferred_element_type=dtype)
 
 
-def capped(z: Array, options: LossOptions) -> Array:
-    """f(r): logit_scale, then softcap."""
-    if options.softcap is None:
-        return z if options.logit_scale == 1.0 else z * options.logit_scale
-    return options.softcap * jnp.tanh(z * (options.logit_scale / options.softcap))
+def capped(z: Array, options: LossOptions, temperature: Array | None = None) -> Array:
+    """f(r): logit_scale, then softcap, then the tokens' own temperatures."""
+    if options.softcap is not None:
+        z = options.softcap * jnp.tanh(z * (options.logit_scale / options.softcap))
+    elif options.logit_scale != 1.0:
+        z = z * options.logit_scale
+    return z if temperature is None else z / temperature
 
 
-def slope(z: Array, options: LossOptions) -> Array:
-    """1 − (z / cap)²: the softcap's derivative, from the capped logits."""
+def slope(z: Array, options: LossOptions, temperature: Array | None = None) -> Array:
+    """1 − (z / cap)²: the softcap's derivative, from the capped logits and the tokens' own temperatures."""
     assert options.softcap is not None
-    return 1.0 - jnp.square(z / options.softcap)
+    return 1.0 - jnp.square(z / options.softcap if temperature is None else z / options.softcap * temperature)
 
 
-def logits_block(x: Array, inputs: Inputs, start: Index, size: int, options: LossOptions) -> Array:
-    """z[:, start:start + size] of the rows x, in the accumulation dtype."""
+def temperature_column(inputs: Inputs, first: Index, tokens: int) -> Array | None:
+    """[C, 1] of the tokens from ``first``, if each has its own."""
+    return None if inputs.temperature is None else take(inputs.temperature, first, tokens)[:, None]
+
+
+def logits_block(x: Array, inputs: Inputs, first: Index, start: Index, size: int, options: LossOptions) -> Array:
+    """z[:, start:start + size] of the rows x, in the accumulation dtype. ``first``: x's first token."""
     dtype = inputs.accumulation_dtype
     z = product(x, take(inputs.weight, start, size).T, dtype)
     if inputs.bias is not None:
         z = z + take(inputs.bias, start, size).astype(dtype)
-    return capped(z, options)
+    return capped(z, options, temperature_column(inputs, first, x.shape[0]))
 
 
 def rows_of(inputs: Inputs, first: Index, size: int) -> Array:
     """The chunk's hidden states, zero for an ignored token whatever it holds."""
     x = take(inputs.hidden, first, size)
     return jnp.where(take(inputs.valid, first, size)[:, None], x, jnp.zeros((), x.dtype))
+
+
+def tile_gradients(
+    inputs: Inputs, tile: Tile, needs: Needs, unit: Array, logit_gradient: Callable[[Array, Index, Index, int], Array]
+) -> Gradients:
+    """dX, dW and db from the gradient of the raw logits, a tile at a time: 4·N·D·V flops beside its own.
+
+    ``logit_gradient(x, first, start, columns)`` is a tile of it divided by ``unit``, [C, B]; x [C, D] are the hidden
+    states of the tokens from ``first``. dX and db are in the accumulation dtype. dW is in the weight's: a block of the
+    vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded once and no
+    accumulator of dW's size exists.
+    """
+    dtype, (vocab, size) = inputs.accumulation_dtype, inputs.weight.shape
+
+    def block(carry: Gradients, start: Index, columns: int) -> Gradients:
+        def chunk(carry: Gradients, first: Index, tokens: int) -> Gradients:
+            dx, part, bias_part = carry
+            x = rows_of(inputs, first, tokens)
+            dz = logit_gradient(x, first, start, columns)
+            operand = dz.astype(x.dtype)
+            if dx is not None:
+                rows = product(operand, take(inputs.weight, start, columns), dtype)
+                dx = put(dx, take(dx, first, tokens) + rows, first)
+            if part is not None:
+                part = part + product(operand.T, x, dtype)
+            return Gradients(dx, part, None if bias_part is None else bias_part + dz.sum(axis=0))
+
+        parts = Gradients(
+            hidden=carry.hidden,
+            weight=jnp.zeros((columns, size), dtype) if needs.weight else None,
+            bias=jnp.zeros(columns, dtype) if needs.bias else None,
+        )
+        dx, part, bias_part = for_slices(tile.tokens, tile.token_chunk, chunk, parts)
+        dw, db = carry.weight, carry.bias
+        if dw is not None and part is not None:
+            dw = put(dw, (part * unit).astype(inputs.weight.dtype), start)
+        if db is not None and bias_part is not None:
+            db = put(db, bias_part * unit, start)
+        return Gradients(dx, dw, db)
+
+    zeros = Gradients(
+        hidden=jnp.zeros(inputs.hidden.shape, dtype) if needs.hidden else None,
+        weight=jnp.zeros((vocab, size), inputs.weight.dtype) if needs.weight else None,
+        bias=jnp.zeros(vocab, dtype) if needs.bias else None,
+    )
+    gradients = for_slices(vocab, tile.vocab_chunk, block, zeros)
+    return gradients._replace(hidden=None if gradients.hidden is None else gradients.hidden * unit)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,9 +264,10 @@ class Smoothing(NamedTuple):
             return None
         return Smoothing(options.label_smoothing / inputs.vocab, *sums())
 
-    def weighted_logits(self, x: Array, options: LossOptions) -> Array:
-        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
-        return (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+    def weighted_logits(self, x: Array, options: LossOptions, temperature: Array | None = None) -> Array:
+        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j), divided by the token's own temperature."""
+        z = (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+        return z if temperature is None else z / temperature
 
 
 def normalizer(inputs: Inputs, options: LossOptions, denominator: Array | None) -> Array:

@@ -31,7 +31,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from logitless import numerics
 from logitless.jax_impl import vjp
 from logitless.jax_impl.call import XP, Arrays, Gradients, Inputs, Leaf, Needs
-from logitless.jax_impl.chunk import logits_block, product, rows_of, slope
+from logitless.jax_impl.chunk import logits_block, rows_of, slope, temperature_column, tile_gradients
 from logitless.jax_impl.residuals import Packed, packed, unpacked
 from logitless.jax_impl.slices import Index, for_slices, put, take
 from logitless.objectives import Tile
@@ -58,6 +58,7 @@ class DivergenceArrays(NamedTuple, Generic[Leaf]):
     teacher_weight: Leaf  # [V, D_teacher]
     teacher_bias: Leaf | None  # [V]
     target: Leaf  # [...] −100 where a token does not count, else 0
+    temperature: Leaf | None  # [...]; None: the options have it
     lse: Leaf  # [2, N]
     teacher_lse: Leaf  # [2, N]
 
@@ -73,9 +74,9 @@ class Side(NamedTuple):
         """The chunk's hidden states [C, D], 0 where a token does not count."""
         return rows_of(self.inputs, first, tokens)
 
-    def logits(self, x: Array, start: Index, size: int) -> Array:
-        """z of a tile, [C, B], in the accumulation dtype."""
-        return logits_block(x, self.inputs, start, size, self.options)
+    def logits(self, x: Array, first: Index, start: Index, size: int) -> Array:
+        """z of a tile, [C, B], in the accumulation dtype; x [C, D] are its rows, from ``first``."""
+        return logits_block(x, self.inputs, first, start, size, self.options)
 
     def log_probs(self, z: Array, first: Index) -> Array:
         """log softmax(z) of a tile's logits, [C, B]."""
@@ -121,8 +122,8 @@ def _gradient(log_p: Array, log_q: Array, mean: Array, beta: float) -> Array:
 
 
 def _sides(call: DivergenceCall, arrays: DivergenceArrays[Array]) -> tuple[Side, Side]:
-    student = Arrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target)
-    teacher = Arrays(arrays.teacher_hidden, arrays.teacher_weight, arrays.teacher_bias, arrays.target)
+    student = Arrays(arrays.hidden, arrays.weight, arrays.bias, arrays.target, temperature=arrays.temperature)
+    teacher = student._replace(hidden=arrays.teacher_hidden, weight=arrays.teacher_weight, bias=arrays.teacher_bias)
     ignored = call.options.ignore_index
     return (
         Side(Inputs.of(student, ignored), call.options, arrays.lse),
@@ -138,8 +139,8 @@ def _forward(call: DivergenceCall, arrays: DivergenceArrays[Array]) -> tuple[Arr
         x, teacher_x = student.rows(first, tokens), teacher.rows(first, tokens)
 
         def block(carry: tuple[Array, Array], start: Index, size: int) -> tuple[Array, Array]:
-            log_q = student.log_probs(student.logits(x, start, size), first)
-            log_p = teacher.log_probs(teacher.logits(teacher_x, start, size), first).astype(log_q.dtype)
+            log_q = student.log_probs(student.logits(x, first, start, size), first)
+            log_p = teacher.log_probs(teacher.logits(teacher_x, first, start, size), first).astype(log_q.dtype)
             total, mean = _divergence_rows(log_p, log_q, call.beta)
             return carry[0] + total, carry[1] + mean
 
@@ -155,52 +156,19 @@ def _forward(call: DivergenceCall, arrays: DivergenceArrays[Array]) -> tuple[Arr
 def _gradients(
     call: DivergenceCall, arrays: DivergenceArrays[Array], mean: Array, upstream: Array, needs: Needs
 ) -> Gradients:
-    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D.
-
-    A block of the vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded
-    once and no accumulator of dW's size exists.
-    """
-    (student, teacher), tile = _sides(call, arrays), call.tile
-    inputs, dtype, (vocab, size) = student.inputs, mean.dtype, arrays.weight.shape
+    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D."""
+    student, teacher = _sides(call, arrays)
+    inputs = student.inputs
     factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
 
-    def block(carry: Gradients, start: Index, columns: int) -> Gradients:
-        def chunk(carry: Gradients, first: Index, tokens: int) -> Gradients:
-            dx, part, bias_part = carry
-            x = student.rows(first, tokens)
-            dz = _logit_gradient(call, student, teacher, x, first, start, columns, mean)
-            dz = dz * take(factor, first, tokens)[:, None]
-            operand = dz.astype(x.dtype)
-            if dx is not None:
-                rows = product(operand, take(inputs.weight, start, columns), dtype)
-                dx = put(dx, take(dx, first, tokens) + rows, first)
-            if part is not None:
-                part = part + product(operand.T, x, dtype)
-            return Gradients(dx, part, None if bias_part is None else bias_part + dz.sum(axis=0))
+    def logit_gradient(x: Array, first: Index, start: Index, columns: int) -> Array:
+        dz = _logit_gradient(call, student, teacher, x, first, start, columns, mean)
+        return dz * take(factor, first, x.shape[0])[:, None]
 
-        parts = Gradients(
-            hidden=carry.hidden,
-            weight=jnp.zeros((columns, size), dtype) if needs.weight else None,
-            bias=jnp.zeros(columns, dtype) if needs.bias else None,
-        )
-        dx, part, bias_part = for_slices(tile.tokens, tile.token_chunk, chunk, parts)
-        dw, db = carry.weight, carry.bias
-        if dw is not None and part is not None:
-            dw = put(dw, (part * unit).astype(inputs.weight.dtype), start)
-        if db is not None and bias_part is not None:
-            db = put(db, bias_part * unit, start)
-        return Gradients(dx, dw, db)
-
-    zeros = Gradients(
-        hidden=jnp.zeros(inputs.hidden.shape, dtype) if needs.hidden else None,
-        weight=jnp.zeros((vocab, size), inputs.weight.dtype) if needs.weight else None,
-        bias=jnp.zeros(vocab, dtype) if needs.bias else None,
-    )
-    gradients = for_slices(vocab, tile.vocab_chunk, block, zeros)
-    return gradients._replace(hidden=None if gradients.hidden is None else gradients.hidden * unit)
+    return tile_gradients(inputs, call.tile, needs, unit, logit_gradient)
 
 
 def _logit_gradient(
@@ -208,12 +176,12 @@ def _logit_gradient(
 ) -> Array:
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
     tokens = x.shape[0]
-    teacher_z = teacher.logits(teacher.rows(first, tokens), start, columns)
+    teacher_z = teacher.logits(teacher.rows(first, tokens), first, start, columns)
     log_p = teacher.log_probs(teacher_z, first).astype(mean.dtype)
-    z = student.logits(x, start, columns)
+    z = student.logits(x, first, start, columns)
     dz = _gradient(log_p, student.log_probs(z, first), take(mean, first, tokens), call.beta)
     if call.options.softcap is not None:
-        dz = dz * slope(z, call.options)
+        dz = dz * slope(z, call.options, temperature_column(student.inputs, first, tokens))
     return jnp.where(take(student.inputs.valid, first, tokens)[:, None], dz, 0.0)
 
 
@@ -238,7 +206,7 @@ def _divergence_backward(
         gradients = _gradients(call, arrays, mean, upstream, Needs(*flags))
     pairs = zip(gradients, arrays[:3], strict=True)
     hidden, weight, bias = (None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in pairs)
-    return (DivergenceArrays(hidden, weight, bias, None, None, None, None, None, None),)
+    return (DivergenceArrays(hidden, weight, bias, *(None,) * 7),)
 
 
 _divergence.defvjp(_divergence_forward, _divergence_backward, symbolic_zeros=True)

@@ -14,7 +14,7 @@ from jax import Array, lax
 from logitless import numerics, objectives, spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_log_probs
-from logitless.jax_impl.call import XP, Arrays, RawArray, RawArrays, Request, taking_wrappers
+from logitless.jax_impl.call import XP, Arrays, RawArray, RawArrays, Request, taking_wrappers, temperatures
 from logitless.jax_impl.distillation import DivergenceArrays, DivergenceCall, divergence
 from logitless.jax_impl.distributed.parallel import WHOLE, AxisName
 from logitless.objectives import (
@@ -54,7 +54,7 @@ def dpo_loss(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -138,7 +138,7 @@ def kto_loss(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -224,7 +224,7 @@ def clipped_policy_loss(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -320,7 +320,7 @@ def distillation_loss(
     teacher_bias: Array | None = None,
     mask: Array | None = None,
     beta: float = 0.0,
-    temperature: float = 1.0,
+    temperature: Array | float = 1.0,
     reduction: Reduction = "mean",
     normalizer: Array | float | None = None,
     logit_scale: float = 1.0,
@@ -348,7 +348,9 @@ def distillation_loss(
         teacher_hidden, teacher_weight, teacher_bias: [..., D_teacher], [V, D_teacher], [V], constant: never a gradient.
             Their dtype may be another than the student's. V must be the same: slice a padded vocabulary.
         mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
-        beta: β in [0, 1]. temperature: τ, greater than 0; it divides what the softcap gives.
+        beta: β in [0, 1].
+        temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
+            constant; with one per token the pass for the logsumexps is in plain operations too.
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant array without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
@@ -358,9 +360,8 @@ def distillation_loss(
     Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
     Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
     """
-    options = DistillationOptions(
-        beta, temperature, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap
-    )
+    each, number = temperatures(temperature)
+    options = DistillationOptions(beta, number, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
     sides = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
     for name, array in sides.items():
         checks.check_type(name, array)
@@ -368,9 +369,10 @@ def distillation_loss(
     objectives.check_sides(*map(checks.info, (hidden, weight, teacher_hidden, teacher_weight)))
     target, counted = _counted(np.zeros(hidden.shape[:-1], np.int32), mask, -100)
     own, other = options.logits(teacher=False), options.logits(teacher=True)
-    lse = _logsumexp(Arrays(hidden, weight, bias, target), own, memory_budget, backend)
+    student: RawArrays = Arrays(hidden, weight, bias, target, temperature=each)
+    lse = _logsumexp(student, own, memory_budget, backend)
     try:
-        teacher = Arrays(teacher_hidden, teacher_weight, teacher_bias, target)
+        teacher: RawArrays = Arrays(teacher_hidden, teacher_weight, teacher_bias, target, temperature=each)
         teacher_lse = _logsumexp(teacher, other, memory_budget, backend)
     except (TypeError, ValueError) as error:
         raise type(error)(objectives.of_teacher(str(error))) from None
@@ -382,7 +384,8 @@ def distillation_loss(
     arrays = DivergenceArrays(
         jnp.asarray(hidden), jnp.asarray(weight), None if bias is None else jnp.asarray(bias),
         _stopped(teacher_hidden), _stopped(teacher_weight), None if teacher_bias is None else _stopped(teacher_bias),
-        jnp.asarray(target), lse, teacher_lse.astype(lse.dtype),
+        jnp.asarray(target), None if each is None else _stopped(each), lse,
+        teacher_lse.astype(lse.dtype),
     )  # fmt: skip
     losses: Array = divergence(call, arrays)
     if reduction == "mean":

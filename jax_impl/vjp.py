@@ -290,7 +290,7 @@ def log_probs_gradients(
         return numerics.row_upstream(XP, inputs, call.options, inputs.wide(flat))
 
     g2 = None if g_entropy is None else rows(g_entropy)
-    known = numerics.known_log_prob_rows(XP, call.options, kept.sums, rows(g_log_prob), g2)
+    known = numerics.known_log_prob_rows(XP, inputs, call.options, kept.sums, rows(g_log_prob), g2)
     return backend.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
 
 

@@ -32,6 +32,7 @@ from logitless.jax_impl.chunk import (
     put_sums,
     rows_of,
     slope,
+    temperature_column,
 )
 from logitless.jax_impl.slices import Index, for_slices, put, rows_at, take, take_block
 from logitless.planning import ChunkPlan
@@ -47,19 +48,19 @@ def _target_logits(x: Array, inputs: Inputs, first: Index, options: LossOptions)
     tokens = x.shape[0]
     if inputs.shared is not None:
         return take(inputs.shared.target_logit, first, tokens)
-    logits = _row_logits(x, inputs, take(inputs.target, first, tokens), options)
+    logits = _row_logits(x, inputs, first, take(inputs.target, first, tokens), options)
     return jnp.where(take(inputs.inside, first, tokens), logits, jnp.nan)
 
 
 def own_target_logits(inputs: Inputs, options: LossOptions) -> Array:
     """The anchors [N] of the targets whose rows are on this device, 0 elsewhere."""
     place = inputs.shard.place(inputs.target)
-    logits = _row_logits(rows_of(inputs, 0, place.shape[0]), inputs, jnp.maximum(place, 0), options)
+    logits = _row_logits(rows_of(inputs, 0, place.shape[0]), inputs, 0, jnp.maximum(place, 0), options)
     return jnp.where(place >= 0, logits, 0.0)
 
 
-def _row_logits(x: Array, inputs: Inputs, target: Array, options: LossOptions) -> Array:
-    """z_{i, target_i} of the rows x."""
+def _row_logits(x: Array, inputs: Inputs, first: Index, target: Array, options: LossOptions) -> Array:
+    """z_{i, target_i} of the rows x, of the tokens from ``first``."""
     dtype, tokens = inputs.accumulation_dtype, x.shape[0]
 
     def part(dots: Array, start: Index, size: int) -> Array:
@@ -69,7 +70,12 @@ def _row_logits(x: Array, inputs: Inputs, target: Array, options: LossOptions) -
     dots = for_slices(tokens, ANCHOR_ROWS, part, jnp.zeros(tokens, dtype))
     if inputs.bias is not None:
         dots = dots + inputs.bias[target].astype(dtype)
-    return capped(dots, options)
+    return capped(dots, options, _temperatures(inputs, first, tokens))
+
+
+def _temperatures(inputs: Inputs, first: Index, tokens: int) -> Array | None:
+    """[C] of the tokens from ``first``, if each has its own."""
+    return None if inputs.temperature is None else take(inputs.temperature, first, tokens)
 
 
 def _start(
@@ -92,7 +98,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
 
         def block(carry: tuple[RunningSums, Array | None], start: Index, size: int) -> tuple[RunningSums, Array | None]:
             running, weighted = carry
-            z = logits_block(x, inputs, start, size, options)
+            z = logits_block(x, inputs, first, start, size, options)
             if weighted is not None:
                 k = inputs.class_weight
                 weighted = weighted + (z.sum(axis=1) if k is None else z @ take(k, start, size))
@@ -101,7 +107,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
 
         running, weighted = for_slices(plan.vocab, plan.vocab_chunk, block, (running, weighted))
         if smoothing is not None:
-            weighted = smoothing.weighted_logits(x, options)
+            weighted = smoothing.weighted_logits(x, options, _temperatures(inputs, first, tokens))
         running, weighted = running.together(shard, weighted)
         return put_sums(all_sums, running.finish(weighted), first)
 
@@ -281,14 +287,14 @@ def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs,
 
 
 def _held_exponentials(
-    inputs: Inputs, options: LossOptions, plan: ChunkPlan, e: Array, x: Array, running: RunningSums
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, e: Array, x: Array, first: Index, running: RunningSums
 ) -> tuple[Array, RunningSums]:
     """The exponentials of a chunk in the first rows of ``e``, and this device's sums of them."""
     tokens = x.shape[0]
 
     def logits(carry: tuple[Array, RunningSums], start: Index, size: int) -> tuple[Array, RunningSums]:
         e, running = carry
-        z = logits_block(x, inputs, start, size, options)
+        z = logits_block(x, inputs, first, start, size, options)
         return put(e, z, start, axis=1), running.observe(z, start)
 
     def exponentials(carry: tuple[Array, RunningSums], start: Index, size: int) -> tuple[Array, RunningSums]:
@@ -296,7 +302,7 @@ def _held_exponentials(
         z = take_block(e, tokens, start, size)
         running, block = running.exponentiate(z, start)
         if options.softcap is not None:
-            block = block * slope(z, options)
+            block = block * slope(z, options, temperature_column(inputs, first, tokens))
         return put(e, block, start, axis=1), running
 
     e, running = for_slices(plan.vocab, plan.vocab_chunk, logits, (e, running))
@@ -324,8 +330,9 @@ def loss_gradients(
         x = rows_of(inputs, first, tokens)
         target = inputs.shard.place(take(inputs.target, first, tokens))
         running = _start(inputs, options, x, target, first, statistics)
-        e, running = _held_exponentials(inputs, options, plan, e, x, running)
-        weighted = None if smoothing is None else smoothing.weighted_logits(x, options)
+        e, running = _held_exponentials(inputs, options, plan, e, x, first, running)
+        own = _temperatures(inputs, first, tokens)
+        weighted = None if smoothing is None else smoothing.weighted_logits(x, options, own)
         running, weighted = running.total(inputs.shard, weighted)
         part = running.finish(weighted)
 
@@ -333,7 +340,7 @@ def loss_gradients(
         alpha, beta = numerics.alpha_beta(XP, inputs, options, part.lse, k)
         element = numerics.target_over_alpha(XP, alpha, beta, running.e_target(), running.s)
         valid = take(inputs.valid, first, tokens)
-        element = jnp.where(valid, numerics.sloped(XP, element, part.target_logit, options), 0.0)
+        element = jnp.where(valid, numerics.sloped(XP, element, part.target_logit, options, own), 0.0)
 
         def matrix(start: Index, size: int) -> Array:
             return jnp.where(is_target(target, start, size), element[:, None], take_block(e, tokens, start, size))
@@ -351,11 +358,11 @@ def loss_gradients(
 
 
 def _known_block(
-    z: Array, known: KnownRows, first: Index, target: Array, start: Index, k: Array | None, options: LossOptions,
-    limit: Array | None,
+    z: Array, known: KnownRows, first: Index, target: Array, start: Index, k: Array | None, inputs: Inputs,
+    options: LossOptions,
 ) -> Array:  # fmt: skip
     """A block of the matrix of :class:`KnownRows`, from its logits."""
-    tokens = z.shape[0]
+    tokens, limit = z.shape[0], inputs.shard.limit()
 
     def column(values: Array) -> Array:
         return take(values, first, tokens)[:, None]
@@ -370,7 +377,7 @@ def _known_block(
     if known.sigma is not None:
         e = e - column(known.sigma) * (1.0 if k is None else k)
     if options.softcap is not None:
-        e = e * slope(z, options)
+        e = e * slope(z, options, temperature_column(inputs, first, tokens))
     if limit is not None:
         e = jnp.where(is_real(limit, start, z.shape[1]), e, 0.0)
     return jnp.where(is_target(target, start, z.shape[1]), column(known.target), e)
@@ -397,9 +404,9 @@ def known_gradients(
         target = inputs.shard.place(take(inputs.target, first, tokens))
 
         def matrix(start: Index, size: int) -> Array:
-            z = logits_block(x, inputs, start, size, options)
+            z = logits_block(x, inputs, first, start, size, options)
             k = None if inputs.class_weight is None else take(inputs.class_weight, start, size)
-            return _known_block(z, known, first, target, start, k, options, inputs.shard.limit())
+            return _known_block(z, known, first, target, start, k, inputs, options)
 
         return accumulators.add_chunk(state, first, x, take(known.factor, first, tokens), matrix)
 

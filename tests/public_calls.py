@@ -40,6 +40,13 @@ FACTORS = {"token_weight": PER_TOKEN, "class_weight": Array((V,), "weights")}
 ARRAYS: dict[str, dict[str, Array]] = {
     "linear_cross_entropy": HEAD | FACTORS | {"accumulate_into": Array((V, D), "into")},
     "linear_log_probs": HEAD,
+    "linear_token_log_probs": {name: array for name, array in HEAD.items() if name != "target"}
+    | {"ids": Array((N, 3), "index", optional=False, fixed=False)},
+    "linear_top_k": {
+        "hidden": dataclasses.replace(HEAD["hidden"], fixed=False),
+        "weight": HEAD["weight"],
+        "bias": HEAD["bias"],
+    },
     "cross_entropy": FACTORS | {"logits": Array((N, V), optional=False), "target": HEAD["target"]},
     "clipped_policy_loss": ROWS
     | {
@@ -72,7 +79,11 @@ ARRAYS: dict[str, dict[str, Array]] = {
         "index": Array((N,), "index", optional=False, fixed=False),
     },
 }
-MORE: dict[str, dict[str, Any]] = {"clipped_policy_loss": {"kl_coef": 0.1}, "kto_loss": {"kl": 0.1}}
+MORE: dict[str, dict[str, Any]] = {
+    "clipped_policy_loss": {"kl_coef": 0.1},
+    "kto_loss": {"kl": 0.1},
+    "linear_top_k": {"k": 3},
+}
 
 
 class Made:

@@ -25,6 +25,8 @@ from logitless.jax_impl import (  # noqa: E402
     global_normalizer,
     linear_cross_entropy,
     linear_log_probs,
+    linear_token_log_probs,
+    linear_top_k,
     sharded_linear_cross_entropy,
     sharded_linear_log_probs,
 )
@@ -188,6 +190,101 @@ def test_log_probs_and_entropy(how: str) -> None:
         assert error(made, wanted) <= 2 * TINY["float32"]
     assert error(dw[:58], true.weight_grad) <= 2 * TINY["float32"]
     assert not np.asarray(dw[58:]).any()
+
+
+@pytest.mark.case(26, 46)
+@pytest.mark.parametrize("how", ["shard_map", "wrapper"])
+def test_a_temperature_per_token(how: str) -> None:
+    """Over the mesh's axes the temperatures are cut as the target is. No number is one where a token is ignored."""
+    x, w, y = arrays()
+    y = (y % 58).at[3].set(-100)
+    tau = np.random.default_rng(5).uniform(0.4, 2.5, len(y)).astype(np.float32)
+    tau[3] = np.nan
+    mesh = VOCAB if how == "shard_map" else BOTH
+
+    def values(x: Any, w: Any) -> Any:
+        if how == "wrapper":
+            wrapped = (
+                make(mesh, vocab_axis="vocab", data_axis="data", vocab=58)
+                for make in (sharded_linear_cross_entropy, sharded_linear_log_probs)
+            )
+            loss, log_probs = wrapped
+            given = {"temperature": tau, "softcap": 5.0}
+            return loss(x, w, y, **given), log_probs(x, w, y, **given)[0]
+
+        def body(x: Any, w: Any, y: Any, tau: Any) -> Any:
+            given = {"temperature": tau, "softcap": 5.0, "axis_name": "vocab", "vocab": 58}
+            return linear_cross_entropy(x, w, y, **given), linear_log_probs(x, w, y, **given)[0]
+
+        specs = (P(), P("vocab"), P(), P())
+        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())(x, w, y, jnp.asarray(tau))
+
+    @jax.jit
+    def run(x: Any, w: Any) -> Any:
+        (loss, log_prob), pull = jax.vjp(values, x, w)
+        return loss, log_prob, pull((jnp.ones(()), 0 * log_prob)), pull((jnp.zeros(()), jnp.ones_like(log_prob)))
+
+    loss, log_prob, first, second = run(x, w)
+    given = (np.asarray(x), np.asarray(w[:58]), np.asarray(y))
+    true = reference.linear_cross_entropy(*given, softcap=5.0, temperature=tau)
+    other = reference.linear_log_probs(*given, softcap=5.0, temperature=tau)
+    assert error(loss, true.loss) <= 2 * TINY["float32"]
+    assert error(log_prob, other.log_prob) <= 2 * TINY["float32"]
+    for (dx, dw), expected in ((first, true), (second, other)):
+        assert error(dx, expected.hidden_grad) <= 2 * TINY["float32"]
+        assert error(dw[:58], expected.weight_grad) <= 2 * TINY["float32"]
+
+
+@pytest.mark.case(26, 45)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_given_ids_and_the_largest(shared: bool, sequence: bool) -> None:
+    """Over four devices, two rows of padding: ids on every device, some twice, some ignored, all of one token."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((4, 3, 12)).astype(np.float32), rng.standard_normal((60, 12)).astype(np.float32)
+    w[58:] = 50.0
+    ids = rng.integers(0, 58, (6,) if shared else (4, 3, 6)).astype(np.int32)
+    ids[..., 1], ids[..., 3], ids[..., 4] = ids[..., 0], -100, 57
+    if not shared:
+        ids[1, 2] = -100
+    x[2, 0] = 12 * w[7]
+    g, h = rng.standard_normal((4, 3, 6)).astype(np.float32), rng.standard_normal((4, 3, 30)).astype(np.float32)
+
+    def body(x: Any, w: Any, ids: Any) -> Any:
+        more = {"axis_name": "vocab", "vocab": 58, "sequence_parallel": sequence, "softcap": 50.0}
+        return linear_token_log_probs(x, w, ids, **more), *linear_top_k(x, w, 30, **more)
+
+    specs = (P("vocab") if sequence else P(), P("vocab"), P())
+
+    @jax.jit
+    def run(x: Any, w: Any) -> Any:
+        mapped = jax.shard_map(body, mesh=VOCAB, in_specs=specs, out_specs=P())
+        (log_prob, largest, found), pull = jax.vjp(lambda x, w: mapped(x, w, ids), x, w)
+        nothing = np.zeros(found.shape, jax.dtypes.float0)
+        return log_prob, largest, found, pull((g, 0 * h, nothing)), pull((0 * g, h, nothing))
+
+    log_prob, largest, found, first, second = run(x, w)
+    true = reference.linear_token_log_probs(x, w[:58], ids, upstream=g, softcap=50.0)
+    expected, of_found = reference.linear_top_k(x, w[:58], 30, softcap=50.0)
+    other = reference.linear_token_log_probs(x, w[:58], of_found, upstream=h, softcap=50.0)
+    np.testing.assert_array_equal(found, of_found)
+    assert error(log_prob, true.log_prob) <= 4 * TINY["float32"]
+    assert error(largest, expected) <= 4 * TINY["float32"]
+    for (dx, dw), wanted in ((first, true), (second, other)):
+        assert error(dx, wanted.hidden_grad) <= 4 * TINY["float32"]
+        assert error(dw[:58], wanted.weight_grad) <= 4 * TINY["float32"]
+        assert not np.asarray(dw[58:]).any()
+
+
+@pytest.mark.case(9, 45)
+def test_ids_that_differ_between_devices_are_refused() -> None:
+    x, w, ids = np.ones((2, 3), np.float32), np.ones((8, 3), np.float32), np.zeros((8,), np.int32)
+
+    def body(w: Any, ids: Any) -> Any:
+        return linear_token_log_probs(x, w, ids, axis_name="vocab")
+
+    with pytest.raises(ValueError, match="ids: got an array that varies over 'vocab', allowed is the same one"):
+        jax.shard_map(body, mesh=VOCAB, in_specs=(P("vocab"), P("vocab")), out_specs=P())(w, ids)
 
 
 LOSSES_ON_TOP: dict[str, dict[str, Any]] = {

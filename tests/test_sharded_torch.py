@@ -25,10 +25,17 @@ from implementations import (  # noqa: E402
 )
 from ranks import Failed, Ranks, group_of  # noqa: E402
 
+from logitless import reference  # noqa: E402
 from logitless.problems import Problem  # noqa: E402
 from logitless.spec import LossOptions, TokenStats  # noqa: E402
 from logitless.tolerances import BOUND, CHAIN, ELEMENTS, TINY, error  # noqa: E402
-from logitless.torch_impl import global_normalizer, linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl import (  # noqa: E402
+    global_normalizer,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_token_log_probs,
+    linear_top_k,
+)
 
 EAGER = TorchEager()
 SMOOTH = LossOptions(label_smoothing=0.1, z_loss=1e-3)
@@ -301,6 +308,112 @@ def test_lse_and_the_shift(pool: Ranks, sequence: bool, backend: str) -> None:
     else:
         assert all(error(made[2], alone.grads["hidden"]) <= 4 * TINY["float32"] for made in answers)
     assert error(np.concatenate([made[3] for made in answers]), alone.grads["weight"]) <= 4 * TINY["float32"]
+
+
+def given_ids_case(shared: bool) -> dict[str, Any]:
+    """Ids on every rank, some twice, some ignored; a token without any, and one with ids far from the likeliest."""
+    rng = np.random.default_rng(0)
+    case: dict[str, Any] = {"hidden": rng.standard_normal((4, 3, 12)), "weight": rng.standard_normal((43, 12))}
+    ids = rng.integers(0, 43, (6,) if shared else (4, 3, 6))
+    ids[..., 1], ids[..., 3], ids[..., 4] = ids[..., 0], -100, 42
+    if not shared:
+        ids[1, 2] = -100
+    case["hidden"][2, 0] = 12 * case["weight"][7]
+    return case | {"ids": ids, "g": rng.standard_normal((4, 3, 6)), "h": rng.standard_normal((4, 3, 30))}
+
+
+def given_ids_run(rank: int, case: dict[str, Any], sequence: bool, backend: str, ranks: int) -> Any:
+    """Both functions: values, dX and this rank's dW of each. 30 largest ids are more than a rank has."""
+    own = shares(43, ranks)[rank]
+    x, w = EAGER.array(case["hidden"], "float32"), EAGER.array(case["weight"][own], "float32")
+    if sequence:
+        x = x.chunk(ranks)[rank].clone()
+    x.requires_grad_()
+    w.requires_grad_()
+    more = {"process_group": group_of(ranks), "sequence_parallel": sequence, "backend": backend, "softcap": 50.0}
+    log_prob = linear_token_log_probs(x, w, torch.tensor(case["ids"]), **more)
+    first = torch.autograd.grad(log_prob, (x, w), torch.tensor(case["g"], dtype=torch.float32))
+    largest, found = linear_top_k(x, w, 30, **more)
+    second = torch.autograd.grad(largest, (x, w), torch.tensor(case["h"], dtype=torch.float32))
+    return [EAGER.numpy(value) for value in (log_prob, *first, largest, *second, found)]
+
+
+@pytest.mark.case(26, 45)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("sequence", "backend", "ranks"), [(False, "eager", 4), (True, "eager", 2), (True, "triton", 2)]
+)
+def test_given_ids_and_the_largest(pool: Ranks, shared: bool, sequence: bool, backend: str, ranks: int) -> None:
+    case = given_ids_case(shared)
+    true = reference.linear_token_log_probs(
+        case["hidden"], case["weight"], case["ids"], upstream=case["g"], softcap=50.0
+    )
+    largest, found = reference.linear_top_k(case["hidden"], case["weight"], 30, softcap=50.0)
+    other = reference.linear_token_log_probs(case["hidden"], case["weight"], found, upstream=case["h"], softcap=50.0)
+    answers = pool.run(given_ids_run, case, sequence, backend, ranks, ranks=ranks)
+    for made in answers:
+        np.testing.assert_array_equal(made[6], found)
+        np.testing.assert_array_equal(made[0], answers[0][0])
+        assert error(made[0], true.log_prob) <= 4 * TINY["float32"]
+        assert error(made[3], largest) <= 4 * TINY["float32"]
+    for place, expected in ((1, true), (4, other)):
+        parts = [made[place] for made in answers]
+        for hidden in [np.concatenate(parts)] if sequence else parts:
+            assert error(hidden, expected.hidden_grad) <= 4 * TINY["float32"]
+        weight = np.concatenate([made[place + 1] for made in answers])
+        assert error(weight, expected.weight_grad) <= 4 * TINY["float32"]
+
+
+def other_ids_run(rank: int, apart: str) -> Any:
+    ids = torch.tensor([1, 2 + rank] if apart == "the ids" else [1] * (1 + rank))
+    return linear_token_log_probs(torch.ones(2, 3), torch.ones(5, 3), ids, process_group=group_of(2)).tolist()
+
+
+@pytest.mark.case(9, 45)
+@pytest.mark.parametrize("apart", ["the ids", "the shape of ids"])
+def test_ranks_with_other_ids_say_so(pool: Ranks, apart: str) -> None:
+    for made in pool.outcomes(other_ids_run, apart, ranks=2):
+        assert isinstance(made, Failed)
+        assert f"the ranks were given different ones as {apart}" in made.words
+
+
+def temperature_run(rank: int, case: dict[str, Any], sequence: bool) -> Any:
+    """Loss, lse, dX and dW; log-probs of given ids and their dX. The temperature is one per token of all ranks."""
+    own = shares(len(case["weight"]), 2)[rank]
+    x, w = EAGER.array(case["hidden"], "float32"), EAGER.array(case["weight"][own], "float32")
+    if sequence:
+        x = x.chunk(2)[rank].clone()
+    x.requires_grad_()
+    w.requires_grad_()
+    more = {"process_group": group_of(2), "sequence_parallel": sequence, "softcap": 3.0}
+    more["temperature"] = torch.tensor(case["tau"])
+    loss, lse = linear_cross_entropy(x, w, torch.tensor(case["target"]), return_lse=True, **more)
+    first = torch.autograd.grad((loss, lse), (x, w), (torch.tensor(2.0), torch.tensor(case["h"])))
+    log_prob = linear_token_log_probs(x, w, torch.tensor(case["target"]).unsqueeze(-1), **more)
+    (second,) = torch.autograd.grad(log_prob.sum(), (x,))
+    return [EAGER.numpy(value) for value in (loss, lse, *first, log_prob, second)]
+
+
+@pytest.mark.case(26, 46)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_temperature_per_token(pool: Ranks, sequence: bool) -> None:
+    rng = np.random.default_rng(0)
+    case: dict[str, Any] = {"hidden": rng.standard_normal((4, 3, 12)), "weight": rng.standard_normal((43, 12))}
+    case |= {"target": rng.integers(0, 43, (4, 3)), "h": rng.standard_normal((4, 3)).astype(np.float32)}
+    case["tau"] = rng.uniform(0.4, 2.5, (4, 3)).astype(np.float32)
+    case["target"][1, 1], case["tau"][1, 1] = -100, np.nan
+    given, options = (case["hidden"], case["weight"]), {"softcap": 3.0, "temperature": case["tau"]}
+    true = reference.linear_cross_entropy(*given, case["target"], upstream=2.0, lse_upstream=case["h"], **options)
+    other = reference.linear_token_log_probs(*given, case["target"][..., None], **options)
+    answers = pool.run(temperature_run, case, sequence, ranks=2)
+    for made in answers:
+        for place, expected in ((0, true.loss), (1, true.stats.lse), (4, other.log_prob)):
+            assert error(made[place], expected) <= 4 * TINY["float32"]
+    for place, expected in ((2, true.hidden_grad), (5, other.hidden_grad)):
+        parts = [made[place] for made in answers]
+        for hidden in [np.concatenate(parts)] if sequence else parts:
+            assert error(hidden, expected) <= 4 * TINY["float32"]
+    assert error(np.concatenate([made[3] for made in answers]), true.weight_grad) <= 4 * TINY["float32"]
 
 
 def ties_run(rank: int) -> Any:

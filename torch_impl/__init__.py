@@ -4,6 +4,7 @@ from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.distributed.deferred import DeferredWeightGrad
 from logitless.torch_impl.distributed.normalizer import global_normalizer
 from logitless.torch_impl.gather import padded_index_gather
+from logitless.torch_impl.given_ids.api import linear_token_log_probs, linear_top_k
 from logitless.torch_impl.given_logits.api import cross_entropy
 from logitless.torch_impl.huggingface.capture import CapturedHead, capture_lm_head
 from logitless.torch_impl.huggingface.patch import patch, unpatch
@@ -24,6 +25,8 @@ __all__ = [
     "kto_loss",
     "linear_cross_entropy",
     "linear_log_probs",
+    "linear_token_log_probs",
+    "linear_top_k",
     "padded_index_gather",
     "patch",
     "profile_losses",

@@ -18,7 +18,7 @@ from logitless.planning import ChunkPlan, check_plan_argument
 from logitless.spec import Reduction, TokenStats
 from logitless.torch_impl import autograd, checks
 from logitless.torch_impl.backend import BACKENDS
-from logitless.torch_impl.call import Arrays, Request
+from logitless.torch_impl.call import Arrays, Request, temperatures
 from logitless.torch_impl.compiled import tracing, transforms
 from logitless.torch_impl.distributed import sharding
 from logitless.torch_impl.kernels import first_check
@@ -38,7 +38,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     normalizer: Tensor | float | None = None,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
@@ -75,7 +75,9 @@ def linear_cross_entropy(
         z_loss: factor of lse², at least 0.
         logit_scale: of the model, greater than 0.
         softcap: of the model, greater than 0, or None.
-        temperature: divides z last of all, after the softcap, as a sampler's does; greater than 0.
+        temperature: divides z last of all, after the softcap, as a sampler's does; greater than 0. A number, or one per
+            token, [...] floating, constant (no gradient). The kernels take a number: one per token runs on plain
+            operations, and backend="triton" beside it is refused.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or a tensor without
             axes, constant.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
@@ -120,9 +122,10 @@ def linear_cross_entropy(
         return_stats=return_stats, return_lse=return_lse, sequence_parallel=sequence_parallel,
         defer_weight_grad=defer_weight_grad,
     )  # fmt: skip
-    arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight)
+    each, number = temperatures(temperature)
+    arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, each)
     request = Request(
-        reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, temperature, _fields(plan),
+        reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, number, _fields(plan),
         memory_budget, backend, return_stats, False, return_lse, shift, process_group, sequence_parallel,
         accumulate_into, defer_weight_grad,
     )  # fmt: skip
@@ -145,7 +148,7 @@ def linear_log_probs(
     *,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     ignore_index: int = -100,
     with_entropy: bool = False,
     plan: ChunkPlan | None = None,
@@ -168,9 +171,10 @@ def linear_log_probs(
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
     spec.check_flags(with_entropy=with_entropy, sequence_parallel=sequence_parallel)
-    arrays = Arrays(hidden, weight, bias, target)
+    each, number = temperatures(temperature)
+    arrays = Arrays.of_head(hidden, weight, bias, target, each)
     request = Request(
-        "none", ignore_index, 0.0, 0.0, logit_scale, softcap, temperature, _fields(plan), memory_budget, backend,
+        "none", ignore_index, 0.0, 0.0, logit_scale, softcap, number, _fields(plan), memory_budget, backend,
         with_entropy, True, group=process_group, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     if _is_apart(arrays, request):

@@ -142,7 +142,7 @@ def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tup
     """The loss and, if asked for, lse and the eight statistics; or the log-probabilities and, if asked for, the
     entropies."""
     if call.log_probs:
-        results = LinearLogProbsFunction.apply(call, *arrays[:4])  # type: ignore[no-untyped-call]
+        results = LinearLogProbsFunction.apply(call, *arrays.head)  # type: ignore[no-untyped-call]
     else:
         results = LinearCrossEntropyFunction.apply(call, normalizer, *arrays)  # type: ignore[no-untyped-call]
     return tuple(value for value in results if value is not None)
@@ -217,7 +217,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx: Context, kept: tuple[Tensor, ...], upstream: Tensor, g_lse: Tensor | None, *_: Tensor | None
     ) -> Derivatives:
         waiting, call = _take(ctx), ctx.call
-        arrays, saved = Arrays(*kept[:6]), kept[6:]
+        arrays, saved = Arrays(*kept[:7]), kept[7:]
         needs = _needs(ctx.needs_input_grad[2:], call, arrays)
         if call.deferred is not None:
             rest = dataclasses.replace(needs, hidden=None)
@@ -225,9 +225,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             call.deferred.arrived(both, arrays, functools.partial(_weight_gradients, arrays, call, rest, saved))
             needs = needs.hidden_alone
             if not needs.any:
-                return (None,) * 8
+                return (None,) * 9
         gradients = _steps(call).loss_gradients(arrays, call, needs, saved, waiting, upstream, g_lse)
-        return None, None, gradients.hidden, gradients.weight, gradients.bias, None, None, None
+        return None, None, gradients.hidden, gradients.weight, gradients.bias, *(None,) * 4
 
 
 class LinearLogProbsFunction(torch.autograd.Function):
@@ -235,12 +235,13 @@ class LinearLogProbsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        arrays = Arrays(hidden, weight, bias, target)
+        ctx: Context, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+        temperature: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        arrays = Arrays.of_head(hidden, weight, bias, target, temperature)
         step = _steps(call).log_probs(arrays, call, _needs(ctx.needs_input_grad[1:], call, arrays))
         ctx.call, ctx.waiting = call, step.waiting
-        ctx.save_for_backward(hidden, weight, bias, target, *step.saved)
+        ctx.save_for_backward(*arrays.head, *step.saved)
         return own(step.log_prob), None if step.entropy is None else own(step.entropy)
 
     jvp = reverse_only("linear_log_probs")
@@ -248,7 +249,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
     @staticmethod
     @differentiable_once("linear_log_probs")
     def backward(ctx: Context, kept: tuple[Tensor, ...], g_log_prob: Tensor, g_entropy: Tensor | None) -> Derivatives:
-        waiting, call, arrays = _take(ctx), ctx.call, Arrays(*kept[:4])
+        waiting, call, arrays = _take(ctx), ctx.call, Arrays.of_head(*kept[:5])
         needs = _needs(ctx.needs_input_grad[1:], call, arrays)
-        gradients = _steps(call).log_probs_gradients(arrays, call, needs, kept[4:], waiting, g_log_prob, g_entropy)
-        return None, gradients.hidden, gradients.weight, gradients.bias, None
+        gradients = _steps(call).log_probs_gradients(arrays, call, needs, kept[5:], waiting, g_log_prob, g_entropy)
+        return None, gradients.hidden, gradients.weight, gradients.bias, None, None

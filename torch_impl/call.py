@@ -47,6 +47,24 @@ class Arrays(NamedTuple):
     target: Tensor  # [...]
     token_weight: Tensor | None = None  # [...]
     class_weight: Tensor | None = None  # [V]
+    temperature: Tensor | None = None  # [...]; None: one number for all tokens, which is among the options
+
+    @staticmethod
+    def of_head(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: Tensor | None
+    ) -> Arrays:
+        """A call's without weights of tokens and classes."""
+        return Arrays(hidden, weight, bias, target, temperature=temperature)
+
+    @property
+    def head(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+        """What :meth:`of_head` takes."""
+        return self.hidden, self.weight, self.bias, self.target, self.temperature
+
+
+def temperatures(temperature: Tensor | float) -> tuple[Tensor | None, float]:
+    """One per token or None, and what the options say."""
+    return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
 
 
 class Request(NamedTuple):
@@ -154,6 +172,7 @@ class Inputs:
     shard: Shard
     shared_classes: Tensor | None  # sharded, with class weights: k_y of every token and Σ_j k_j, [N + 1]
     order: Tensor | None  # the rows of hidden that the other arrays are of; None: all
+    temperature: Tensor | None  # [N] accumulation dtype, 1 where ignored; None: the options have it
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -171,6 +190,10 @@ class Inputs:
     def wide(self, values: Tensor) -> Tensor:
         """``values`` in the accumulation dtype."""
         return values.to(self.accumulation_dtype)
+
+    def temperature_column(self, rows: slice) -> Tensor | None:
+        """[C, 1] of the tokens ``rows``, if each has its own."""
+        return None if self.temperature is None else self.temperature[rows].unsqueeze(1)
 
     @property
     def vocab(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -108,7 +109,24 @@ def check_call(
     dtype = check_tensors(arrays, shared_axis, ranks)
     spec.check_shift(tracing.number(request.shift), tuple(arrays.target.shape))
     check_normalizer(normalizer, request.reduction, arrays.hidden.device)
-    return dtype, chosen_backend(request.backend, arrays.hidden.device, dtype)
+    return dtype, _usable_backend(arrays, request.backend, dtype)
+
+
+def _usable_backend(arrays: Arrays, name: str | None, dtype: torch.dtype) -> Kind:
+    """The backend to use; with a temperature per token plain operations."""
+    device = arrays.hidden.device
+    if arrays.temperature is None:
+        return chosen_backend(name, device, dtype)
+    if name == "triton":
+        raise spec.unavailable_error(name, spec.ONE_TEMPERATURE, usable="eager")
+    if name is None and chosen_backend(None, device, dtype) == "triton":
+        warnings.warn(
+            f"temperature: got one per token; the Triton kernels are not used, for {spec.ONE_TEMPERATURE}. Plain "
+            f"operations are; backend='eager' asks for them without this warning",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return "eager"
 
 
 def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int | None = None) -> ChunkPlan:
@@ -188,8 +206,8 @@ def check_tensors(arrays: Arrays, shared_axis: int = 0, ranks: int = 1) -> torch
 
     ``ranks`` hold hidden together, one after another along ``shared_axis``.
     """
-    hidden, weight, bias, target, token_weight, class_weight = arrays
-    optional = {"bias": bias, "token_weight": token_weight, "class_weight": class_weight}
+    hidden, weight, bias, target, token_weight, class_weight, temperature = arrays
+    optional = {"bias": bias, "token_weight": token_weight, "class_weight": class_weight, "temperature": temperature}
     present: dict[str, Tensor] = {"hidden": hidden, "weight": weight, "target": target}
     present |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     for name, tensor in present.items():
@@ -198,6 +216,8 @@ def check_tensors(arrays: Arrays, shared_axis: int = 0, ranks: int = 1) -> torch
         check_device(name, tensor, "hidden's", hidden.device)
     for name in ("token_weight", "class_weight"):
         check_constant(name, optional[name])
+    if temperature is not None and temperature.requires_grad:
+        raise ValueError("temperature: got a tensor that requires grad, allowed is a constant: detach it")
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
     infos = {name: info(tensor) for name, tensor in present.items()}
@@ -262,17 +282,29 @@ def check_normalizer(normalizer: Tensor | float | None, reduction: Reduction, de
 def scored(arrays: Arrays, request: Request, vocab: int) -> Tensor:
     """The ids that the positions are scored against, checked: target, moved to the front by the request's shift."""
     target, shift, ignore_index = arrays.target, tracing.number(request.shift), tracing.number(request.ignore_index)
-    if not shift:
-        check_ids(target, vocab, ignore_index)
-        return target
-    check_ids(target[..., shift:], vocab, ignore_index, shift)
-    return torch.nn.functional.pad(target[..., shift:], (0, shift), value=ignore_index)
+    check_ids(target[..., shift:] if shift else target, vocab, ignore_index, shift)
+    if shift:
+        target = torch.nn.functional.pad(target[..., shift:], (0, shift), value=ignore_index)
+    if arrays.temperature is not None:
+        _check_temperatures(arrays.temperature, target, ignore_index)
+    return target
 
 
-def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0) -> None:
+def _check_temperatures(temperature: Tensor, target: Tensor, ignore_index: int) -> None:
+    """Look at the temperatures of the tokens that count, where looking costs no synchronisation."""
+    if temperature.device.type != "cpu" or tracing.is_traced(temperature):
+        return
+    inside = (temperature >= spec.SMALLEST_FACTOR) & (temperature <= spec.LARGEST_FACTOR)
+    outside = ~inside & (target != ignore_index)
+    if bool(outside.any()):
+        position = tuple(int(axis[0]) for axis in torch.nonzero(outside, as_tuple=True))
+        raise spec.temperature_error(position, float(temperature[position]))
+
+
+def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0, name: str = "target") -> None:
     """Look at the ids where looking costs no synchronisation; elsewhere an id outside makes that token's loss NaN.
 
-    ``shift``: how many there were before them along the last axis.
+    ``shift``: how many there were before them along the last axis. ``name``: of the argument, for the error.
     """
     if target.device.type != "cpu" or tracing.is_traced(target):
         return
@@ -280,7 +312,7 @@ def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0) -> 
     if bool(outside.any()):
         position = tuple(int(axis[0]) for axis in torch.nonzero(outside, as_tuple=True))
         given = (*position[:-1], position[-1] + shift) if shift else position
-        raise spec.out_of_range_error(given, int(target[position]), vocab, ignore_index)
+        raise spec.out_of_range_error(given, int(target[position]), vocab, ignore_index, name)
 
 
 def info(tensor: Tensor) -> ArrayInfo:
@@ -306,9 +338,9 @@ def is_placed(tensor: object) -> bool:
 
 def plain(arrays: Arrays) -> Arrays:
     """A call's arrays as the kernels read them. The copies are differentiable, and made only where needed."""
-    hidden, weight, bias, target, token_weight, class_weight = arrays
-    bias, token_weight, class_weight = (None if v is None else vector(v) for v in (bias, token_weight, class_weight))
-    return Arrays(signed(hidden), _matrix(weight), bias, vector(target), token_weight, class_weight)
+    hidden, weight, bias, target, *rest = arrays
+    bias, *rest = (None if v is None else vector(v) for v in (bias, *rest))
+    return Arrays(signed(hidden), _matrix(weight), bias, vector(target), *rest)
 
 
 def vector(tensor: Tensor) -> Tensor:

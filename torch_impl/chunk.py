@@ -8,11 +8,13 @@ else float32). They never wait for the device, and never write to an input.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from logitless import numerics
+from logitless.objectives import Tile
 from logitless.scratch import ANCHOR_ROWS
 from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
 from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype
@@ -25,7 +27,7 @@ from logitless.torch_impl.distributed.parallel import Shard
 
 def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None) -> Inputs:
     """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
-    hidden, weight, bias, target, token_weight, class_weight = arrays
+    hidden, weight, bias, target, token_weight, class_weight, temperature = arrays
     accumulation = accumulation_dtype(dtype)
     flat = target.reshape(-1).long()
     valid = flat != options.ignore_index
@@ -49,6 +51,7 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
         shard=shard,
         shared_classes=shared_classes(shard, class_weight, target),
         order=None,
+        temperature=None if temperature is None else temperature.reshape(-1).to(accumulation).masked_fill(~valid, 1.0),
     )
 
 
@@ -59,8 +62,9 @@ def counted(inputs: Inputs) -> Inputs:
     if valid.device.type != "cpu" or inputs.shard.split or bool(valid.all()):
         return inputs
     order = valid.nonzero().squeeze(1)
-    names = "ids", "target", "valid", "inside", "token_weight"
-    return dataclasses.replace(inputs, order=order, **{name: getattr(inputs, name)[order] for name in names})
+    names = "ids", "target", "valid", "inside", "token_weight", "temperature"
+    present = {name: value for name in names if (value := getattr(inputs, name)) is not None}
+    return dataclasses.replace(inputs, order=order, **{name: value[order] for name, value in present.items()})
 
 
 def of_all(sums: TokenSums, inputs: Inputs) -> TokenSums:
@@ -106,26 +110,31 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def capped(z: Tensor, options: LossOptions) -> Tensor:
-    """f(r) in place: logit_scale, then softcap."""
-    if options.softcap is None:
-        return z if options.logit_scale == 1.0 else z.mul_(options.logit_scale)
-    return z.mul_(options.logit_scale / options.softcap).tanh_().mul_(options.softcap)
+def capped(z: Tensor, options: LossOptions, temperature: Tensor | None = None) -> Tensor:
+    """f(r) in place: logit_scale, then softcap, then the tokens' own temperatures."""
+    if options.softcap is not None:
+        z.mul_(options.logit_scale / options.softcap).tanh_().mul_(options.softcap)
+    elif options.logit_scale != 1.0:
+        z.mul_(options.logit_scale)
+    return z if temperature is None else z.div_(temperature)
 
 
-def slope(z: Tensor, options: LossOptions) -> Tensor:
-    """1 − (z / cap)²: the softcap's derivative, from the capped logits."""
+def slope(z: Tensor, options: LossOptions, temperature: Tensor | None = None) -> Tensor:
+    """1 − (z / cap)²: the softcap's derivative, from the capped logits and the tokens' own temperatures."""
     assert options.softcap is not None
-    return (z / options.softcap).square_().neg_().add_(1.0)
+    ratio = z / options.softcap
+    return (ratio if temperature is None else ratio.mul_(temperature)).square_().neg_().add_(1.0)
 
 
-def logits_block(x: Tensor, inputs: Inputs, start: int, stop: int, options: LossOptions, out: Tensor) -> Tensor:
-    """z[:, start:stop] of the rows x, written to ``out`` [C, stop − start] in the accumulation dtype."""
+def logits_block(
+    x: Tensor, inputs: Inputs, rows: slice, start: int, stop: int, options: LossOptions, out: Tensor
+) -> Tensor:
+    """z[rows, start:stop], written to ``out`` [C, stop − start] in the accumulation dtype. x: of these rows."""
     weight = inputs.weight[start:stop].to(inputs.operand_dtype)
     product(x, weight.t(), out, add=False)
     if inputs.bias is not None:
         out.add_(inputs.bias[start:stop].to(out.dtype))
-    return capped(out, options)
+    return capped(out, options, inputs.temperature_column(rows))
 
 
 def target_logits(x: Tensor, inputs: Inputs, rows: slice, options: LossOptions) -> Tensor:
@@ -136,7 +145,7 @@ def target_logits(x: Tensor, inputs: Inputs, rows: slice, options: LossOptions) 
     dots = torch.cat([inputs.weight[ids].to(dtype).mul_(part).sum(dim=1) for part, ids in parts])
     if inputs.bias is not None:
         dots = dots + inputs.bias[target].to(dtype)
-    anchors = capped(dots, options)
+    anchors = capped(dots, options, None if inputs.temperature is None else inputs.temperature[rows])
     if inputs.shard.split:
         anchors = inputs.shard.sum(anchors.masked_fill_(inputs.target[rows] < 0, 0.0))
     return anchors.masked_fill_(~inputs.inside[rows], torch.nan)
@@ -155,6 +164,42 @@ def rows_of(inputs: Inputs, rows: slice) -> Tensor:
     """The chunk's hidden states, zero for an ignored token whatever it holds, in the products' dtype."""
     x = inputs.hidden[rows if inputs.order is None else inputs.order[rows]]
     return x.masked_fill(~inputs.valid[rows].unsqueeze(1), 0.0).to(inputs.operand_dtype)
+
+
+def tile_gradients(
+    inputs: Inputs,
+    tile: Tile,
+    needs: tuple[bool, bool, bool],
+    weight_dtype: torch.dtype,
+    unit: Tensor,
+    logit_gradient: Callable[[slice, Tensor, int, int], Tensor],
+) -> list[Tensor | None]:
+    """dX, dW and db from the gradient of the raw logits, a tile at a time: 4·N·D·V flops beside its own.
+
+    ``logit_gradient(rows, x, start, stop)`` is a tile of it divided by ``unit``, [C, B]; x [C, D] are the tokens'
+    hidden states. dW comes in ``weight_dtype``: a block of the vocabulary is done with all its tokens before the next
+    begins, so that its rows of dW are rounded once and no accumulator of dW's size exists.
+    """
+    (vocab, size), dtype = inputs.weight.shape, inputs.accumulation_dtype
+    dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=dtype) if needs[0] else None
+    dw = inputs.weight.new_empty((vocab, size), dtype=weight_dtype) if needs[1] else None
+    db = inputs.weight.new_zeros(vocab, dtype=dtype) if needs[2] else None
+    for start, stop in tile.vocab_slices:
+        part = inputs.weight.new_zeros((stop - start, size), dtype=dtype)
+        for first, last in tile.token_slices:
+            rows = slice(first, last)
+            x = rows_of(inputs, rows)
+            dz = logit_gradient(rows, x, start, stop)
+            if db is not None:
+                db[start:stop] += dz.sum(dim=0)
+            operand = dz.to(inputs.operand_dtype)
+            if dx is not None:
+                product(operand, inputs.weight[start:stop].to(operand.dtype), dx[rows], add=True)
+            if dw is not None:
+                product(operand.t(), x, part, add=True)
+        if dw is not None:
+            dw[start:stop] = part.mul_(unit)
+    return [dx if dx is None else dx.mul_(unit), dw, db if db is None else db.mul_(unit)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,6 +352,7 @@ class Smoothing:
             rows, bias = both[:-1], both[-1]
         return Smoothing(options.label_smoothing / inputs.vocab, rows, bias)
 
-    def weighted_logits(self, x: Tensor, options: LossOptions) -> Tensor:
-        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j)."""
-        return (x.to(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+    def weighted_logits(self, x: Tensor, options: LossOptions, temperature: Tensor | None = None) -> Tensor:
+        """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j), divided by the token's own temperature."""
+        z = (x.to(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+        return z if temperature is None else z / temperature

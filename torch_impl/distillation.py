@@ -44,6 +44,7 @@ class Heads(NamedTuple):
     teacher_weight: Tensor  # [V, D_teacher]
     teacher_bias: Tensor | None  # [V]
     target: Tensor  # [...], which says what counts
+    temperature: Tensor | None  # [...]; None: the options have it
     lse: Tensor  # [2, N]: two parts, whose sum it is
     teacher_lse: Tensor  # [2, N]
 
@@ -72,10 +73,10 @@ class Side:
         """The chunk's hidden states [C, D] in the products' dtype, 0 where a token does not count."""
         return chunk.rows_of(self.inputs, rows)
 
-    def logits(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """z of a tile, [C, B], in the accumulation dtype."""
+    def logits(self, x: Tensor, rows: slice, start: int, stop: int) -> Tensor:
+        """z of a tile, [C, B], in the accumulation dtype; x [C, D] are its tokens' hidden states."""
         out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
-        return chunk.logits_block(x, self.inputs, start, stop, self.options, out)
+        return chunk.logits_block(x, self.inputs, rows, start, stop, self.options, out)
 
     def log_probs(self, z: Tensor, rows: slice) -> Tensor:
         """log softmax(z) in place of a tile's logits, [C, B]."""
@@ -140,8 +141,8 @@ class DivergenceFunction(torch.autograd.Function):
                 rows = slice(first, last)
                 x, teacher_x = student.rows(rows), teacher.rows(rows)
                 for start, stop in call.tile.vocab_slices:
-                    log_p = teacher.log_probs(teacher.logits(teacher_x, start, stop), rows).to(total.dtype)
-                    log_q = student.log_probs(student.logits(x, start, stop), rows)
+                    log_p = teacher.log_probs(teacher.logits(teacher_x, rows, start, stop), rows).to(total.dtype)
+                    log_q = student.log_probs(student.logits(x, rows, start, stop), rows)
                     part, student_part = _divergence_rows(log_p, log_q, call.beta)
                     total[rows] += part
                     mean[rows] += student_part
@@ -158,12 +159,13 @@ class DivergenceFunction(torch.autograd.Function):
         with torch.autocast(mean.device.type, enabled=False):
             gradients = _gradients(heads, mean, upstream, ctx.call, ctx.needs_input_grad[1:4])
         like = zip(gradients, kept[:3], strict=True)
-        return (None, *(None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like), *(None,) * 6)
+        return (None, *(None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like), *(None,) * 7)
 
 
 def _sides(heads: Heads, call: Distillation) -> tuple[Side, Side]:
-    own = Arrays(heads.hidden, heads.weight, heads.bias, heads.target)
-    other = Arrays(heads.teacher_hidden, heads.teacher_weight, heads.teacher_bias, heads.target)
+    own = Arrays(heads.hidden, heads.weight, heads.bias, heads.target, temperature=heads.temperature)
+    teacher_head = heads.teacher_hidden, heads.teacher_weight, heads.teacher_bias
+    other = Arrays(*teacher_head, heads.target, temperature=heads.temperature)
     student = chunk.prepare(own, call.options, call.compute_dtype)
     teacher = chunk.prepare(other, call.teacher_options, call.teacher_compute_dtype)
     return Side(student, call.options, heads.lse), Side(teacher, call.teacher_options, heads.teacher_lse)
@@ -172,45 +174,30 @@ def _sides(heads: Heads, call: Distillation) -> tuple[Side, Side]:
 def _gradients(
     heads: Heads, mean: Tensor, upstream: Tensor, call: Distillation, needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D.
-
-    A block of the vocabulary is done with all its tokens before the next begins, so that its rows of dW are rounded
-    once and no accumulator of dW's size exists.
-    """
+    """dX, dW and db, each None unless wanted: 6·N·D·V flops and 2·N·V times the teacher's D."""
     student, teacher = _sides(heads, call)
-    inputs, (vocab, size) = student.inputs, student.inputs.weight.shape
+    inputs = student.inputs
     factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
-    dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=mean.dtype) if needs[0] else None
-    dw = inputs.weight.new_empty((vocab, size), dtype=heads.weight.dtype) if needs[1] else None
-    db = mean.new_zeros(vocab) if needs[2] else None
-    for start, stop in call.tile.vocab_slices:
-        part = mean.new_zeros((stop - start, size))
-        for first, last in call.tile.token_slices:
-            rows = slice(first, last)
-            x = student.rows(rows)
-            dz = _logit_gradient(student, teacher, rows, start, stop, mean, call).mul_(factor[rows].unsqueeze(1))
-            if db is not None:
-                db[start:stop] += dz.sum(dim=0)
-            operand = dz.to(inputs.operand_dtype)
-            if dx is not None:
-                chunk.product(operand, inputs.weight[start:stop].to(operand.dtype), dx[rows], add=True)
-            if dw is not None:
-                chunk.product(operand.t(), x, part, add=True)
-        if dw is not None:
-            dw[start:stop] = part.mul_(unit)
-    return [dx if dx is None else dx.mul_(unit), dw, db if db is None else db.mul_(unit)]
+
+    def logit_gradient(rows: slice, x: Tensor, start: int, stop: int) -> Tensor:
+        dz = _logit_gradient(student, teacher, rows, x, start, stop, mean, call)
+        return dz.mul_(factor[rows].unsqueeze(1))
+
+    wanted = needs[0], needs[1], needs[2]
+    return chunk.tile_gradients(inputs, call.tile, wanted, heads.weight.dtype, unit, logit_gradient)
 
 
 def _logit_gradient(
-    student: Side, teacher: Side, rows: slice, start: int, stop: int, mean: Tensor, call: Distillation
+    student: Side, teacher: Side, rows: slice, x: Tensor, start: int, stop: int, mean: Tensor, call: Distillation
 ) -> Tensor:
     """∂ divergence / ∂(logit_scale · r) of a tile, 0 where a token does not count."""
-    log_p = teacher.log_probs(teacher.logits(teacher.rows(rows), start, stop), rows).to(mean.dtype)
-    z = student.logits(student.rows(rows), start, stop)
-    slope = None if call.options.softcap is None else chunk.slope(z, call.options)
+    log_p = teacher.log_probs(teacher.logits(teacher.rows(rows), rows, start, stop), rows).to(mean.dtype)
+    z = student.logits(x, rows, start, stop)
+    cap = call.options.softcap
+    slope = None if cap is None else chunk.slope(z, call.options, student.inputs.temperature_column(rows))
     dz = _gradient(log_p, student.log_probs(z, rows), mean[rows], call.beta)
     if slope is not None:
         dz.mul_(slope)

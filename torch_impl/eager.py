@@ -92,9 +92,10 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
         rows = slice(first, last)
         x = chunk.rows_of(inputs, rows)
         sums = chunk.RunningSums(chunk.target_logits(x, inputs, rows, options), inputs.target[rows], statistics)
-        weighted = smoothing.weighted_logits(x, options) if smoothing else None
+        own = None if inputs.temperature is None else inputs.temperature[rows]
+        weighted = smoothing.weighted_logits(x, options, own) if smoothing else None
         for start, stop in plan.vocab_slices:
-            z = chunk.logits_block(x, inputs, start, stop, options, block[: last - first, : stop - start])
+            z = chunk.logits_block(x, inputs, rows, start, stop, options, block[: last - first, : stop - start])
             if options.label_smoothing and not options.separable:
                 k = None if inputs.class_weight is None else inputs.class_weight[start:stop]
                 part = z.sum(dim=1) if k is None else z @ k
@@ -254,24 +255,25 @@ def loss_gradients(
         e = held[: last - first, :vocab]
         sums = chunk.RunningSums(chunk.target_logits(x, inputs, rows, options), inputs.target[rows], statistics)
         for start, stop in plan.vocab_slices:
-            sums.observe(chunk.logits_block(x, inputs, start, stop, options, e[:, start:stop]), start)
+            sums.observe(chunk.logits_block(x, inputs, rows, start, stop, options, e[:, start:stop]), start)
         sums.rescue(inputs.shard.max(sums.highest))
         for start, stop in plan.vocab_slices:
             z = e[:, start:stop]
-            slope = chunk.slope(z, options) if options.softcap is not None else None
+            slope = chunk.slope(z, options, inputs.temperature_column(rows)) if options.softcap is not None else None
             sums.exponentiate(z, start)
             if slope is not None:
                 z.mul_(slope)
             del slope  # a block that must not live through the products
         sums.exchange(inputs.shard, None)
-        part = sums.finish(smoothing.weighted_logits(x, options) if smoothing else None)
+        own = None if inputs.temperature is None else inputs.temperature[rows]
+        part = sums.finish(smoothing.weighted_logits(x, options, own) if smoothing else None)
         parts.append(part)
 
         k = inputs.token_class_weight(rows)
         alpha, beta = numerics.alpha_beta(XP, inputs, options, part.lse, 1.0 if k is None else k)
         total, ignored = sums.s + sums.e_target(), ~inputs.valid[rows]
         target = numerics.target_over_alpha(XP, alpha, beta, sums.e_target(), sums.s)
-        target = numerics.sloped(XP, target, part.target_logit, options)
+        target = numerics.sloped(XP, target, part.target_logit, options, own)
         chunk.set_target(e, inputs.target[rows], 0, target.masked_fill(ignored, 0.0))
         gradients.start_chunk(rows, x, (g[rows] * alpha / total).masked_fill(ignored, 0.0))
         for start, stop in plan.vocab_slices:
@@ -319,9 +321,11 @@ def held_gradients(
     return Gradients(finished(needs.hidden), finished(needs.weight), finished(needs.bias))
 
 
-def _known_block(z: Tensor, known: KnownRows, rows: slice, k: Tensor | None, options: LossOptions) -> Tensor:
+def _known_block(
+    z: Tensor, known: KnownRows, rows: slice, k: Tensor | None, options: LossOptions, temperature: Tensor | None
+) -> Tensor:
     """The matrix of :class:`KnownRows` in place of a block of logits, but for the target's element."""
-    slope = chunk.slope(z, options) if options.softcap is not None else None
+    slope = chunk.slope(z, options, temperature) if options.softcap is not None else None
     z.sub_(known.anchor[rows].unsqueeze(1)).sub_(known.log_total[rows].unsqueeze(1))
     if known.gamma is not None:
         assert known.alpha is not None
@@ -359,9 +363,9 @@ def known_gradients(
         x = chunk.rows_of(inputs, rows)
         gradients.start_chunk(rows, x, known.factor[rows])
         for start, stop in plan.vocab_slices:
-            z = chunk.logits_block(x, inputs, start, stop, options, block[: last - first, : stop - start])
+            z = chunk.logits_block(x, inputs, rows, start, stop, options, block[: last - first, : stop - start])
             k = None if inputs.class_weight is None else inputs.class_weight[start:stop]
-            _known_block(z, known, rows, k, options)
+            _known_block(z, known, rows, k, options, inputs.temperature_column(rows))
             chunk.set_target(z, inputs.target[rows], start, known.target[rows])
             gradients.add_block(z, start, stop)
         gradients.finish_chunk()

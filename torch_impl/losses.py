@@ -33,7 +33,7 @@ from logitless.spec import LossOptions, Reduction
 from logitless.torch_impl import checks, steps
 from logitless.torch_impl.api import linear_log_probs
 from logitless.torch_impl.backend import BACKENDS
-from logitless.torch_impl.call import XP, Arrays, Request
+from logitless.torch_impl.call import XP, Arrays, Request, temperatures
 from logitless.torch_impl.compiled import tracing
 from logitless.torch_impl.distillation import Distillation, DivergenceFunction, Heads
 from logitless.torch_impl.kernels import first_check
@@ -56,7 +56,7 @@ def dpo_loss(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -137,7 +137,7 @@ def kto_loss(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -223,7 +223,7 @@ def clipped_policy_loss(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     plan: ChunkPlan | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -316,7 +316,7 @@ def distillation_loss(
     teacher_bias: Tensor | None = None,
     mask: Tensor | None = None,
     beta: float = 0.0,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     reduction: Reduction = "mean",
     normalizer: Tensor | float | None = None,
     logit_scale: float = 1.0,
@@ -344,7 +344,9 @@ def distillation_loss(
         teacher_hidden, teacher_weight, teacher_bias: [..., D_teacher], [V, D_teacher], [V], constant: never a gradient.
             Their dtype may be another than the student's. V must be the same: slice a padded vocabulary.
         mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
-        beta: β in [0, 1]. temperature: τ, greater than 0; it divides what the softcap gives.
+        beta: β in [0, 1].
+        temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
+            constant; with one per token the pass for the logsumexps is in plain operations too.
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant tensor without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
@@ -354,9 +356,8 @@ def distillation_loss(
     Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
     Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
     """
-    options = DistillationOptions(
-        beta, temperature, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap
-    )
+    each, number = temperatures(temperature)
+    options = DistillationOptions(beta, number, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
     tracing.check_transforms("distillation_loss", takes_one=False)
     _check_types(hidden=hidden, weight=weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
     checks.check_normalizer(normalizer, reduction, hidden.device)
@@ -365,9 +366,9 @@ def distillation_loss(
     target = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
     target, counted = _counted(target, mask, -100, hidden)
     own, other = options.logits(teacher=False), options.logits(teacher=True)
-    lse, dtype = _logsumexp(Arrays(hidden, weight, bias, target), own, memory_budget, backend)
+    lse, dtype = _logsumexp(Arrays(hidden, weight, bias, target, temperature=each), own, memory_budget, backend)
     try:
-        arrays = Arrays(*teacher, teacher_bias, target)
+        arrays = Arrays(*teacher, teacher_bias, target, temperature=each)
         teacher_lse, teacher_dtype = _logsumexp(arrays, other, memory_budget, backend)
     except (TypeError, ValueError) as error:
         raise type(error)(objectives.of_teacher(str(error))) from None
@@ -381,7 +382,7 @@ def distillation_loss(
         teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
     )
-    heads = Heads(hidden, weight, bias, *constants, target, lse, teacher_lse.to(lse.dtype))
+    heads = Heads(hidden, weight, bias, *constants, target, each, lse, teacher_lse.to(lse.dtype))
     losses = _divergence(call, heads)
     if reduction == "mean":
         counted = counted.reshape(-1).to(losses.dtype)

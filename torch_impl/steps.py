@@ -265,6 +265,6 @@ def _known_log_probs(
             return numerics.row_upstream(XP, inputs, call.options, inputs.wide(g.reshape(-1)))
 
         g2 = None if g_entropy is None else row_upstream(g_entropy)
-        known = numerics.known_log_prob_rows(XP, call.options, sums, row_upstream(g_log_prob), g2)
+        known = numerics.known_log_prob_rows(XP, inputs, call.options, sums, row_upstream(g_log_prob), g2)
         gradients = backend.known_gradients(inputs, call.options, call.chunk_plan, known, known.factor, needs)
         return _cast(gradients, arrays)

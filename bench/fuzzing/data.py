@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.fuzzing.problems import Problem
+from bench.fuzzing.problems import OF_IDS, PER_TOKEN, Problem
 from logitless.rounding import round_to
 
 Arrays = dict[str, Any]
@@ -28,6 +28,9 @@ def make(problem: Problem) -> Arrays:
     _spoil(problem, rng, arrays)
     if problem.function == "distillation_loss":
         arrays |= _teacher(problem, rng)
+    if problem.function == "linear_token_log_probs":
+        arrays["ids"] = _shared(_ids(problem, rng, arrays["target"]), problem.layouts["ids"])
+    if problem.function in ("distillation_loss", *OF_IDS):
         del arrays["target"]
     if problem.function == "cross_entropy":
         _to_logits(problem, arrays)
@@ -167,6 +170,18 @@ def _teacher(problem: Problem, rng: Any) -> Arrays:
     return {name: _shared(values, problem.layouts.get(name, "")) for name, values in arrays.items()}
 
 
+def _ids(problem: Problem, rng: Any, target: Any) -> Any:
+    """Some ids of every token, the target among them, or of all tokens; an ignored token's are all ignored."""
+    kind, ignore = problem.arrays["ids"].split()[0], problem.options.get("ignore_index", -100)
+    shape = () if kind == "shared" else problem.shape
+    ids = rng.integers(0, problem.vocab, (*shape, problem.count))
+    ids = np.where(rng.random(ids.shape) < 0.15, ignore, ids)
+    if kind == "own":
+        ids[..., rng.integers(problem.count)] = target
+        ids = np.where((target == ignore)[..., None], ignore, ids)
+    return ids.astype(np.int64)
+
+
 def _to_logits(problem: Problem, arrays: Arrays) -> None:
     """Hidden states and weight become logits in the dtype; some classes are banned in them."""
     x, w = arrays.pop("hidden").astype(np.float64), arrays.pop("weight").astype(np.float64)
@@ -182,7 +197,7 @@ def _to_logits(problem: Problem, arrays: Arrays) -> None:
 
 
 def _upstreams(problem: Problem, rng: Any) -> Arrays:
-    none = problem.options.get("reduction") == "none" or problem.function == "linear_log_probs"
+    none = problem.options.get("reduction") == "none" or problem.function in PER_TOKEN
     arrays: Arrays = {"upstream": rng.choice([0.25, 3.0, -2.5]) if problem.upstream == "scaled" else 1.0}
     if none:
         shape = problem.shape
@@ -190,6 +205,8 @@ def _upstreams(problem: Problem, rng: Any) -> Arrays:
             shape = (problem.shape[0] // 2,)
         elif problem.function == "kto_loss":
             shape = problem.shape[:1]
+        elif problem.function in OF_IDS:
+            shape = (*problem.shape, problem.count)
         arrays["upstream"] = rng.standard_normal(shape)
     if problem.blemish.endswith("upstream"):
         arrays["upstream"].flat[rng.integers(problem.tokens)] = np.nan if problem.blemish.startswith("nan") else np.inf

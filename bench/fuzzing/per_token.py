@@ -10,6 +10,7 @@ import numpy as np
 from bench.fuzzing.data import Arrays
 from bench.fuzzing.head import Expected, Head, head_of, inside, norm_of, products, scaled, wide_dtype
 from bench.fuzzing.problems import Problem
+from logitless import reference
 from logitless.objectives import LARGEST_LOG_RATIO
 from logitless.tolerances import TINY
 
@@ -85,6 +86,51 @@ def log_probs(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     return outputs | products(
         problem, arrays, values.head, values.gradient(g1, g2), values.gross(g1, g2), outside, None
     )
+
+
+def token_log_probs(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
+    """Of given ids."""
+    return _of_ids(problem, arrays, arrays["ids"], undecided=False)
+
+
+def top_k(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
+    """Where two of the largest logits are nearly the same, either may come first, and has the other's gradient."""
+    head = head_of(problem, arrays)
+    z, _, _ = scaled(problem, head.raw)
+    ids = np.argsort(-z, axis=1, kind="stable")
+    largest = np.take_along_axis(z, ids, 1)[:, : problem.count + 1]
+    gaps = np.where(largest[:, :-1] == largest[:, 1:], 0.0, largest[:, :-1] - largest[:, 1:])
+    near = bool((gaps < 8 * TINY[wide_dtype(problem.dtype)] * (1 + head.magnitude[:, None])).any())
+    ids = ids[:, : problem.count].reshape(*problem.shape, problem.count)
+    found = Expected(ids, 0.0, "float64", undecided=near)
+    return _of_ids(problem, arrays, ids, undecided=near) | {"stats.ids": found}
+
+
+def _of_ids(problem: Problem, arrays: Arrays, ids: Any, undecided: bool) -> dict[str, Expected]:
+    """``undecided``: whether nothing is said of the gradients."""
+    o, wide = problem.options, wide_dtype(problem.dtype)
+    names = ("logit_scale", "softcap", "temperature", "ignore_index")
+    options = {name: o[name] for name in names if name in o}
+    true = reference.linear_token_log_probs(
+        arrays["hidden"], arrays["weight"], ids, arrays.get("bias"), upstream=arrays["upstream"], **options
+    )
+    given = np.broadcast_to(ids, true.log_prob.shape).reshape(problem.tokens, problem.count)
+    known = given != o.get("ignore_index", -100)
+    target = np.where(known.any(1), given[np.arange(len(given)), known.argmax(1)], o.get("ignore_index", -100))
+    head = head_of(problem, arrays | {"target": target})
+    z, _, scale = scaled(problem, head.raw)
+    p = np.exp(_log_softmax(z))
+    g = np.where(known, np.abs(arrays["upstream"].reshape(given.shape)), 0.0)
+    gross = p * g.sum(1, keepdims=True)
+    np.add.at(gross, (np.arange(len(given))[:, None], np.where(known, given, 0)), g)
+    magnitude = head.magnitude.reshape(problem.shape)[..., None]
+    size = np.where(np.isfinite(true.log_prob), np.abs(true.log_prob), 0.0)
+    outputs = {"log_prob": Expected(true.log_prob, TINY[wide] * norm_of(1 + size + 2 * magnitude), wide)}
+    rows = arrays | {"upstream": g.sum(1)}
+    gradients = products(problem, rows, head, true.logits_grad, gross * scale, np.zeros(1, bool), None)
+    for gradient in gradients.values():
+        gradient.undecided = undecided
+    return outputs | gradients
 
 
 def _aggregate(losses: Any, counted: Any, aggregation: str, normalizer: float | None) -> Any:

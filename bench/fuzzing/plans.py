@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bench.fuzzing.problems import Problem
+from bench.fuzzing.problems import OF_IDS, Problem
 from logitless import plan
+from logitless.given_ids import ids_cut
 
 
 def plan_arguments(problem: Problem) -> dict[str, Any]:
@@ -20,6 +21,8 @@ def plan_arguments(problem: Problem) -> dict[str, Any]:
         "one_pass": _one_pass(problem), "device": "cpu" if problem.device == "cpu" else "gpu",
         "fused": problem.fused, "padded": problem.backend == "pallas",
     }  # fmt: skip
+    if problem.function in OF_IDS:
+        return {"memory_budget": _budget_of_ids(problem, sizes)}
     chosen = plan(**sizes, order=order, chunk=max(1, round(length * max(problem.plan_at, 0.1))))
     if problem.plan != "budget":
         return {"plan": chosen}
@@ -29,6 +32,22 @@ def plan_arguments(problem: Problem) -> dict[str, Any]:
     except ValueError as error:  # less than any plan in whole tiles needs: it says how much that is
         budget = int(re.findall(r"\d+", str(error))[-1])
     return {"memory_budget": budget}
+
+
+def _budget_of_ids(problem: Problem, sizes: dict[str, Any]) -> int:
+    """From the least that the cut and the plan need to twice as much."""
+    own = {name: sizes[name] for name in ("tokens", "hidden", "vocab", "dtype")} | {"ids": problem.count}
+    least = max(_least(ids_cut, own), _least(plan, sizes) + ids_cut(**own).kept_bytes)
+    return round(least * (1.0 + problem.plan_at))
+
+
+def _least(function: Any, sizes: dict[str, Any]) -> int:
+    """What the error for a budget of one byte says that is needed."""
+    try:
+        function(**sizes, memory_budget=1)
+    except ValueError as error:
+        return int(re.findall(r"\d+", str(error))[-1])
+    return 1
 
 
 def _one_pass(problem: Problem) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,9 @@ DTYPES = {
     "pallas": {"bfloat16": 0.6, "float16": 0.4},
 }
 FUNCTIONS = {
-    "linear_cross_entropy": 0.48, "linear_log_probs": 0.12, "cross_entropy": 0.12, "clipped_policy_loss": 0.09,
-    "dpo_loss": 0.06, "kto_loss": 0.02, "distillation_loss": 0.06, "padded_index_gather": 0.05,
+    "linear_cross_entropy": 0.43, "linear_log_probs": 0.11, "cross_entropy": 0.11, "clipped_policy_loss": 0.08,
+    "dpo_loss": 0.06, "kto_loss": 0.02, "distillation_loss": 0.05, "padded_index_gather": 0.04,
+    "linear_token_log_probs": 0.06, "linear_top_k": 0.04,
 }  # fmt: skip
 # Kernels are compiled once for a size of D and V and their options: on a GPU sizes come from these.
 BUCKETS = (
@@ -34,6 +35,8 @@ BUCKETS = (
 LAYOUTS = ("contiguous", "offset", "step", "step_rows", "transposed", "expanded", "broadcast")
 NUMPY_LAYOUTS = (*LAYOUTS, "negative")
 TRAINED = "trained"
+OF_IDS = ("linear_token_log_probs", "linear_top_k")
+PER_TOKEN = ("linear_log_probs", *OF_IDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,11 @@ class Problem:
     def fused(self) -> bool:
         return self.backend in ("triton", "pallas")
 
+    @property
+    def count(self) -> int:
+        """How many ids a token has, where a function is about several."""
+        return self.options["k"] if self.function == "linear_top_k" else int(self.arrays["ids"].split()[1])
+
     def rng(self) -> np.random.Generator:
         """For the data; drawing the problem has another."""
         return np.random.default_rng([self.seed, self.index, 1])
@@ -91,6 +99,21 @@ class Problem:
         counted |= {name: _in_words(value) for name, value in self.options.items()}
         counted |= {name: kind for name, kind in self.arrays.items()}
         return counted | {extra: "yes" for extra in self.extras}
+
+
+# The differentiable results by function, where they are no loss.
+RESULTS = {
+    "linear_log_probs": ("log_prob", "entropy"),
+    "linear_token_log_probs": ("log_prob",),
+    "linear_top_k": ("log_prob",),
+    "padded_index_gather": ("output",),
+}
+
+
+class Found(NamedTuple):
+    """What comes beside the log-probabilities of the largest logits."""
+
+    ids: Any
 
 
 COUNTED = ("backend", "function", "dtype", "data", "blemish", "upstream", "plan", "transform")
@@ -134,8 +157,8 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
     data = _data(dice, function)
     shape, hidden, vocab = _sizes(dice, backend, function, data, device)
     options, arrays = _options(dice, backend, function, vocab, data)
-    layered = function not in ("padded_index_gather", "dpo_loss", "kto_loss")
-    none = options.get("reduction") == "none" or function == "linear_log_probs"
+    layered = function not in ("padded_index_gather", "dpo_loss", "kto_loss", "linear_top_k")
+    none = options.get("reduction") == "none" or function in PER_TOKEN
     blemish = _blemish(dice, function, none, int(np.prod(shape)))
     upstream = _upstream(dice, none)
     needs = _needs(dice, function, arrays)
@@ -158,7 +181,7 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
 
 
 def _data(dice: Dice, function: str) -> str:
-    if function in ("linear_cross_entropy", "linear_log_probs", "cross_entropy"):
+    if function in ("linear_cross_entropy", "cross_entropy", *PER_TOKEN):
         return str(dice.one({
             "random": 0.45, TRAINED: 0.12, "confident": 0.1, "confident_wrong": 0.08, "tied": 0.05, "banned": 0.12,
             "shifted": 0.08,
@@ -205,7 +228,7 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
         options["temperature"] = dice.between(0.5, 3.0)
     if data != "tied" and (data == "banned" or dice.chance(0.4)) and function != "cross_entropy":
         arrays["bias"] = "given"
-    if function != "distillation_loss" and dice.chance(0.3):
+    if function not in ("distillation_loss", "linear_top_k") and dice.chance(0.3):
         options["ignore_index"] = dice.one((0, 1, vocab - 1, -1))
     if function in ("linear_cross_entropy", "cross_entropy"):
         options["reduction"] = dice.one(("mean", "sum", "none"))
@@ -226,6 +249,10 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
             options["return_stats"] = True
     elif function == "linear_log_probs":
         options["with_entropy"] = dice.chance(0.6)
+    elif function == "linear_token_log_probs":
+        arrays["ids"] = f"{dice.one({'own': 0.7, 'shared': 0.3})} {dice.one((1, 2, 3, 7, 40))}"
+    elif function == "linear_top_k":
+        options["k"] = min(vocab, dice.one((1, 2, 5, 30, vocab)))
     else:
         _more_options(dice, function, options, arrays)
     return options, arrays
@@ -339,6 +366,8 @@ def _layouts(dice: Dice, backend: str, function: str, arrays: dict[str, str]) ->
         "padded_index_gather": ["input", "index"],
         "cross_entropy": ["logits", "target"],
         "distillation_loss": ["hidden", "weight", "teacher_hidden", "teacher_weight"],
+        "linear_token_log_probs": ["hidden", "weight"],  # and ids, which are among the arrays
+        "linear_top_k": ["hidden", "weight"],
     }.get(function, ["hidden", "weight", "target"])
     names += [name for name in arrays if name != "normalizer"]
     if dice.chance(0.33):
@@ -361,7 +390,7 @@ def _way(dice: Dice, backend: str, function: str, dtype: str, device: str) -> di
     """The plan, the transform, and what belongs to one framework or function alone."""
     linear = function in ("linear_cross_entropy", "linear_log_probs")
     plans = {"default": 0.4, "tokens": 0.2, "vocab": 0.2, "budget": 0.2} if linear else {"default": 1.0}
-    if function in ("clipped_policy_loss", "dpo_loss", "kto_loss"):
+    if function in ("clipped_policy_loss", "dpo_loss", "kto_loss", *OF_IDS):
         plans = {"default": 0.6, "budget": 0.4}
     if function == "padded_index_gather":
         ways = {"plain": 0.7, "twice": 0.3}

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.fuzzing.data import Arrays, given
 from bench.fuzzing.plans import plan_arguments
-from bench.fuzzing.problems import Problem
+from bench.fuzzing.problems import RESULTS, Found, Problem
 from logitless import jax_impl
 
 CACHED_PROBLEMS = 40
@@ -82,12 +82,14 @@ def _outputs(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
     if problem.arrays.get("normalizer") == "array":
         options["normalizer"] = jnp.asarray(options["normalizer"])
     function = getattr(jax_impl, problem.function)
-    has_stats = bool(options.get("return_stats"))
+    top = problem.function == "linear_top_k"
+    has_stats = bool(options.get("return_stats")) or top
 
     def call(chosen: dict[str, Any], rest: dict[str, Any]) -> tuple[Any, Any]:
         results = function(**rest, **chosen, **options)
         results = results if isinstance(results, tuple) else (results,)
         results, stats = (results[:-1], results[-1]) if has_stats else (results, None)
+        stats = Found(stats) if top else stats
         return tuple(m for m in results if m is not None), stats
 
     def downstream(chosen: dict[str, Any], rest: dict[str, Any], gs: tuple[Any, ...]) -> Any:
@@ -116,8 +118,7 @@ def _outputs(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
         results, stats, grads = jax.tree.map(lambda a: a[1], jax.vmap(step)(*doubled))
     else:
         results, stats, grads = (jax.jit(step) if problem.transform == "jit" else step)(chosen, inputs, gs)
-    named = {"linear_log_probs": ("log_prob", "entropy"), "padded_index_gather": ("output",)}
-    outputs = dict(zip(named.get(problem.function, ("loss", "lse")), results, strict=False))
+    outputs = dict(zip(RESULTS.get(problem.function, ("loss", "lse")), results, strict=False))
     if stats is not None:
         outputs |= {f"stats.{name}": value for name, value in stats._asdict().items()}
     return outputs | {f"d{name}": grad for name, grad in grads.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.fuzzing.data import Arrays, given
 from bench.fuzzing.plans import plan_arguments
-from bench.fuzzing.problems import Problem
+from bench.fuzzing.problems import RESULTS, Found, Problem
 from logitless import torch_impl
 
 JUNK_ID = 10**6
@@ -122,6 +122,9 @@ class _Run:
             self.deferred = more[-1] if "defer" in self.problem.extras else None
         elif self.options.get("return_stats"):
             returned, stats = returned
+        elif self.problem.function == "linear_top_k":
+            returned, ids = returned
+            stats = Found(ids)
         return returned, stats
 
     def upstreams(self, returned: Any, factor: float = 1.0) -> tuple[Tensor, ...]:
@@ -231,8 +234,7 @@ class _Run:
 
     def _named(self, returned: Any, stats: Any, grads: dict[str, Any]) -> dict[str, Any]:
         results = _several(returned)
-        names = {"linear_log_probs": ("log_prob", "entropy"), "padded_index_gather": ("output",)}
-        outputs = dict(zip(names.get(self.problem.function, ("loss", "lse")), results, strict=False))
+        outputs = dict(zip(RESULTS.get(self.problem.function, ("loss", "lse")), results, strict=False))
         if stats is not None:
             outputs |= {f"stats.{name}": value for name, value in stats._asdict().items()}
         return outputs | grads

@@ -25,7 +25,18 @@ from logitless import spec
 from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.jax_impl.backend import BACKENDS
-from logitless.jax_impl.call import NOTHING, Arrays, Call, Gradients, Needs, RawArrays, Request, as_jax, taking_wrappers
+from logitless.jax_impl.call import (
+    NOTHING,
+    Arrays,
+    Call,
+    Gradients,
+    Needs,
+    RawArrays,
+    Request,
+    as_jax,
+    taking_wrappers,
+    temperatures,
+)
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
 from logitless.spec import TokenStats
@@ -92,7 +103,7 @@ class Layout:
     def cuts(self) -> Arrays[tuple[str, ...]]:
         """For each argument, the mesh axes that cut its first axis."""
         data, entries = self.data_axes, self.vocab_axes
-        return Arrays(self.axes if self.sequence_parallel else data, entries, entries, data, data, entries, ())
+        return Arrays(self.axes if self.sequence_parallel else data, entries, entries, data, data, entries, (), data)
 
     def specs(self) -> Arrays[P]:
         return Arrays(*(P(axes or None) for axes in self.cuts()))
@@ -244,7 +255,8 @@ def sharded_linear_cross_entropy(
     Call it outside of jax.shard_map, inside jax.jit or not. Its arrays are global. They are cut along their first axes,
     and moved if they lie otherwise:
 
-        hidden, target, token_weight        over data_axis (hidden over vocab_axis as well under sequence_parallel)
+        hidden, target, token_weight        over data_axis (hidden over vocab_axis as well under sequence_parallel);
+                                            a temperature per token as target
         weight, bias, class_weight          over vocab_axis
         the loss, the normalizer            on every device; reduction="none" and statistics as target
 
@@ -272,7 +284,9 @@ def sharded_linear_cross_entropy(
     ) -> Array | tuple[Array | TokenStats[Array], ...]:  # fmt: skip
         _check_options(linear_cross_entropy, options)
         # A normalizer may be a number.
-        raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer)  # type: ignore[arg-type]
+        own, number = temperatures(options.pop("temperature", 1.0))
+        raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer, own)  # type: ignore[arg-type]
+        options["temperature"] = number
         made = _run(layout, raw, Request(statistics=return_stats, lse=return_lse, **options))
         results = tuple(value for value in made if value is not None)
         return results if len(results) > 1 else results[0]
@@ -297,8 +311,9 @@ def sharded_linear_log_probs(
         **options: Any,
     ) -> tuple[Array, Array | None]:  # fmt: skip
         _check_options(linear_log_probs, options)
-        request = Request(reduction="none", statistics=with_entropy, log_probs=True, **options)
-        log_prob, entropy = _run(layout, Arrays(hidden, weight, bias, target), request)  # type: ignore[misc]
+        own, number = temperatures(options.pop("temperature", 1.0))
+        request = Request(reduction="none", statistics=with_entropy, log_probs=True, temperature=number, **options)
+        log_prob, entropy = _run(layout, Arrays(hidden, weight, bias, target, temperature=own), request)  # type: ignore[misc]
         return log_prob, entropy
 
     return log_probs

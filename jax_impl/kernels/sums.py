@@ -175,7 +175,7 @@ def _factors(c: KernelCall, rows: Rows, running: RunningSums, sums: TokenSums, g
     """
     alpha, beta = numerics.alpha_beta(XP, c.inputs, c.options, sums.lse, _class_weights(c, rows))
     share = numerics.target_over_alpha(XP, alpha, beta, running.e_target(), running.s)
-    share = numerics.sloped(XP, share, sums.target_logit, c.options)
+    share = numerics.sloped(XP, share, sums.target_logit, c.options, None)
     factor = g[rows.token] * alpha / (running.s + running.e_target())
     factor = jnp.where(rows.exists, factor, 0.0)
     here = rows.exists & (rows.target >= 0) if c.inputs.shard.active else rows.exists

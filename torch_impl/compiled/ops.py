@@ -31,6 +31,8 @@ from logitless.torch_impl.call import Arrays, Call, Gradients, LatePlan, Layout,
 from logitless.torch_impl.checks import plain, planner
 
 _ARRAYS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? class_weight"
+_ARRAYS += ", Tensor? temperature"
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? temperature"
 _CALL = "str call, SymInt token_chunk"
 
 
@@ -165,12 +167,12 @@ def _loss_gradients(*arguments: Any) -> list[Tensor]:
 @torch.library.custom_op(
     "logitless::log_probs",
     mutates_args=(),
-    schema=f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {_CALL}) -> Tensor[]",
+    schema=f"({_HEAD}, {_CALL}) -> Tensor[]",
 )
 def _log_probs(*arguments: Any) -> list[Tensor]:
     """[log p, entropy if asked for, and for the backward the known sums]."""
     *tensors, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
+    arrays, recipe = plain(Arrays.of_head(*tensors)), _recipe(text)
     step = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
     return [value for value in (step.log_prob, step.entropy, *step.saved) if value is not None]
 
@@ -178,7 +180,7 @@ def _log_probs(*arguments: Any) -> list[Tensor]:
 @_log_probs.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     *tensors, text, _ = arguments
-    arrays, recipe = Arrays(*tensors), _recipe(text)
+    arrays, recipe = Arrays.of_head(*tensors), _recipe(text)
     dtype, kinds = accumulation_dtype(recipe.dtype), 2 if recipe.statistics else 1
     results = [_new(arrays, arrays.target.shape, dtype) for _ in range(kinds)]
     if recipe.needs(arrays).any:
@@ -189,15 +191,12 @@ def _(*arguments: Any) -> list[Tensor]:
 @torch.library.custom_op(
     "logitless::log_probs_gradients",
     mutates_args=(),
-    schema=(
-        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor[] saved, Tensor g_log_prob, "
-        f"Tensor? g_entropy, {_CALL}) -> Tensor[]"
-    ),
+    schema=f"({_HEAD}, Tensor[] saved, Tensor g_log_prob, Tensor? g_entropy, {_CALL}) -> Tensor[]",
 )
 def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_log_probs` left for them."""
     *tensors, saved, g_log_prob, g_entropy, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
+    arrays, recipe = plain(Arrays.of_head(*tensors)), _recipe(text)
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     return _present(steps.log_probs_gradients(arrays, call, needs, tuple(saved), None, g_log_prob, g_entropy))
 
@@ -264,7 +263,7 @@ def loss_gradients(
 
 def log_probs(arrays: Arrays, call: Call, needs: Needs) -> steps.LogProbs:
     """:func:`steps.log_probs`."""
-    results = torch.ops.logitless.log_probs(*arrays[:4], Recipe.of(call, needs).text(), _chunk(call))
+    results = torch.ops.logitless.log_probs(*arrays.head, Recipe.of(call, needs).text(), _chunk(call))
     kinds = 2 if call.statistics else 1
     return steps.LogProbs(results[0], results[1] if call.statistics else None, tuple(results[kinds:]), None)
 
@@ -277,6 +276,6 @@ def log_probs_gradients(
     del waiting
     recipe = Recipe.of(call, needs).text()
     gradients = torch.ops.logitless.log_probs_gradients(
-        *arrays[:4], list(saved), g_log_prob, g_entropy, recipe, _chunk(call)
+        *arrays.head, list(saved), g_log_prob, g_entropy, recipe, _chunk(call)
     )
     return _named(gradients, needs)

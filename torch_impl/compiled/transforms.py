@@ -52,8 +52,8 @@ class TransformedLoss(torch.autograd.Function):
         ctx: TransformedContext, kept: tuple[Tensor, ...], upstream: Tensor, *more: Tensor | None
     ) -> Derivatives:
         g_lse = more[0] if ctx.call.lse else None
-        gradients = ops.loss_gradients(Arrays(*kept[:6]), ctx.call, ctx.needs, kept[6:], None, upstream, g_lse)
-        return None, None, None, gradients.hidden, gradients.weight, gradients.bias, None, None, None
+        gradients = ops.loss_gradients(Arrays(*kept[:7]), ctx.call, ctx.needs, kept[7:], None, upstream, g_lse)
+        return None, None, None, gradients.hidden, gradients.weight, gradients.bias, *(None,) * 4
 
 
 class TransformedLogProbs(torch.autograd.Function):
@@ -61,7 +61,7 @@ class TransformedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, needs: Needs, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        step = ops.log_probs(Arrays(*tensors), call, needs)  # type: ignore[arg-type]
+        step = ops.log_probs(Arrays.of_head(*tensors), call, needs)  # type: ignore[arg-type]
         return tuple(value for value in (step.log_prob, step.entropy, *step.saved) if value is not None)
 
     @staticmethod
@@ -77,16 +77,18 @@ class TransformedLogProbs(torch.autograd.Function):
         ctx: TransformedContext, kept: tuple[Tensor, ...], g_log_prob: Tensor, *more: Tensor | None
     ) -> Derivatives:
         g_entropy = more[0] if ctx.call.statistics else None
-        arrays = Arrays(*kept[:4])
-        gradients = ops.log_probs_gradients(arrays, ctx.call, ctx.needs, kept[4:], None, g_log_prob, g_entropy)
-        return None, None, gradients.hidden, gradients.weight, gradients.bias, None
+        arrays = Arrays.of_head(*kept[:5])
+        gradients = ops.log_probs_gradients(arrays, ctx.call, ctx.needs, kept[5:], None, g_log_prob, g_entropy)
+        return None, None, gradients.hidden, gradients.weight, gradients.bias, None, None
 
 
 def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tuple[Tensor, ...]:
     """:func:`autograd.values`."""
     needs = wanted(*arrays[:3])
     if call.log_probs:
-        log_probs: tuple[Tensor, ...] = TransformedLogProbs.apply(call, needs, *arrays[:4])  # type: ignore[no-untyped-call]
+        log_probs: tuple[Tensor, ...] = TransformedLogProbs.apply(  # type: ignore[no-untyped-call]
+            call, needs, *arrays.head
+        )
         return log_probs[: call.differentiable]
     loss: tuple[Tensor, ...] = TransformedLoss.apply(call, needs, normalizer, *arrays)  # type: ignore[no-untyped-call]
     return loss[: call.differentiable + call.fields]

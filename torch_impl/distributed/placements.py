@@ -69,13 +69,16 @@ class Placed:
     @property
     def tokens_first(self) -> Arrays:
         """The arrays with the shared axis of the tokens as their first."""
-        axis, (hidden, _, _, target, token_weight, _) = self.token_axis, self.arrays
+        axis, arrays = self.token_axis, self.arrays
         if not axis:
-            return self.arrays
-        token_weight = None if token_weight is None else token_weight.movedim(axis, 0)
-        return self.arrays._replace(
-            hidden=hidden.movedim(axis, 0), target=target.movedim(axis, 0), token_weight=token_weight
+            return arrays
+        hidden, target, *optional = (
+            None if array is None else array.movedim(axis, 0)
+            for array in (arrays.hidden, arrays.target, arrays.token_weight, arrays.temperature)
         )
+        assert hidden is not None
+        assert target is not None
+        return arrays._replace(hidden=hidden, target=target, token_weight=optional[0], temperature=optional[1])
 
 
 def is_fsdp_shard(weight: Tensor) -> bool:
@@ -128,7 +131,7 @@ def localize(arrays: Arrays, group: dist.ProcessGroup | None, sequence_parallel:
         if is_dtensor(array):
             if name in ("bias", "class_weight"):
                 _kind(array, name, ("Shard(0)" if group is not None else "Replicate()",))
-            elif name in ("target", "token_weight"):
+            elif name in ("target", "token_weight", "temperature"):
                 _kind(array, name, ("Replicate()",))
             _check_mesh(array, name, group)
             local[name] = _Local.apply(array)  # type: ignore[no-untyped-call]

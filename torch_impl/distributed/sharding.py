@@ -53,9 +53,9 @@ def values(
     arrays: Arrays, normalizer: Tensor | float | None, request: Request
 ) -> tuple[tuple[Tensor, ...], DeferredWeightGrad | None]:
     """The results of :func:`autograd.values`, and what computes dW later, if asked for."""
-    placed, call = _ready(arrays, normalizer, request)
+    placed, call = ready(arrays, normalizer, request)
     if placed.group is None and not first_check.passes(placed.arrays, call):
-        placed, call = _ready(arrays, normalizer, request)  # without the kernels
+        placed, call = ready(arrays, normalizer, request)  # without the kernels
     local, axis = placed.arrays, placed.token_axis
     if request.deferred:
         _check_leaves(arrays)
@@ -68,8 +68,13 @@ def values(
     return tuple(value.movedim(0, axis) if axis and value.dim() else value for value in results), call.deferred
 
 
-def _ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -> tuple[placements.Placed, Call]:
-    """The checked tensors, with the tokens' shared axis first, and the call on them. Like :func:`checks.ready`."""
+def ready(
+    arrays: Arrays, normalizer: Tensor | float | None, request: Request, more: dict[str, object] | None = None
+) -> tuple[placements.Placed, Call]:
+    """The checked tensors, with the tokens' shared axis first, and the call on them. Like :func:`checks.ready`.
+
+    ``more``: what else must be the same on every rank, by its name in errors.
+    """
     options = checks.loss_options(request)
     if request.group is not None:
         parallel.check_member(request.group)
@@ -81,9 +86,9 @@ def _ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) 
     else:
         try:
             dtype, backend = _checked(placed, normalizer, request)
-            facts = _facts(placed, dtype, backend, request, options)
+            facts = _facts(placed, dtype, backend, request, options) | (more or {})
         except (TypeError, ValueError, NotImplementedError):
-            agreement.refuse(placed.group, placed.device, 1 + FACTS)
+            agreement.refuse(placed.group, placed.device, 1 + FACTS + len(more or {}))
             raise
         vocab = placed.arrays.weight.shape[0]
         shard = agreement.agree(placed.group, placed.device, facts, vocab, placed.token_axis is not None)
@@ -172,6 +177,7 @@ def _facts(
         "the dtype of bias": _dtype_of(arrays.bias),
         "whether there is a token_weight": arrays.token_weight is not None,
         "whether there is a class_weight": arrays.class_weight is not None,
+        "whether there is a temperature per token": arrays.temperature is not None,
         "whether hidden requires grad": bool(arrays.hidden.requires_grad),
         "whether anything requires grad": any(isinstance(v, Tensor) and v.requires_grad for v in arrays),
         "whether autograd is on": torch.is_grad_enabled(),
@@ -189,7 +195,7 @@ def _facts(
     }
 
 
-FACTS = 18  # the length of _facts
+FACTS = 19  # the length of _facts
 
 
 def _plan(

@@ -46,7 +46,7 @@ class Rows(Inputs):
 
 def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None) -> Rows:
     """:func:`chunk.prepare`, and the tokens' order."""
-    hidden, weight, bias, target, token_weight, class_weight = arrays
+    hidden, weight, bias, target, token_weight, class_weight, _ = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
     flat = target.reshape(-1)
     wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
@@ -84,6 +84,7 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
         bias=None if bias is None else bias.to(dtype), ids=wide, target=target, valid=flag, inside=inside,
         token_weight=weights, class_weight=class_weight, shard=shard, shared_classes=shared, index=whole, key=key,
         order=order, count=count, relative=relative, summary=summary, class_index=class_index, class_table=class_table,
+        temperature=None,
     )  # fmt: skip
 
 
