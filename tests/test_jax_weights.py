@@ -53,6 +53,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "sharded": lambda x, w, y, b: lj.sharded_linear_cross_entropy(
         Mesh(np.array(jax.devices()[:1]), "v"), vocab_axis="v"
     )(x, w, y, b),
+    "given ids": lambda x, w, y, b: lj.linear_token_log_probs(x, w, jnp.stack([y, y], 1), b).sum(),
     "policy": lambda x, w, y, b: lj.clipped_policy_loss(
         x, w, y, bias=b, old_log_prob=jnp.full(N, -4.0), advantage=jnp.ones(N)
     ),

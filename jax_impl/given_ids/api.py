@@ -12,13 +12,14 @@ from logitless import spec
 from logitless.given_ids import check_ids_array, check_k, ids_cut, of_whole_budget, rest_of_budget
 from logitless.jax_impl import checks
 from logitless.jax_impl.backend import BACKENDS
-from logitless.jax_impl.call import Arrays, RawArray, RawArrays, Request, temperatures
+from logitless.jax_impl.call import Arrays, RawArray, RawArrays, Request, taking_wrappers, temperatures
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.jax_impl.given_ids.steps import IdsCall, largest_logits, token_log_probs
 from logitless.planning import check_plan_argument
 
 
+@taking_wrappers
 def linear_token_log_probs(
     hidden: Array,
     weight: Array,
@@ -78,6 +79,7 @@ def linear_token_log_probs(
     return log_prob.reshape(*shape, ids.shape[-1])
 
 
+@taking_wrappers
 def linear_top_k(
     hidden: Array,
     weight: Array,
