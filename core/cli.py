@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import logitless
-from logitless.planning import ChunkPlan, Request, choose
+from logitless.planning import SLACK, ChunkPlan, Request, choose
 from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Kind, Order, round_up
 from logitless.spec import FLOAT_DTYPES, REDUCTIONS, check_choice
 
@@ -117,6 +117,9 @@ def plan(
     fused: Annotated[
         bool, typer.Option("--fused/--portable", help="For the kernels (triton, pallas) or for plain operations.")
     ] = False,
+    prefer: Annotated[
+        str, typer.Option(help="fast, balanced or lean: the least scratch within 0.5, 5 or 50 % of the fastest plan.")
+    ] = "balanced",
 ) -> None:
     """Show the chunk plan for the given sizes, and what other chunk sizes and full logits would take."""
     try:
@@ -125,6 +128,7 @@ def plan(
         request = Request(
             tokens, hidden, vocab, dtype, "triton" if fused else "xla", budget, order, chunk,  # type: ignore[arg-type]
             one_pass=reduction != "none", hold=memory_budget is not None, device=device,  # type: ignore[arg-type]
+            prefer=prefer,  # type: ignore[arg-type]
         )  # fmt: skip
         chosen = choose(request)
         rungs = _rungs(chosen, order)
@@ -132,7 +136,7 @@ def plan(
     except (ValueError, TypeError) as mistake:
         _fail(str(mistake))
     console = Console()
-    _print_plan(console, chosen, budget, request.slack)
+    _print_plan(console, chosen, budget, SLACK[request.prefer])
     console.print(_ladder_table(chosen, ladder, budget, device))
 
 
@@ -275,7 +279,7 @@ def _show_model(model: str, tokens: int, memory_budget: str | None) -> None:
     table.add_row("patch", escape(f"refuses it: {found.refusal}" if found.refusal else taken))
     console.print(table)
     if found.head:
-        _print_plan(console, chosen, budget, request.slack)
+        _print_plan(console, chosen, budget, SLACK[request.prefer])
         saved = chosen.full_logits_bytes - chosen.scratch_bytes
         console.print(f"saved: {format_bytes(max(0, saved))} of a batch, with the kernels", highlight=False)
     if found.refusal:

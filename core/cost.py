@@ -27,7 +27,8 @@ def relative_cost(cut: Cut, device: Device) -> float:
         return 1.0
     flops = 6 * cut.tokens * cut.hidden * cut.vocab
     ideal = flops / (2 * math.prod(HOPPER.tile) * HOPPER.multiprocessors)
-    cost = _depth(cut) / ideal + (cut.chunks - 1) * HOPPER.accumulator_tokens / length
+    accumulator = HOPPER.accumulator_tokens if cut.order == "tokens" else HOPPER.accumulator_entries
+    cost = _depth(cut) / ideal + (cut.chunks - 1) * accumulator / length
     chunks, slices = (cut.chunks, 0) if cut.order == "tokens" else (1, cut.chunks)
     return cost + (chunks * HOPPER.chunk_overhead_flops + slices * HOPPER.slice_overhead_flops) / flops
 

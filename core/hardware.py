@@ -25,7 +25,9 @@ class Architecture:
     multiprocessors: int
     """How many tiles are worked on at once: a turn."""
     accumulator_tokens: int
-    """As ACCUMULATOR_TOKENS. The first chunk's dW is a sum of 24 bits instead of its own dtype, too."""
+    """As ACCUMULATOR_TOKENS, of a chunk of tokens. The first one's dW is a sum of 24 bits, too."""
+    accumulator_entries: int
+    """As ACCUMULATOR_TOKENS, of a slice of the vocabulary: it adds to dX."""
     chunk_overhead_flops: float
     """What the small launches around a chunk of tokens take."""
     slice_overhead_flops: float
@@ -39,7 +41,10 @@ class Architecture:
 HOPPER = Architecture(
     tile=(128, 256),
     multiprocessors=132,  # of an H100 or H200
-    accumulator_tokens=240,  # two chunks of the shape above, six of 32768 × 768 × 128256: 253 and 240
+    # Two and three chunks of 16384 × 4096 × 128256, six of 32768 × 768 × 128256: 328, 475 and 413. Rather too many: a
+    # default plan may not be slower than it says.
+    accumulator_tokens=450,
+    accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
     chunk_overhead_flops=4e10,  # 60 µs at 680 TFLOP/s
     slice_overhead_flops=4e9,  # 6 µs
     full_turns=0.93,

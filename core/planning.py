@@ -16,8 +16,8 @@ The kernel backends hold exponentials in the input dtype. They leave the last ch
 plan of one chunk needs no accumulator. Such a plan can also wait for an upstream gradient per token (``hold``): all
 tokens' exponentials are held until it arrives, for 6·N·D·V flops instead of 8.
 
-Of the plans that fit the budget and cost at most 3 % (kernels in one pass: 0.5 %) more than the cheapest, the one with
-the smallest scratch is chosen.
+Without a budget, the plan with the smallest scratch is chosen among those that cost little more than the cheapest: 5 %
+("balanced", the default), 0.5 % ("fast") or 50 % ("lean").
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Literal
 
 from logitless.cost import relative_cost
 from logitless.hardware import ACCUMULATOR_TOKENS, HOPPER, Device
@@ -33,11 +34,10 @@ from logitless.spec import FLOAT_DTYPES, check_flags
 
 ORDERS = ("tokens", "vocab")
 
-# A default plan may cost this much more than the fastest one, if it holds less. The bound for kernels in one pass is
-# tighter, because they are chosen for speed. (Their values per token, in two passes at 8192 × 4096 × 131072 on an H200,
-# take 1 % longer in slices of 280 MiB than in 1156 MiB. The formula says 2 %.)
-COST_SLACK = 1.03
-FUSED_COST_SLACK = 1.005
+Preference = Literal["fast", "balanced", "lean"]
+# How much more than the fastest plan a plan may cost, if it holds less. Of plans that are nearly equal, the smaller one
+# is taken even for "fast". The leanest plans of all would cost many times the fastest.
+SLACK: dict[Preference, float] = {"fast": 1.005, "balanced": 1.05, "lean": 1.5}
 
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
@@ -93,6 +93,7 @@ class Request:
     hold: bool = False
     device: Device = "gpu"
     lends: bool = False
+    prefer: Preference = "balanced"
 
     def __post_init__(self) -> None:
         for name, low in (("tokens", 0), ("hidden", 1), ("vocab", 1)):
@@ -109,6 +110,12 @@ class Request:
         if self.chunk is not None and self.order is None:
             raise ValueError(
                 f"order: got None beside chunk={self.chunk}, allowed are 'tokens', 'vocab': chunk counts along it"
+            )
+        check_preference("prefer", self.prefer)
+        if self.prefer != "balanced" and self.memory_budget is not None:
+            raise ValueError(
+                f"prefer: got {self.prefer!r} beside a memory_budget, allowed is one of the two: with a budget the "
+                "fastest plan that fits is taken"
             )
         if self.kernels and self.dtype == "float64":
             raise ValueError("fused: got True beside dtype='float64', allowed is False: the kernels have no float64")
@@ -134,13 +141,6 @@ class Request:
         fits = 0 < self.tokens <= self.hidden and math.ceil(self.hidden / HOPPER.tile[1]) <= HOPPER.multiprocessors
         return self.lends and self.kind == "triton" and self.dtype == "bfloat16" and fits
 
-    @property
-    def slack(self) -> float:
-        """How much more than the fastest plan a default plan may cost, if it holds less."""
-        if self.can_lend:
-            return COST_SLACK
-        return FUSED_COST_SLACK if self.kernels and self.in_one_pass else COST_SLACK
-
     def plan(self, order: Order, one_pass: bool, token_chunk: int, vocab_chunk: int, lends: bool = False) -> ChunkPlan:
         """One of the plans to choose from."""
         sizes = (self.tokens, self.hidden, self.vocab, self.dtype)
@@ -163,14 +163,14 @@ def plan(
     hold: bool = False,
     eager: bool = False,
     lends: bool = False,
+    prefer: Preference = "balanced",
 ) -> ChunkPlan:
     """Choose how to cut a linear cross-entropy call.
 
     Arguments:
         tokens, hidden, vocab: N, D and V.
         dtype: of hidden and weight: "bfloat16", "float16", "float32" or "float64".
-        memory_budget: bytes of scratch that ``scratch_bytes`` must not exceed; None: the smallest scratch that stays
-            within 3 % (``fused`` in one pass: 0.5 %) of the fastest plan, by the cost formula of this module.
+        memory_budget: bytes of scratch that ``scratch_bytes`` must not exceed; None: as ``prefer`` says.
         order: "tokens", "vocab", or None for whichever costs less within the budget.
         chunk: tokens (or, in the vocab order, vocabulary entries) in a chunk, taken as it is; needs ``order``.
         one_pass: False when the upstream gradient arrives per token, after the forward (reduction="none", log-probs).
@@ -186,6 +186,8 @@ def plan(
         lends: with ``fused``, whether the exponentials may lie in dW's rows until dW is made there, which takes one
             pass in every reduction: PyTorch on Hopper, bfloat16, tokens ≤ hidden. (Calls allow it if they make dW
             themselves, and differentiate losses or log-probabilities alone.)
+        prefer: without a budget or a chunk, the smallest scratch that stays within 5 % ("balanced"), 0.5 % ("fast") or
+            50 % ("lean") of the fastest plan, by the cost formula of :mod:`logitless.cost`.
 
     Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
     is a ValueError that names the smallest scratch there is.
@@ -194,7 +196,9 @@ def plan(
     kind: Kind = "eager" if eager else "xla"
     if fused:
         kind = "pallas" if padded else "triton"
-    request = Request(tokens, hidden, vocab, dtype, kind, memory_budget, order, chunk, one_pass, hold, device, lends)
+    request = Request(
+        tokens, hidden, vocab, dtype, kind, memory_budget, order, chunk, one_pass, hold, device, lends, prefer
+    )
     if fused and eager:
         raise ValueError("eager: got True beside fused=True, allowed is False: a backend is one of the two")
     return choose(request)
@@ -214,7 +218,7 @@ def choose(request: Request) -> ChunkPlan:
                 f"vocab={request.vocab}, dtype={request.dtype} is at least {smallest}"
             )
         return min(candidates, key=lambda candidate: (candidate.relative_cost(device), candidate.scratch_bytes))
-    limit = request.slack * min(candidate.relative_cost(device) for candidate in candidates)
+    limit = SLACK[request.prefer] * min(candidate.relative_cost(device) for candidate in candidates)
     return min(
         (candidate for candidate in candidates if candidate.relative_cost(device) <= limit),
         key=lambda candidate: candidate.scratch_bytes,
@@ -242,12 +246,23 @@ def _candidates(request: Request) -> list[ChunkPlan]:
     return candidates
 
 
+def check_preference(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a :data:`Preference`."""
+    if not isinstance(value, str) or value not in SLACK:
+        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(map(repr, SLACK))}")
+
+
 def check_plan_argument(plan: object, memory_budget: int | None) -> None:
-    """Raise TypeError unless ``plan`` is one or None, ValueError when a budget is given beside a plan."""
+    """Raise TypeError or ValueError unless ``plan`` is one, a preference or None, and no budget is given beside it."""
     if plan is None:
         return
-    if not isinstance(plan, ChunkPlan):
-        raise TypeError(f"plan: got {type(plan).__name__}, allowed is a ChunkPlan from logitless.plan(...) or None")
+    if isinstance(plan, str):
+        check_preference("plan", plan)
+    elif not isinstance(plan, ChunkPlan):
+        raise TypeError(
+            f"plan: got {type(plan).__name__}, allowed is a ChunkPlan from logitless.plan(...), "
+            f"{', '.join(map(repr, SLACK))} or None"
+        )
     if memory_budget is not None:
         raise ValueError("memory_budget: got a value beside a plan, allowed is one of the two: the plan has its budget")
 

@@ -11,7 +11,7 @@ from logitless.jax_impl import checks
 from logitless.jax_impl.call import Arrays, RawArrays, Request, taking_wrappers, temperatures
 from logitless.jax_impl.distributed.parallel import AxisName
 from logitless.jax_impl.vjp import log_probs_and_entropy, loss_and_stats
-from logitless.planning import ChunkPlan
+from logitless.planning import ChunkPlan, Preference
 from logitless.spec import Reduction, TokenStats
 
 
@@ -32,7 +32,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: Array | float = 1.0,
     normalizer: Array | float | None = None,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
@@ -73,8 +73,9 @@ def linear_cross_entropy(
             operations, and backend="pallas" beside it is refused.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or an array without
             axes, constant.
-        plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
+        plan: a ChunkPlan of :func:`logitless.plan` for these sizes; or "fast", "balanced" or "lean", the least scratch
+            within 0.5, 5 or 50 % of the fastest plan; None: the fastest that fits memory_budget, else "balanced".
+        memory_budget: bytes of scratch beyond inputs and gradients; None: as ``plan`` says.
         backend: "pallas" (kernels for bfloat16 and float16 on Hopper GPUs, or on a CPU under
             LOGITLESS_PALLAS_INTERPRET=1; float32 and float64 have none), "xla" (plain operations, anywhere), or None:
             the kernels where they run on a GPU, else "xla". While a function is traced, None asks JAX's default device,
@@ -132,7 +133,7 @@ def linear_log_probs(
     temperature: Array | float = 1.0,
     ignore_index: int = -100,
     with_entropy: bool = False,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     axis_name: AxisName | None = None,

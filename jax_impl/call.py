@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from logitless import numerics
 from logitless.jax_impl.distributed.parallel import WHOLE, Shard
 from logitless.jax_impl.residuals import Pytree
-from logitless.planning import ChunkPlan
+from logitless.planning import ChunkPlan, Preference
 from logitless.spec import LossOptions, Reduction
 
 Leaf = TypeVar("Leaf", covariant=True)
@@ -112,7 +112,7 @@ class Request:
     logit_scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
-    plan: ChunkPlan | None = None
+    plan: ChunkPlan | Preference | None = None
     memory_budget: int | None = None
     backend: str | None = None
     statistics: bool = False

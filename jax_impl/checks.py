@@ -98,7 +98,7 @@ def shard_of(weight: RawArray, axis_name: AxisName | None, vocab: int | None, se
 def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOptions, backend: str) -> ChunkPlan:
     hidden, (vocab, size) = raw.hidden, raw.weight.shape
     tokens, dtype, budget = math.prod(raw.target.shape), str(hidden.dtype), request.memory_budget
-    if request.plan is not None:
+    if isinstance(request.plan, ChunkPlan):
         check_plan_sizes(request.plan, tokens, size, vocab, dtype)
         return request.plan
     # A call can hold its exponentials for an upstream gradient per token, if a budget allows it.
@@ -118,6 +118,7 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
         device="cpu" if device_of(hidden).platform == "cpu" else "gpu",
         kind="pallas" if backend == "pallas" else "xla",
         hold=hold and not shard.active and not request.lse,
+        prefer=request.plan or "balanced",
     )
     return choose_plan(wanted)
 

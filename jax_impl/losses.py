@@ -32,7 +32,7 @@ from logitless.objectives import (
     Ratio,
     SamplerCorrection,
 )
-from logitless.planning import ChunkPlan
+from logitless.planning import ChunkPlan, Preference
 from logitless.spec import LossOptions, Reduction
 
 
@@ -55,7 +55,7 @@ def dpo_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: Array | float = 1.0,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
@@ -139,7 +139,7 @@ def kto_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: Array | float = 1.0,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
@@ -225,7 +225,7 @@ def clipped_policy_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: Array | float = 1.0,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from logitless import ChunkPlan, plan
 from logitless.hardware import HOPPER
-from logitless.planning import COST_SLACK, check_plan_argument, check_plan_sizes
+from logitless.planning import SLACK, Preference, check_plan_argument, check_plan_sizes
 from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, VOCAB_TILE, round_up
 from logitless.spec import FLOAT_DTYPES, ITEMSIZE
 
-LLAMA = {"tokens": 16384, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16"}
+LLAMA: dict[str, Any] = {"tokens": 16384, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16"}
 
 sizes = st.fixed_dictionaries(
     {
@@ -84,19 +84,33 @@ def test_a_budget_is_kept_and_spent_well(arguments: dict[str, Any], share: float
 
 
 @settings(deadline=None, max_examples=60)
-@given(sizes)
-def test_the_default_is_the_smallest_within_three_percent(arguments: dict[str, Any]) -> None:
-    made = plan(**arguments)
-    device = arguments["device"]
+@given(sizes, st.sampled_from([None, *SLACK]))
+def test_a_preference_is_the_smallest_within_its_slack(arguments: dict[str, Any], prefer: Preference | None) -> None:
+    made = plan(**arguments) if prefer is None else plan(**arguments, prefer=prefer)
+    device, slack = arguments["device"], SLACK[prefer or "balanced"]
     best = plan(**arguments, memory_budget=2**62)
-    assert made.relative_cost(device) <= COST_SLACK * best.relative_cost(device)
+    assert made.relative_cost(device) <= slack * best.relative_cost(device)
     assert made.scratch_bytes <= best.scratch_bytes
     if made.scratch_bytes > 1:
         try:
             smaller = plan(**arguments, memory_budget=made.scratch_bytes - 1)
         except ValueError:
             return
-        assert smaller.relative_cost(device) > COST_SLACK * best.relative_cost(device)
+        assert smaller.relative_cost(device) > slack * best.relative_cost(device)
+
+
+def test_preferences_by_name() -> None:
+    """The default holds less than the logits in bfloat16 do."""
+    fast, balanced, lean = (plan(**LLAMA, fused=True, prefer=name) for name in ("fast", "balanced", "lean"))
+    assert plan(**LLAMA, fused=True) == balanced
+    assert fast.holds_all
+    assert (balanced.order, lean.order) == ("tokens", "vocab")
+    logits = LLAMA["tokens"] * LLAMA["vocab"] * 2
+    assert lean.scratch_bytes < balanced.scratch_bytes < logits < fast.scratch_bytes
+    with pytest.raises(ValueError, match="prefer: got 'quick', allowed are 'fast', 'balanced', 'lean'"):
+        plan(**LLAMA, prefer="quick")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prefer: got 'lean' beside a memory_budget"):
+        plan(**LLAMA, prefer="lean", memory_budget=2**30)
 
 
 def test_scratch_falls_as_one_over_chunks() -> None:
@@ -325,8 +339,9 @@ def test_copies_of_odd_sizes_are_promised_where_they_are_made() -> None:
 
 
 def test_known_plans() -> None:
-    """The default for the shapes that DESIGN quotes: chunks of about 4096 tokens on a GPU."""
-    assert plan(**LLAMA).chunks == 4
+    """The default of plain operations: chunks of some thousand tokens on a GPU."""
+    assert plan(**LLAMA).chunks == 6
+    assert plan(**LLAMA, prefer="fast").chunks < 4
     assert plan(**(LLAMA | {"tokens": 4096})).chunks <= 2
     assert plan(tokens=2048, hidden=512, vocab=32768, dtype="float32", device="cpu").chunks >= 4
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless import spec
-from logitless.planning import ChunkPlan, check_plan_argument
+from logitless.planning import ChunkPlan, Preference, check_plan_argument
 from logitless.spec import Reduction, TokenStats
 from logitless.torch_impl import autograd, checks
 from logitless.torch_impl.backend import BACKENDS
@@ -40,7 +40,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
     normalizer: Tensor | float | None = None,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
@@ -80,8 +80,9 @@ def linear_cross_entropy(
             operations, and backend="triton" beside it is refused.
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or a tensor without
             axes, constant.
-        plan: a ChunkPlan of :func:`logitless.plan` for these sizes; None: chosen by memory_budget.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: the rule of :mod:`logitless.planning`.
+        plan: a ChunkPlan of :func:`logitless.plan` for these sizes; or "fast", "balanced" or "lean", the least scratch
+            within 0.5, 5 or 50 % of the fastest plan; None: the fastest that fits memory_budget, else "balanced".
+        memory_budget: bytes of scratch beyond inputs and gradients; None: as ``plan`` says.
         backend: "triton" (kernels: bfloat16, float16, float32 on a GPU of docs/chips.md, or CPU tensors under
             TRITON_INTERPRET=1), "eager" (plain operations, anywhere), or None: the first that runs.
         return_stats: also return :class:`logitless.TokenStats`, without gradient.
@@ -151,7 +152,7 @@ def linear_log_probs(
     temperature: Tensor | float = 1.0,
     ignore_index: int = -100,
     with_entropy: bool = False,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -184,8 +185,8 @@ def linear_log_probs(
     return log_prob, entropy[0] if with_entropy else None
 
 
-def _fields(plan: ChunkPlan | None) -> tuple[Any, ...] | None:
-    return None if plan is None else dataclasses.astuple(plan)
+def _fields(plan: ChunkPlan | Preference | None) -> tuple[Any, ...] | str | None:
+    return dataclasses.astuple(plan) if isinstance(plan, ChunkPlan) else plan
 
 
 def _is_apart(arrays: Arrays, request: Request) -> bool:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from logitless import numerics
-from logitless.planning import ChunkPlan
+from logitless.planning import ChunkPlan, Preference
 from logitless.scratch import Kind
 from logitless.spec import LossOptions, Reduction, TokenStats
 from logitless.torch_impl.distributed.deferred import DeferredWeightGrad
@@ -80,8 +80,8 @@ class Request(NamedTuple):
     logit_scale: float
     softcap: float | None
     temperature: float
-    plan: tuple[Any, ...] | None
-    """The fields of a ChunkPlan."""
+    plan: tuple[Any, ...] | str | None
+    """The fields of a ChunkPlan, or which plan is preferred."""
     memory_budget: int | None
     backend: str | None
     statistics: bool
@@ -110,6 +110,7 @@ class LatePlan:
 
     one_pass: bool
     memory_budget: int | None
+    prefer: Preference = "balanced"
 
 
 @dataclasses.dataclass(frozen=True)

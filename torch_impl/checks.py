@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from logitless import spec
-from logitless.planning import ChunkPlan, check_plan_sizes
+from logitless.planning import ChunkPlan, Preference, check_plan_sizes
 from logitless.planning import Request as PlanRequest
 from logitless.planning import choose as choose_plan
 from logitless.scratch import Kind
@@ -131,7 +132,7 @@ def _usable_backend(arrays: Arrays, name: str | None, dtype: torch.dtype) -> Kin
 
 def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int | None = None) -> ChunkPlan:
     """The request's own plan, made for these sizes. ``vocab``: of the largest shard."""
-    assert request.plan is not None
+    assert isinstance(request.plan, tuple)
     plan, tokens = ChunkPlan(*map(tracing.number, request.plan)), tracing.number(arrays.target.numel())
     own, size = map(tracing.number, arrays.weight.shape)
     check_plan_sizes(plan, tokens, size, own if vocab is None else vocab, dtype_name(dtype))
@@ -158,7 +159,7 @@ def _chosen_plan(
     arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: Kind
 ) -> ChunkPlan | LatePlan:
     tokens, budget = arrays.target.numel(), tracing.number(request.memory_budget)
-    if request.plan is not None:
+    if isinstance(request.plan, tuple):
         plan = given_plan(arrays, request, dtype)
         waits = _may_wait(arrays, request, options)
         if plan.lends and not (waits and _may_lend(arrays, request, dtype, backend)):
@@ -168,12 +169,18 @@ def _chosen_plan(
     waits = _may_wait(arrays, request, options)
     hold, lends = waits and budget is not None, waits and _may_lend(arrays, request, dtype, backend)
     choose = functools.partial(
-        planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold, lends=lends
-    )
+        planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold, lends=lends,
+        prefer=preference(request),
+    )  # fmt: skip
     if tracing.is_symbol(tokens):
         products_wait = backend_named(backend).PRODUCTS_WAIT
-        return tracing.symbolic_plan(tokens, lambda n: choose(tokens=n), budget, chunk_waits=products_wait)
+        return tracing.symbolic_plan(tokens, lambda n: choose(tokens=n), budget, products_wait, preference(request))
     return choose(tokens=tokens)
+
+
+def preference(request: Request) -> Preference:
+    """Which plan the call prefers, if it was given none."""
+    return cast(Preference, request.plan) if isinstance(request.plan, str) else "balanced"
 
 
 NO_FREE_ROWS = (

@@ -28,7 +28,7 @@ from logitless.objectives import (
     Ratio,
     SamplerCorrection,
 )
-from logitless.planning import ChunkPlan, check_plan_argument
+from logitless.planning import ChunkPlan, Preference, check_plan_argument
 from logitless.spec import LossOptions, Reduction
 from logitless.torch_impl import checks, steps
 from logitless.torch_impl.api import linear_log_probs
@@ -57,7 +57,7 @@ def dpo_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
@@ -138,7 +138,7 @@ def kto_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,
@@ -224,7 +224,7 @@ def clipped_policy_loss(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: Tensor | float = 1.0,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     return_stats: bool = False,

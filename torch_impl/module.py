@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from logitless.planning import ChunkPlan
+from logitless.planning import ChunkPlan, Preference
 from logitless.spec import LossOptions, Reduction
 from logitless.torch_impl.api import linear_cross_entropy
 
@@ -65,7 +65,7 @@ class LinearCrossEntropy(nn.Linear):
         *,
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
-        plan: ChunkPlan | None = None,
+        plan: ChunkPlan | Preference | None = None,
         return_stats: bool = False,
         accumulate_into: Tensor | None = None,
         defer_weight_grad: bool = False,

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from logitless.planning import ChunkPlan
+from logitless.planning import ChunkPlan, Preference
 from logitless.scratch import Kind, Order
 from logitless.spec import STATISTICS, LossOptions, TokenStats
 from logitless.torch_impl import steps
@@ -54,6 +54,8 @@ class Recipe:
     one_pass: bool
     limit: int | None
     """The plan's vocab_chunk; or, for a plan that is chosen later, the memory budget."""
+    prefer: Preference
+    """For a plan that is chosen later."""
 
     @staticmethod
     def of(call: Call, needs: Needs) -> Recipe:
@@ -69,6 +71,7 @@ class Recipe:
             order=None if isinstance(plan, LatePlan) else plan.order,
             one_pass=plan.one_pass,
             limit=plan.memory_budget if isinstance(plan, LatePlan) else plan.vocab_chunk,
+            prefer=plan.prefer if isinstance(plan, LatePlan) else "balanced",
         )
 
     def text(self) -> str:
@@ -103,7 +106,7 @@ class Recipe:
             return ChunkPlan(*sizes, self.order, self.one_pass, token_chunk, self.limit or 0, self.backend)
         order = "tokens" if self.one_pass else None
         planned = planner(arrays, self.dtype, self.backend)
-        return planned(tokens=tokens, memory_budget=self.limit, order=order, one_pass=self.one_pass)
+        return planned(tokens=tokens, memory_budget=self.limit, order=order, one_pass=self.one_pass, prefer=self.prefer)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import is_fake
 
-from logitless.planning import ChunkPlan
+from logitless.planning import ChunkPlan, Preference
 from logitless.scratch import TOKEN_TILE
 from logitless.torch_impl.call import LatePlan
 from logitless.torch_impl.compiled import KEPT_WHOLE
@@ -117,7 +117,7 @@ def number(value: Any) -> Any:
 
 
 def symbolic_plan(
-    tokens: Any, choose: Callable[[int], ChunkPlan], memory_budget: int | None, chunk_waits: bool
+    tokens: Any, choose: Callable[[int], ChunkPlan], memory_budget: int | None, chunk_waits: bool, prefer: Preference
 ) -> ChunkPlan | LatePlan:
     """The plan for a symbol ``tokens``; ``choose(n)`` is the plan for n tokens.
 
@@ -136,7 +136,7 @@ def symbolic_plan(
 
     bound, chosen = TOKEN_TILE, fitting(TOKEN_TILE)
     if chosen is not None and not (chosen.one_pass and (chunk_waits or memory_budget is not None)):
-        return LatePlan(chosen.one_pass, memory_budget)
+        return LatePlan(chosen.one_pass, memory_budget, prefer)
     while bound < MOST_TOKENS and _one_chunk(fitting(2 * bound)):
         bound *= 2
     while tokens > bound:
@@ -145,7 +145,7 @@ def symbolic_plan(
     if chosen is None:
         return choose(int(tokens))
     if not chosen.one_pass:
-        return LatePlan(False, memory_budget)
+        return LatePlan(False, memory_budget, prefer)
     return _resized(chosen, tokens, tokens if _one_chunk(chosen) else chosen.token_chunk)
 
 

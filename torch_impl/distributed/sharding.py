@@ -204,7 +204,7 @@ def _plan(
     """The plan for the largest shard, the same on every rank, cut to this rank's entries."""
     tokens, (vocab, size) = arrays.target.numel(), arrays.weight.shape
     largest, budget = shard.largest if shard else vocab, request.memory_budget
-    if request.plan is not None:
+    if isinstance(request.plan, tuple):
         plan = checks.given_plan(arrays, request, dtype, largest)
         _check_adds(plan, request, dtype)
         return _cut(plan, vocab)
@@ -221,7 +221,8 @@ def _plan(
 
     def choose(one_pass: bool) -> ChunkPlan:
         order = "vocab" if narrow and not one_pass else None
-        return planned(tokens=tokens, memory_budget=budget, one_pass=one_pass, order=order)
+        preferred = checks.preference(request)
+        return planned(tokens=tokens, memory_budget=budget, one_pass=one_pass, order=order, prefer=preferred)
 
     plan = choose(options.reduction != "none" and options.separable and not request.lse)
     if adds and not (plan.one_pass and adds_in_one_pass(backend_named(backend), plan)):
