@@ -284,16 +284,17 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: ArrayLike = 1.0,
     normalizer: ArrayLike | None = None,
     upstream: ArrayLike = 1.0,
     lse_upstream: ArrayLike = 0.0,
     chunk: int = 128,
 ) -> LogitsResult:
     """:func:`linear_cross_entropy` of logits that exist: they replace hidden weightᵀ + bias."""
-    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap).tempered(temperature)  # type: ignore[arg-type]
+    options = LossOptions(reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap)  # type: ignore[arg-type]
     nothing = np.zeros((np.shape(logits)[-1], 1))
     inputs = _inputs(np.zeros((np.size(target), 1)), nothing, target, None, token_weight, class_weight, ignore_index)
+    options, inputs = _tempered(options, inputs, temperature)
     r, tokens, shape = _float64(logits).reshape(-1, len(nothing)), inputs.y.size, np.shape(target)
     g = np.broadcast_to(np.asarray(upstream, np.float64), shape if reduction == "none" else ())
     norm = _norm(inputs, options, normalizer)

@@ -103,7 +103,7 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, broken: Any, o
 def test_an_id_outside_that_is_not_refused_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from logitless.torch_impl import checks
 
-    problem = drawn(1, function="linear_cross_entropy", transform="plain", blemish="outside")[0]
+    problem = drawn(3, function="linear_cross_entropy", transform="plain", blemish="outside")[0]
     assert judge.judged(problem).wrong == ()
     monkeypatch.setattr(checks, "check_ids", lambda *_: None)
     assert judge.judged(problem).wrong != ()

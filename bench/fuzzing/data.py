@@ -152,6 +152,8 @@ def _known(problem: Problem, rng: Any) -> Arrays:
             if name != "advantage":  # somewhere near what random logits give
                 values = -np.log(max(2, problem.vocab)) + 0.3 * values
             arrays[name] = round_to(values, side_dtype(problem))
+    if "temperature" in problem.arrays:
+        arrays["temperature"] = round_to(rng.uniform(0.5, 3.0, problem.shape), side_dtype(problem))
     if "mask" in problem.arrays:
         arrays["mask"] = (rng.random(problem.shape) < 0.7).astype(problem.arrays["mask"])
     if "desirable" in problem.arrays:

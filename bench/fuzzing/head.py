@@ -45,6 +45,8 @@ class Head:
     raw: Any
     magnitude: Any
     """[N]: the largest sum of magnitudes of products that a logit is the sum of."""
+    tau: Any
+    """The temperature, a number or [N, 1]."""
 
 
 def head_of(problem: Problem, arrays: Arrays, side: str = "") -> Head:
@@ -55,15 +57,21 @@ def head_of(problem: Problem, arrays: Arrays, side: str = "") -> Head:
     valid = y != problem.options.get("ignore_index", -100)
     finite = np.where(np.isfinite(b), b, 0.0)
     sums = np.abs(np.nan_to_num(x)) @ np.abs(w).T + np.abs(finite)
-    scale = problem.options.get(f"{side}logit_scale", 1.0) / problem.options.get("temperature", 1.0)
+    tau = problem.options.get("temperature", 1.0)
+    if "temperature" in arrays:
+        tau = arrays["temperature"].astype(np.float64).reshape(-1, 1)
+    scale = problem.options.get(f"{side}logit_scale", 1.0) / np.reshape(tau, -1)
     x = np.where(valid[:, None], x, 0.0)
-    return Head(x, w, np.where(valid, y, 0), valid, x @ w.T + b, scale * sums.max(1, initial=0.0))
+    return Head(x, w, np.where(valid, y, 0), valid, x @ w.T + b, scale * sums.max(1, initial=0.0), tau)
 
 
-def scaled(problem: Problem, raw: Any, side: str = "") -> tuple[Any, Any, float]:
-    """Logits behind scale, softcap and temperature; their slope in ``raw``, and the largest slope that there can be."""
+def scaled(problem: Problem, raw: Any, tau: Any, side: str = "") -> tuple[Any, Any, Any]:
+    """Logits behind scale, softcap and temperature; their slope in ``raw``, and the largest slope that there can be.
+
+    ``tau``: the temperature, a number or [N, 1].
+    """
     o = problem.options
-    scale, cap, tau = o.get(f"{side}logit_scale", 1.0), o.get(f"{side}softcap"), o.get("temperature", 1.0)
+    scale, cap = o.get(f"{side}logit_scale", 1.0), o.get(f"{side}softcap")
     if cap is None:
         return scale / tau * raw, scale / tau, scale / tau
     bent = np.tanh(scale * raw / cap)

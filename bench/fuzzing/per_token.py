@@ -23,7 +23,7 @@ class _Values:
     log_p: Any
     p: Any
     slope: Any
-    scale: float
+    scale: Any
     log_prob: Any
     entropy: Any
 
@@ -62,7 +62,7 @@ def _log_softmax(z: Any) -> Any:
 
 def _values(problem: Problem, arrays: Arrays) -> _Values:
     head = head_of(problem, arrays)
-    z, slope, scale = scaled(problem, head.raw)
+    z, slope, scale = scaled(problem, head.raw, head.tau)
     log_p = _log_softmax(z)
     p = np.exp(log_p)
     log_prob = np.where(head.valid, log_p[np.arange(len(p)), head.y], 0.0).reshape(problem.shape)
@@ -96,7 +96,7 @@ def token_log_probs(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
 def top_k(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     """Where two of the largest logits are nearly the same, either may come first, and has the other's gradient."""
     head = head_of(problem, arrays)
-    z, _, _ = scaled(problem, head.raw)
+    z, _, _ = scaled(problem, head.raw, head.tau)
     ids = np.argsort(-z, axis=1, kind="stable")
     largest = np.take_along_axis(z, ids, 1)[:, : problem.count + 1]
     gaps = np.where(largest[:, :-1] == largest[:, 1:], 0.0, largest[:, :-1] - largest[:, 1:])
@@ -111,6 +111,7 @@ def _of_ids(problem: Problem, arrays: Arrays, ids: Any, undecided: bool) -> dict
     o, wide = problem.options, wide_dtype(problem.dtype)
     names = ("logit_scale", "softcap", "temperature", "ignore_index")
     options = {name: o[name] for name in names if name in o}
+    options |= {"temperature": arrays["temperature"]} if "temperature" in arrays else {}
     true = reference.linear_token_log_probs(
         arrays["hidden"], arrays["weight"], ids, arrays.get("bias"), upstream=arrays["upstream"], **options
     )
@@ -118,7 +119,7 @@ def _of_ids(problem: Problem, arrays: Arrays, ids: Any, undecided: bool) -> dict
     known = given != o.get("ignore_index", -100)
     target = np.where(known.any(1), given[np.arange(len(given)), known.argmax(1)], o.get("ignore_index", -100))
     head = head_of(problem, arrays | {"target": target})
-    z, _, scale = scaled(problem, head.raw)
+    z, _, scale = scaled(problem, head.raw, head.tau)
     p = np.exp(_log_softmax(z))
     g = np.where(known, np.abs(arrays["upstream"].reshape(given.shape)), 0.0)
     gross = p * g.sum(1, keepdims=True)
@@ -319,7 +320,10 @@ def kto(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
 def distillation(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     o, counted = problem.options, _counted(problem, arrays).reshape(-1)
     head, teacher = head_of(problem, arrays), head_of(problem, arrays, "teacher_")
-    (z, slope, scale), (teacher_z, _, _) = scaled(problem, head.raw), scaled(problem, teacher.raw, "teacher_")
+    (z, slope, scale), (teacher_z, _, _) = (
+        scaled(problem, head.raw, head.tau),
+        scaled(problem, teacher.raw, teacher.tau, "teacher_"),
+    )
     log_q, log_p, beta = _log_softmax(z), _log_softmax(teacher_z), o["beta"]
     p, q = np.exp(log_p), np.exp(log_q)
     if beta == 0.0:

@@ -226,6 +226,10 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
         options["softcap"] = dice.between(2.0, 40.0)
     if function != "distillation_loss" and dice.chance(0.25):
         options["temperature"] = dice.between(0.5, 3.0)
+    takes_numbers = backend in ("triton", "pallas") or function == "cross_entropy"
+    if not takes_numbers and dice.chance(0.2):
+        options.pop("temperature", None)
+        arrays["temperature"] = "per_token"
     if data != "tied" and (data == "banned" or dice.chance(0.4)) and function != "cross_entropy":
         arrays["bias"] = "given"
     if function not in ("distillation_loss", "linear_top_k") and dice.chance(0.3):
@@ -286,7 +290,7 @@ def _more_options(dice: Dice, function: str, options: dict[str, Any], arrays: di
                 options[name] = dice.between(0.1, 2.0)
     else:
         options |= {"beta": dice.one((0.0, 0.5, 0.9, 1.0)), "reduction": dice.one(("mean", "sum", "none"))}
-        if dice.chance(0.5):
+        if "temperature" not in arrays and dice.chance(0.5):
             options["temperature"] = dice.between(0.5, 3.0)
         if dice.chance(0.3):
             options["teacher_softcap"] = dice.between(2.0, 40.0)

@@ -44,10 +44,11 @@ def expected(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
 def _cross_entropy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     linear = problem.function == "linear_cross_entropy"
     options = {name: problem.options[name] for name in LOSS_OPTIONS if name in problem.options}
-    raw = None
+    tau = problem.options.get("temperature", 1.0)
     if linear:
         head = head_of(problem, arrays)
-        raw, magnitude = head.raw, head.magnitude
+        raw, magnitude, tau = head.raw, head.magnitude, head.tau
+        options |= {"temperature": arrays["temperature"]} if "temperature" in arrays else {}
     else:
         raw = arrays["logits"].astype(np.float64).reshape(problem.tokens, problem.vocab)
         scale = problem.options.get("logit_scale", 1.0) / problem.options.get("temperature", 1.0)
@@ -71,13 +72,13 @@ def _cross_entropy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     if problem.options.get("return_lse"):
         outputs["lse"] = _stats(problem, true.stats, magnitude, outside)["stats.lse"]
     dz = true.logits_grad.reshape(problem.tokens, problem.vocab)
-    gross = _gross(problem, arrays, factors, raw, true.stats)
+    gross = _gross(problem, arrays, factors, scaled(problem, raw, tau), true.stats)
     if not linear:
         gradient = true.logits_grad
         known = norm_of(round_to(gradient, problem.dtype) - gradient)
         outputs["dlogits"] = bounded(problem, gradient, known, Sums(0.0, norm_of(gross), 0.0), magnitude, outside)
         return outputs
-    ideal = None if "upstream_lse" in arrays else _ideal(problem, arrays, options)
+    ideal = None if "upstream_lse" in arrays or "temperature" in arrays else _ideal(problem, arrays, options)
     return outputs | products(problem, arrays, head, dz, gross, outside, ideal)
 
 
@@ -97,10 +98,10 @@ def _loss_allowance(problem: Problem, of: Factors, true: Any, magnitude: Any) ->
     return norm_of(rows) if o["reduction"] == "none" else float(rows.sum())
 
 
-def _gross(problem: Problem, arrays: Arrays, of: Factors, raw: Any, stats: Any) -> Any:
+def _gross(problem: Problem, arrays: Arrays, of: Factors, logits: tuple[Any, Any, Any], stats: Any) -> Any:
     """Magnitudes of what the logits' gradient is a sum of, [N, V]: where they cancel, float32 has fewer digits."""
     o, lse = problem.options, stats.lse.reshape(-1)
-    z, _, scale = scaled(problem, raw)
+    z, _, scale = logits
     smooth = o.get("label_smoothing", 0.0)
     beta = (1 - smooth) * np.abs(of.at_target)
     rest = smooth * np.abs(of.k).mean() + 2 * o.get("z_loss", 0.0) * np.abs(lse)
