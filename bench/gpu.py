@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -47,6 +48,7 @@ class Arrays(Protocol):
     kernels: str  # the backend of kernels, and the one without
     portable: str
     padded: bool  # whether the kernels' plans have whole tiles only
+    lends: bool  # whether exponentials can lie in dW's rows
     floor_name: str
     prefix: str  # of the names of values per token
     loss: Loss  # linear_cross_entropy, which also takes options
@@ -104,10 +106,13 @@ def forget(framework: str) -> None:
 
 
 def kernel_plans(arrays: Arrays) -> dict[str, ChunkPlan]:
-    """The kernels' plans by a variant's name: the default, and one for each budget."""
+    """The kernels' plans by a variant's name: the default, the fastest and the leanest, and one for each budget."""
     planned = functools.partial(plan, **arrays.shape.sizes(), fused=True, padded=arrays.padded)
-    budgets = {f"{arrays.kernels}, {budget // MIB} MiB": budget for budget in arrays.budgets}
-    return {name: planned(memory_budget=budget) for name, budget in {arrays.kernels: None, **budgets}.items()}
+    known = inspect.signature(plan).parameters  # of a checkout that may be older
+    chosen = {arrays.kernels: planned(lends=True) if "lends" in known and arrays.lends else planned()}
+    if "prefer" in known:
+        chosen |= {f"{arrays.kernels}, {name}": planned(prefer=name) for name in ("fast", "lean")}
+    return chosen | {f"{arrays.kernels}, {b // MIB} MiB": planned(memory_budget=b) for b in arrays.budgets}
 
 
 def step_of(arrays: Arrays, chosen: ChunkPlan, backend: str) -> Step:

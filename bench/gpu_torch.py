@@ -68,6 +68,15 @@ class Arrays:
         self.x, self.w = x.bfloat16().requires_grad_(), w.bfloat16().requires_grad_()
         self.y = torch.randint(0, shape.vocab, (shape.tokens,), device=DEVICE, generator=generator)
 
+    @property
+    def lends(self) -> bool:
+        """Whether exponentials can lie in dW's rows."""
+        try:
+            from logitless.torch_impl.kernels.fused import lends
+        except ImportError:  # of a checkout that is older
+            return False
+        return lends(self.w, self.w.dtype)
+
     def floor(self) -> Step:
         w = self.w.detach()
         missing = -len(w) % 64
