@@ -139,7 +139,8 @@ class Request:
     def can_lend(self) -> bool:
         """Whether the exponentials of all tokens fit into dW's rows, whose tiles are made at a time."""
         fits = 0 < self.tokens <= self.hidden and math.ceil(self.hidden / HOPPER.tile[1]) <= HOPPER.multiprocessors
-        return self.lends and self.kind == "triton" and self.dtype == "bfloat16" and fits
+        allowed = self.lends and self.kind == "triton" and self.dtype == "bfloat16"
+        return allowed and fits and self.prefer != "fast"  # beside dW is as fast, or faster
 
     def plan(self, order: Order, one_pass: bool, token_chunk: int, vocab_chunk: int, lends: bool = False) -> ChunkPlan:
         """One of the plans to choose from."""

@@ -370,6 +370,7 @@ def test_exponentials_in_the_rows_of_dw(tokens: int, hidden: int, vocab: int, on
         {"dtype": "float16"},
         {"dtype": "float32"},
         {"lends": False},
+        {"prefer": "fast"},
         {"padded": True},
         {"fused": False},
     ],
