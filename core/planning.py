@@ -17,7 +17,7 @@ plan of one chunk needs no accumulator. Such a plan can also wait for an upstrea
 tokens' exponentials are held until it arrives, for 6·N·D·V flops instead of 8.
 
 Without a budget, the plan with the smallest scratch is chosen among those that cost little more than the cheapest: 5 %
-("balanced", the default), 0.5 % ("fast") or 50 % ("lean").
+("balanced", the default), 0.5 % ("fast") or 50 % ("lean"). Of those that hold at most 10 % more, the fastest.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ Preference = Literal["fast", "balanced", "lean"]
 # How much more than the fastest plan a plan may cost, if it holds less. Of plans that are nearly equal, the smaller one
 # is taken even for "fast". The leanest plans of all would cost many times the fastest.
 SLACK: dict[Preference, float] = {"fast": 1.005, "balanced": 1.05, "lean": 1.5}
+# How much more than the smallest of these a plan may hold, if it is faster: nobody waits longer for so little.
+SCRATCH_SLACK = 1.1
 
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
@@ -220,9 +222,11 @@ def choose(request: Request) -> ChunkPlan:
             )
         return min(candidates, key=lambda candidate: (candidate.relative_cost(device), candidate.scratch_bytes))
     limit = SLACK[request.prefer] * min(candidate.relative_cost(device) for candidate in candidates)
+    candidates = [candidate for candidate in candidates if candidate.relative_cost(device) <= limit]
+    enough = SCRATCH_SLACK * min(candidate.scratch_bytes for candidate in candidates)
     return min(
-        (candidate for candidate in candidates if candidate.relative_cost(device) <= limit),
-        key=lambda candidate: candidate.scratch_bytes,
+        (candidate for candidate in candidates if candidate.scratch_bytes <= enough),
+        key=lambda candidate: (candidate.relative_cost(device), candidate.scratch_bytes),
     )
 
 

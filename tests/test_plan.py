@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from logitless import ChunkPlan, plan
 from logitless.hardware import HOPPER
-from logitless.planning import SLACK, Preference, check_plan_argument, check_plan_sizes
+from logitless.planning import SCRATCH_SLACK, SLACK, Preference, check_plan_argument, check_plan_sizes
 from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, VOCAB_TILE, round_up
 from logitless.spec import FLOAT_DTYPES, ITEMSIZE
 
@@ -92,8 +92,8 @@ def test_a_preference_is_the_smallest_within_its_slack(arguments: dict[str, Any]
     assert made.relative_cost(device) <= slack * best.relative_cost(device)
     assert made.scratch_bytes <= best.scratch_bytes
     if made.scratch_bytes > 1:
-        try:
-            smaller = plan(**arguments, memory_budget=made.scratch_bytes - 1)
+        try:  # smaller by enough to wait for
+            smaller = plan(**arguments, memory_budget=int(made.scratch_bytes / SCRATCH_SLACK) - 1)
         except ValueError:
             return
         assert smaller.relative_cost(device) > slack * best.relative_cost(device)
@@ -340,7 +340,7 @@ def test_copies_of_odd_sizes_are_promised_where_they_are_made() -> None:
 
 def test_known_plans() -> None:
     """The default of plain operations: chunks of some thousand tokens on a GPU."""
-    assert plan(**LLAMA).chunks == 6
+    assert plan(**LLAMA).chunks == 5
     assert plan(**LLAMA, prefer="fast").chunks < 4
     assert plan(**(LLAMA | {"tokens": 4096})).chunks <= 2
     assert plan(tokens=2048, hidden=512, vocab=32768, dtype="float32", device="cpu").chunks >= 4

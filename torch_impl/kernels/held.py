@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless import numerics
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions
-from logitless.torch_impl.call import XP, Arrays, Gradients, Layout, Needs
+from logitless.torch_impl.call import Arrays, Gradients, Layout, Needs
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels.kernel_call import KernelCall, padded_length, row_stride
 from logitless.torch_impl.kernels.products import GradientProducts, is_parted, low_layout
@@ -124,11 +123,7 @@ class HeldTokens:
     def finish(self, upstream: Tensor) -> Gradients:
         """dX, dW and db with upstream gradients [...] by token, or one for all; may be called once."""
         c, f = self.call, self.factors
-        g = torch.where(c.inputs.valid, upstream.reshape(-1), 0.0)
-        unit = numerics.largest_factor(XP, g)
-        g = g / unit
-        factors = f.times(g, c.by_position(g))
-        unit = unit * c.inputs.summary[1]
+        factors, unit = f.times(c, upstream.reshape(-1).expand(c.tokens).contiguous())
         products = GradientProducts(c, self.needs, self.smoothing, factors.g, unit, self.weight)
         with c.on_device():
             products.add_smooth_x(0, self.x)

@@ -138,6 +138,40 @@ def compact_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
+def upstream_kernel(
+    upstream_ptr, valid_ptr, order_ptr, relative_ptr, token_value_ptr, factor_ptr, target_value_ptr, summary_ptr,
+    unit_ptr, g_ptr, out_token_value_ptr, out_factor_ptr, out_target_value_ptr, tokens, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the row factors for upstream gradients u by token, from those for 1, relative to the largest |u|.
+
+    m = the largest finite |u| of the valid tokens, or 1; unit = m · summary[1]. relative and token_value, by token, and
+    factor and target_value, by position, are multiplied by u / m, which is 0 for an ignored token.
+    """
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        valid = tl.load(valid_ptr + token, mask=token < tokens, other=0) != 0
+        size = tl.abs(tl.load(upstream_ptr + token, mask=valid, other=0.0))
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+    unit = tl.max(largest, 0)
+    unit = tl.where(unit > 0, unit, 1.0)
+    tl.store(unit_ptr, unit * tl.load(summary_ptr + 1))
+    for start in range(0, tokens, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        mask = position < tokens
+        token = tl.load(order_ptr + position, mask=mask, other=0)
+        valid = mask & (tl.load(valid_ptr + token, mask=mask, other=0) != 0)
+        u = tl.load(upstream_ptr + token, mask=valid, other=0.0) / unit
+        tl.store(g_ptr + token, tl.load(relative_ptr + token, mask=valid, other=0.0) * u, mask=mask)
+        value = tl.load(token_value_ptr + token, mask=valid, other=0.0)
+        tl.store(out_token_value_ptr + token, value * u, mask=mask)
+        factor = tl.load(factor_ptr + position, mask=valid, other=0.0)
+        tl.store(out_factor_ptr + position, factor * u, mask=mask)
+        value = tl.load(target_value_ptr + position, mask=valid, other=0.0)
+        tl.store(out_target_value_ptr + position, value * u, mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def loss_kernel(
     target_logit_ptr, anchor_ptr, log_total_ptr, weighted_ptr, valid_ptr, weight_ptr, target_ptr, class_weight_ptr,
     class_sum_ptr, norm_ptr, out_ptr, tokens, vocab, keep, z_loss, per_entry,

@@ -16,6 +16,7 @@ from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses
 from logitless.torch_impl.kernels.launch import cdiv
+from logitless.torch_impl.kernels.rows import TOKEN_BLOCK, TURN_BLOCK
 from logitless.torch_impl.kernels.tiles import LOGITS
 
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
@@ -33,12 +34,19 @@ class Factors:
     target_value: Tensor  # the target's element of the gradient, u T; e is 0 there
     token_value: Tensor  # u T by token
 
-    def times(self, by_token: Tensor, by_position: Tensor) -> Factors:
-        """For upstream gradients that many times as large."""
-        return dataclasses.replace(
-            self, g=self.g * by_token, factor=self.factor * by_position, target_value=self.target_value * by_position,
-            token_value=self.token_value * by_token,
-        )  # fmt: skip
+    def times(self, c: KernelCall, upstream: Tensor) -> tuple[Factors, Tensor]:
+        """From those for the upstream gradient 1 those for ``upstream``, by token; and what they are relative to."""
+        new = {name: torch.empty_like(getattr(self, name)) for name in ("g", "token_value", "factor", "target_value")}
+        unit = self.factor.new_empty(())
+        with c.on_device():
+            c.launch(
+                kernels.upstream_kernel, 1, upstream_ptr=upstream, valid_ptr=c.inputs.valid.view(torch.int8),
+                relative_ptr=self.g, token_value_ptr=self.token_value, factor_ptr=self.factor,
+                target_value_ptr=self.target_value, summary_ptr=c.inputs.summary, unit_ptr=unit,
+                **{("" if name == "g" else "out_") + f"{name}_ptr": tensor for name, tensor in new.items()},
+                BLOCK=TURN_BLOCK if c.tokens > TOKEN_BLOCK else TOKEN_BLOCK, num_warps=16,
+            )  # fmt: skip
+        return dataclasses.replace(self, **new), unit
 
 
 def relative_factors(c: KernelCall) -> Factors:
