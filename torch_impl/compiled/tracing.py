@@ -117,7 +117,11 @@ def number(value: Any) -> Any:
 
 
 def symbolic_plan(
-    tokens: Any, choose: Callable[[int], ChunkPlan], memory_budget: int | None, chunk_waits: bool, prefer: Preference
+    tokens: Any,
+    choose: Callable[[int], ChunkPlan],
+    memory_budget: int | None,
+    chunk_waits: bool,
+    prefer: Preference = "balanced",
 ) -> ChunkPlan | LatePlan:
     """The plan for a symbol ``tokens``; ``choose(n)`` is the plan for n tokens.
 
