@@ -62,6 +62,10 @@ class Arrays(NamedTuple):
         return self.hidden, self.weight, self.bias, self.target, self.temperature
 
 
+# Classes of tensors that are nothing else: what is known of a call by their shapes and dtypes is all there is.
+TENSORS = frozenset((Tensor, torch.nn.Parameter))
+
+
 def temperatures(temperature: Tensor | float) -> tuple[Tensor | None, float]:
     """One per token or None, and what the options say."""
     return (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)

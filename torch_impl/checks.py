@@ -21,7 +21,7 @@ from logitless.planning import choose as choose_plan
 from logitless.scratch import Kind
 from logitless.spec import ArrayInfo, LossOptions, Reduction
 from logitless.torch_impl.backend import backend_named, chosen_backend
-from logitless.torch_impl.call import Arrays, Call, LatePlan, Request
+from logitless.torch_impl.call import TENSORS, Arrays, Call, LatePlan, Request
 from logitless.torch_impl.compiled import tracing
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -51,9 +51,8 @@ def ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -
 # Calls of this many signatures are known. A token count is part of a signature.
 MOST_CALLS = 4096
 _calls: dict[tuple[object, ...], Call] = {}
-# Classes of what is known by its signature: constants, and tensors that are nothing else.
+# Classes of the constants that are known by their signature.
 CONSTANTS = frozenset((int, float, bool, str, type(None)))
-TENSORS = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _signature(arrays: Arrays, request: Request) -> tuple[object, ...] | None:
@@ -136,7 +135,7 @@ def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int 
     plan, tokens = ChunkPlan(*map(tracing.number, request.plan)), tracing.number(arrays.target.numel())
     own, size = map(tracing.number, arrays.weight.shape)
     check_plan_sizes(plan, tokens, size, own if vocab is None else vocab, dtype_name(dtype))
-    if plan.lends and (request.into is not None or request.deferred or request.group is not None or vocab is not None):
+    if plan.lends and vocab is not None:
         raise ValueError(NO_FREE_ROWS)
     return plan
 
@@ -162,12 +161,12 @@ def _chosen_plan(
     if isinstance(request.plan, tuple):
         plan = given_plan(arrays, request, dtype)
         waits = _may_wait(arrays, request, options)
-        if plan.lends and not (waits and _may_lend(arrays, request, dtype, backend)):
+        if plan.lends and not (waits and _may_lend(arrays, dtype, backend)):
             raise ValueError(NO_FREE_ROWS)
         return plan
     one_pass = options.reduction != "none" and options.separable and not request.lse
     waits = _may_wait(arrays, request, options)
-    hold, lends = waits and budget is not None, waits and _may_lend(arrays, request, dtype, backend)
+    hold, lends = waits and budget is not None, waits and _may_lend(arrays, dtype, backend)
     choose = functools.partial(
         planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold, lends=lends,
         prefer=preference(request),
@@ -196,12 +195,11 @@ def _may_wait(arrays: Arrays, request: Request, options: LossOptions) -> bool:
     return proportional and not tracing.is_looked_at(arrays.weight)
 
 
-def _may_lend(arrays: Arrays, request: Request, dtype: torch.dtype, backend: Kind) -> bool:
-    """Whether dW is a new matrix that this call's backward writes, so that its rows are free until then."""
-    weight = arrays.weight
-    own = request.into is None and not request.deferred and request.group is None
-    wanted = torch.is_grad_enabled() and weight.requires_grad
-    return own and wanted and backend_named(backend).lends(weight, dtype)
+def _may_lend(arrays: Arrays, dtype: torch.dtype, backend: Kind) -> bool:
+    """Whether the backward of a call on one device makes dW, so that its rows are free until then. A dW that goes
+    elsewhere, and those of several ranks, are sharding.py's."""
+    wanted = torch.is_grad_enabled() and arrays.weight.requires_grad
+    return wanted and backend_named(backend).lends(arrays.weight, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

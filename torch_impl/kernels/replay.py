@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from logitless.torch_impl.call import Arrays, Call, Needs
+from logitless.torch_impl.call import TENSORS, Arrays, Call, Needs
 from logitless.torch_impl.kernels import launch, rehearsal
 from logitless.torch_impl.kernels.program import Program
 from logitless.torch_impl.kernels.recording import Finishes, Recorded, Recorder
@@ -29,8 +29,6 @@ Result = TypeVar("Result")
 
 # Programs are known of this many kinds, and this many kinds are known to have been seen. Then both begin anew.
 MOST_PROGRAMS, MOST_SEEN = 256, 8192
-# Classes of tensors that are nothing else.
-TENSORS = frozenset((Tensor, torch.nn.Parameter))
 
 
 @dataclasses.dataclass
