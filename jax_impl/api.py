@@ -99,8 +99,7 @@ def linear_cross_entropy(
             first axis and in the axis's order; target and token_weight are still those of all tokens.
 
     With axis_name a plan is one for this device's rows of the weight. NumPy arrays are taken as well, and what has
-    ``__jax_array__``, such as flax.nnx.Param. Numbers (options)
-    are static: another value compiles anew.
+    ``__jax_array__``, such as flax.nnx.Param. Numbers (options) are static: another value compiles anew.
 
     Returns the loss in float32 (float64 for float64 input), or a tuple: the loss, then lse and TokenStats where they
     were asked for. Gradients have each argument's dtype and shape.

@@ -545,7 +545,7 @@ def logits_kernel(
     """kernels.logits_kernel: z = f(x wᵀ + b) for entries start ≤ j < start + columns, never stored; sums and e of it.
 
     The arguments are the same (w_ptr and w_stride are what a kernel without descriptors reads). LENT: e_desc describes
-    eᵀ, which lies in dW's rows (products.lent_matrix).
+    eᵀ, which lies in dW's rows (products.matrix_of).
     """
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, BM // 2, BK], x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
