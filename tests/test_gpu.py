@@ -90,6 +90,90 @@ def test_repeated_steps_have_the_same_bits(
             assert torch.equal(value, expected), seed
 
 
+class Fixed:
+    """A problem whose arguments stay where they are, and a step of it."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.x, self.w, _, self.y = tensors()
+
+    def step(self, seed: int) -> tuple[Any, ...]:
+        """Values and gradients for other arguments."""
+        generator = torch.Generator("cuda").manual_seed(seed)
+        with torch.no_grad():
+            self.x.normal_(generator=generator)
+            self.w.normal_(generator=generator)
+            self.y.random_(0, 3001, generator=generator)[seed::5] = -100
+        return *self.begun(), *self.ended()
+
+    def begun(self) -> tuple[Any, ...]:
+        function = linear_log_probs if "with_entropy" in self.options else linear_cross_entropy
+        found = function(self.x, self.w, self.y, backend="triton", **self.options)
+        self.values = tuple(v for v in (found if isinstance(found, tuple) else (found,)) if v is not None)
+        return self.values
+
+    def ended(self) -> tuple[Any, ...]:
+        upstream = [torch.full_like(value, 0.5) for value in self.values]
+        return torch.autograd.grad(self.values, (self.x, self.w), upstream)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none"}, {"return_lse": True}, {"with_entropy": True}, {"memory_budget": 2**21}],
+    ids=str,
+)  # fmt: skip
+def test_repeated_steps_become_graphs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the memory is the same again, the kernels are launched as a CUDA graph, and give the same bits: on another
+    stream, while results of earlier steps are kept, and with two forwards before their backwards."""
+    pytest.importorskip("triton", reason="these are Triton's kernels")
+    from logitless.torch_impl.kernels import graphs, replay
+
+    monkeypatch.setattr(replay, "programs", {})
+    monkeypatch.setattr(graphs, "alive", type(graphs.alive)())
+    fixed = Fixed(options)
+
+    def steps() -> list[tuple[Any, ...]]:
+        found = [tuple(t.clone() for t in fixed.step(seed)) for seed in range(8)]
+        found += [fixed.step(seed) for seed in range(4)]  # all in other memory
+        other = torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            found += [tuple(t.clone() for t in fixed.step(seed)) for seed in range(8)]
+        torch.cuda.synchronize()
+        for _ in range(6):
+            first = fixed.begun(), fixed.values
+            second = fixed.begun(), fixed.values
+            found.append((*second[0], *fixed.ended()))
+            fixed.values = first[1]
+            found.append((*first[0], *fixed.ended()))
+        return found
+
+    repeated = steps()
+    assert None not in replay.programs.values()
+    parts = sum(1 + (known.last is not None) for known in replay.programs.values() if known is not None)
+    assert len(graphs.alive) >= 2 * parts, "of two streams"
+    monkeypatch.setattr(replay.settings, "off", True)
+    for number, (found, expected) in enumerate(zip(repeated, steps(), strict=True)):
+        assert len(found) == len(expected) >= 3
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b), number
+
+
+def test_graphs_of_repeated_steps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="these are Triton's kernels")
+    from logitless.torch_impl.kernels import graphs
+
+    monkeypatch.setattr(graphs, "alive", type(graphs.alive)())
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    fixed, other = Fixed({}), Fixed({"z_loss": 1e-3})
+    for seed in range(12):
+        for problem in (fixed, other):
+            values = problem.step(seed)
+            assert all(value.isfinite().all() for value in values)
+            del values
+    assert len(graphs.alive) == 2
+    assert all(bound.graph is not None for bound in graphs.alive)
+
+
 @pytest.mark.case(28)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_no_host_synchronisation(dtype: Any) -> None:
@@ -107,7 +191,8 @@ def test_no_host_synchronisation(dtype: Any) -> None:
     everything()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        everything()
+        for _ in range(5):  # run, written down, repeated, as CUDA graphs
+            everything()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar, cast
 
@@ -76,9 +77,10 @@ class LogProbs(NamedTuple):
     """As in :class:`Loss`."""
 
 
-def _no_autocast(arrays: Arrays) -> torch.autocast:
+def _no_autocast(arrays: Arrays) -> contextlib.AbstractContextManager[object]:
     # The products inside choose their dtypes themselves.
-    return torch.autocast(arrays.hidden.device.type, enabled=False)
+    kind = arrays.hidden.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def _run_step(
@@ -95,6 +97,8 @@ def _cast(gradients: Gradients, arrays: Arrays) -> Gradients:
     def like(gradient: Tensor | None, argument: Tensor | None) -> Tensor | None:
         if gradient is None or argument is None:
             return None
+        if gradient.dtype == argument.dtype and gradient.shape == argument.shape:
+            return gradient
         return gradient.to(argument.dtype).reshape(argument.shape)
 
     return Gradients(

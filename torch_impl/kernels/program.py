@@ -5,18 +5,21 @@ recording.py writes one down, replay.py decides when one is run. No mirror: XLA 
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from logitless.torch_impl.call import Gradients
-from logitless.torch_impl.kernels import launch
+from logitless.torch_impl.kernels import graphs, launch
 from logitless.torch_impl.kernels.rows import on_device
 
 CONSTANTS = frozenset((int, float, bool, torch.dtype, torch.device))
+# For so many sets of addresses a part's arguments are kept.
+MOST_BOUND = 16
 
 
 class Place(NamedTuple):
@@ -56,7 +59,7 @@ class Frame:
         assert memory is not None
         if place.is_whole:
             return memory
-        begin = self.start[place.buffer] + place.offset - memory.data_ptr() + memory.storage_offset() * memory.itemsize
+        begin = place.offset + memory.storage_offset() * memory.itemsize
         flat = memory if memory.dtype == place.dtype else memory.view(place.dtype)
         return flat.as_strided(place.size, place.stride, begin // place.dtype.itemsize)
 
@@ -94,9 +97,33 @@ def exchanged(value: object, kind: type, other: Callable[..., object]) -> object
     if not isinstance(value, (list, tuple)):
         return value
     new = [exchanged(v, kind, other) for v in value]
-    if own is list:
-        return new
-    return tuple(new) if own is tuple else own(*new)
+    return _as(own, new)
+
+
+def _as(own: type, values: list[object]) -> object:
+    """A list, tuple or named tuple of these values."""
+    return values if own is list else tuple(values) if own is tuple else own(*values)
+
+
+def maker_of(value: object) -> Callable[[Frame], object]:
+    """What makes ``value`` with tensors for places: as :func:`exchanged`, but looked through once."""
+    own = type(value)
+    if isinstance(value, Place):
+        return lambda frame: frame.tensor(value)
+    if isinstance(value, Gradients):
+        parts = [maker_of(v) for v in (value.hidden, value.weight, value.bias)]
+        return lambda frame: Gradients(*cast("list[Tensor | None]", [make(frame) for make in parts]))
+    if not isinstance(value, (list, tuple)):
+        return lambda frame: value
+    makers = [(i, maker_of(v)) for i, v in enumerate(value) if any(True for _ in places(v))]
+
+    def make(frame: Frame) -> object:
+        new = list(value)
+        for i, made in makers:
+            new[i] = made(frame)
+        return _as(own, new)
+
+    return make
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,17 +225,20 @@ class Operation:
     ) -> None:
         """arguments, named: :class:`Place` where there was a tensor; made: the buffer of a new result."""
         self.function, self.arguments, self.named, self.made = function, arguments, named, made
+        self.into: Place | None = None
+        """Where a result goes that others read after the part."""
         self.frees: tuple[int, ...] = ()
         """Buffers of other operations that are not read after this one."""
 
     @property
     def read(self) -> list[Place]:
-        return [*places(self.arguments), *places(self.named)]
+        return [*places(self.arguments), *places(self.named), *places(self.into)]
 
     def settle(self, settled: Callable[[Place], Place], made: set[int]) -> None:
         """As of a launch."""
         self.arguments = cast("list[object]", exchanged(self.arguments, Place, settled))
         self.named = cast("dict[str, object]", exchanged(self.named, Place, settled))
+        self.into = None if self.into is None else settled(self.into)
 
     def bound(self, start: Sequence[int]) -> list[object]:
         return []
@@ -219,6 +249,8 @@ class Operation:
         result = self.function(*arguments, **named)
         if self.made is not None:
             frame.put(self.made, cast("Tensor", result))
+        elif self.into is not None:
+            frame.tensor(self.into).copy_(cast("Tensor", result))
         for buffer in self.frees:
             frame.memory[buffer] = None
 
@@ -227,52 +259,52 @@ class Operation:
 # A program: a step, and what finishes it
 
 
-class Piece(NamedTuple):
-    """Memory of several buffers, in bytes."""
+class Bound:
+    """A part's arguments for buffers that begin at certain addresses: memory is often the same again."""
 
-    size: int
-    zeroed: int
-    """How much of its beginning is zeroed."""
-    begins: tuple[tuple[int, int], ...]
-    """Buffers, and where they begin."""
+    __slots__ = ("graph", "runs", "values")
+
+    def __init__(self, values: list[list[object]]) -> None:
+        self.values, self.runs = values, 0
+        self.graph: graphs.Graph | None = None
 
 
-@dataclasses.dataclass
 class Part:
     """What is done from one return to the caller to the next."""
 
-    pieces: list[Piece]
-    results: list[tuple[int, Place, bool]]
-    """Buffers of their own, for the caller: what they are, and whether they are zeroed."""
-    done: Sequence[Launch | Operation]
-    result: object
-    """What the step returns, with :class:`Place` for tensors."""
-    dropped: list[int]
-    """Buffers that are not read any more."""
-    bound: tuple[list[int], list[list[object]]] | None = None
-    """Where the buffers began in the last run, and every step's arguments then: memory is often the same again."""
+    def __init__(
+        self, pieces: list[tuple[int, int]], results: list[tuple[int, Place]], done: Sequence[Launch | Operation],
+        result: object, dropped: list[int],
+    ) -> None:  # fmt: skip
+        """pieces: buffers of scratch, and their sizes in bytes; results: buffers for the caller, and what they are;
+        result: what the step returns, with :class:`Place` for tensors; dropped: buffers that are not read any more."""
+        self.pieces, self.results, self.done, self.dropped = pieces, results, done, dropped
+        self.make_result = maker_of(result)
+        made = {step.made for step in done if isinstance(step, Operation)}
+        read = sorted({place.buffer for step in done for place in step.read} - made)
+        self.addresses = itemgetter(*read) if read else len
+        self.bound: dict[object, Bound] = {}
 
     def run(self, frame: Frame, device: torch.device) -> object:
-        start, memory = frame.start, frame.memory
-        for size, zeroed, begins in self.pieces:
-            piece = torch.empty(size // 4, dtype=torch.float32, device=device)
-            if zeroed:
-                (piece if zeroed == size else piece[: zeroed // 4]).zero_()
-            address = piece.data_ptr()
-            for buffer, offset in begins:
-                start[buffer], memory[buffer] = address + offset, piece
-        for buffer, place, zero in self.results:
-            new = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=device)
-            frame.put(buffer, new.zero_() if zero else new)
-        bound = self.bound
-        if bound is None or bound[0] != start:
-            bound = self.bound = start.copy(), [step.bound(start) for step in self.done]
-        for step, values in zip(self.done, bound[1], strict=True):
-            step.run(frame, values)
-        result = exchanged(self.result, Place, frame.tensor)
+        for buffer, size in self.pieces:
+            frame.put(buffer, torch.empty(size // 4, dtype=torch.float32, device=device))
+        for buffer, place in self.results:
+            frame.put(buffer, torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=device))
+        where = frame.stream, self.addresses(frame.start)
+        bound = self.bound.get(where)
+        if bound is None:
+            if len(self.bound) >= MOST_BOUND:
+                self.bound.clear()
+            bound = self.bound[where] = Bound([step.bound(frame.start) for step in self.done])
+        graphs.run(bound, functools.partial(self._do, frame, bound), frame, device)
+        result, memory = self.make_result(frame), frame.memory
         for buffer in self.dropped:
             memory[buffer] = None
         return result
+
+    def _do(self, frame: Frame, bound: Bound) -> None:
+        for step, values in zip(self.done, bound.values, strict=True):
+            step.run(frame, values)
 
 
 class Waits(Protocol):

@@ -27,7 +27,6 @@ from logitless.torch_impl.kernels.program import (
     Launch,
     Operation,
     Part,
-    Piece,
     Place,
     Program,
     Unfit,
@@ -43,6 +42,8 @@ EMPTY = frozenset(
 ZEROS = frozenset((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default))
 # As far apart as pieces of memory begin that PyTorch gives out one by one.
 BOUNDARY = 512
+# Memory that could be freed earlier is a piece of its own if it is larger [bytes]: a piece takes the host's time.
+SMALL = 2**20
 
 
 @dataclasses.dataclass
@@ -84,6 +85,10 @@ class Recorder(TorchDispatchMode):
         self.ended: list[Ended] = []
         self.done: list[Launch | Operation] = []
         self.is_unfit = self.is_launching = False
+        self.inside: dict[int, tuple[int, int]] = {}
+        """Where in a program's pieces a buffer is: piece, offset."""
+        self.sizes: list[int] = []
+        """Of these pieces, in bytes."""
         for tensor in given:
             self._add(tensor, "given")
         self.upstream = len(given)
@@ -222,54 +227,78 @@ class Recorder(TorchDispatchMode):
             return None
 
     def _program(self) -> Program:
+        returned = {place.buffer for ended in self.ended for place in places(ended.result)}
+        returned -= set().union(*(ended.saved for ended in self.ended))
+        for ended in self.ended:
+            self._own_lasting(ended, returned)
         first: dict[int, int] = {}
         """In which part a buffer is first used."""
         for number, ended in enumerate(self.ended):
             for place in [*itertools.chain(*(step.read for step in ended.done)), *places(ended.result)]:
                 first.setdefault(place.buffer, number)
-        returned = {place.buffer for ended in self.ended for place in places(ended.result)}
-        returned -= set().union(*(ended.saved for ended in self.ended))
         # What is zeroed for a later part is zeroed with the rest.
         first |= {i: 0 for i in first if self.buffers[i].source == "zeros" and i not in returned}
-        return Program(len(self.buffers), [self._part(number, first, returned) for number in range(len(self.ended))])
+        parts = [self._part(number, first, returned) for number in range(len(self.ended))]
+        return Program(len(self.buffers) + len(self.sizes), parts)
+
+    def _own_lasting(self, ended: Ended, returned: set[int]) -> None:
+        """What an operation makes for longer than its part goes into memory of ours: a graph's own is written again."""
+        lasting = returned | ended.saved | ended.alive
+        for step in ended.done:
+            if isinstance(step, Operation) and step.made in lasting:
+                buffer = self.buffers[step.made]
+                step.into, step.made, buffer.source = buffer.origin._replace(offset=0), None, "empty"
 
     def _part(self, number: int, first: dict[int, int], returned: set[int]) -> Part:
         ended, zeros = self.ended[number], {i for i, b in enumerate(self.buffers) if b.source == "zeros"}
         new = [i for i, b in enumerate(self.buffers) if b.is_scratch and first.get(i) == number]
-        results = [(i, self.buffers[i].origin, i in zeros) for i in new if i in returned]
+        results = [(i, self.buffers[i].origin) for i in new if i in returned]
         # What is zeroed is small; so is what is saved, and lives longest.
         lasting = [i for i in new if i not in returned and (i in ended.saved or i in zeros)]
+        lasting.sort(key=lambda i: i not in zeros)
         rest = [i for i in new if i not in returned and i not in lasting]
         held, brief = [i for i in rest if i in ended.alive], [i for i in rest if i not in ended.alive]
+        if held and sum(self.buffers[i].nbytes for i in brief) <= SMALL:
+            held, brief = held + brief, []
         pieces = [self._piece(numbers) for numbers in (lasting, held, brief) if numbers]
         made = {step.made for step in ended.done if isinstance(step, Operation) and step.made is not None}
-        gone = made - returned - ended.saved - ended.alive
-        _free_early(ended.done, gone)
+        _free_early(ended.done, made)
         settled = functools.partial(self._settled, returned)
         for step in ended.done:
             step.settle(settled, made)
-        return Part(pieces, results, ended.done, exchanged(ended.result, Place, settled), [*brief, *gone])
+        zeroing = self._zeroing([i for i in lasting if i in zeros], [place for i, place in results if i in zeros])
+        dropped = [pieces[-1][0]] if brief else []
+        result = exchanged(ended.result, Place, settled)
+        return Part(pieces, results, [*zeroing, *ended.done], result, [*dropped, *made])
+
+    def _zeroing(self, inside: list[int], results: list[Place]) -> list[Operation]:
+        """Zeroes these buffers, which begin a piece, and these results."""
+        places = [place._replace(offset=0, is_whole=True) for place in results]
+        if inside:
+            piece, begin = self.inside[inside[-1]]
+            end = begin + round_up(self.buffers[inside[-1]].nbytes, BOUNDARY)
+            places.append(Place(piece, 0, (end // 4,), (1,), torch.float32))
+        return [Operation(aten.zero_.default, [place], {}, None) for place in places]
 
     def _settled(self, returned: set[int], place: Place) -> Place:
-        """The place, which may be all of a tensor that a frame has."""
-        buffer = self.buffers[place.buffer]
-        is_tensor = not buffer.is_scratch or place.buffer in returned
-        return place._replace(is_whole=is_tensor and place[2:5] == buffer.origin[2:5] and place.offset == 0)
+        """The place in a program's buffers; it may be all of a tensor that a frame has."""
+        number, inside = place.buffer, self.inside.get(place.buffer)
+        if inside is not None:
+            return place._replace(buffer=inside[0], offset=inside[1] + place.offset)
+        return place._replace(is_whole=place[2:5] == self.buffers[number].origin[2:5] and place.offset == 0)
 
-    def _piece(self, numbers: list[int]) -> Piece:
-        """Zeroed buffers first."""
-        begins, end, zeroed = [], 0, 0
-        for i in sorted(numbers, key=lambda i: self.buffers[i].source != "zeros"):
-            begins.append((i, end))
+    def _piece(self, numbers: list[int]) -> tuple[int, int]:
+        """A new piece of these buffers, and its size."""
+        piece, end = len(self.buffers) + len(self.sizes), 0
+        for i in numbers:
+            self.inside[i] = piece, end
             end += round_up(self.buffers[i].nbytes, BOUNDARY)
-            zeroed = end if self.buffers[i].source == "zeros" else zeroed
-        return Piece(end, zeroed, tuple(begins))
+        self.sizes.append(end)
+        return piece, end
 
-    def scratch_bytes(self, program: Program) -> int:
-        """What is held at once beyond results, at most."""
-        made = sum(buffer.nbytes for buffer in self.buffers if buffer.source == "made")
-        first, last = program.first, program.last
-        return made + sum(piece.size for part in (first, last) if part is not None for piece in part.pieces)
+    def scratch_bytes(self) -> int:
+        """What the program holds at once beyond results, at most."""
+        return sum(self.sizes) + sum(buffer.nbytes for buffer in self.buffers if buffer.source == "made")
 
 
 def _buffer(number: int, tensor: Tensor, source: str) -> Buffer:

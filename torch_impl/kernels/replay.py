@@ -125,5 +125,5 @@ def _publish(kind: Hashable, recorder: Recorder, promised: int) -> None:
     if len(programs) >= MOST_PROGRAMS:
         programs.clear()
     program = recorder.program()
-    fits = program is not None and recorder.scratch_bytes(program) <= promised
+    fits = program is not None and recorder.scratch_bytes() <= promised
     programs[kind] = program if fits else None

@@ -23,7 +23,9 @@ with contextlib.suppress(ImportError):  # without triton, fused.unavailable() sa
 
 def on_device(device: torch.device) -> Any:
     """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 # Tokens of a program, and of a turn of the programs that go through all of them alone.
