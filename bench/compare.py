@@ -5,6 +5,8 @@ its own, which keeps its arrays and kernels, and the two take turns in rows of s
 round. Where its arrays lie in the GPU's memory moves a process by as much as 2 %, so that the processes start anew
 several times. The floor is the same code in both: its ratios say how far those of a run can be trusted.
 
+Both run their fastest plans: the default of one may take other memory than that of the other.
+
 BEFORE is a folder with the other checkout's packages (``git worktree add BEFORE COMMIT``); this checkout's programs
 time both. Writes DIR/compare.json; a second call with the same DIR adds its rows.
 """
@@ -33,7 +35,9 @@ def variants(framework: str, name: str) -> tuple[dict[str, Callable[[], object]]
     from bench import gpu
 
     arrays = gpu.arrays_of(framework, named(name))
-    steps = {"floor": arrays.floor()} | {kind: step for kind, (step, _) in gpu.kernel_steps(arrays).items()}
+    steps = {"floor": arrays.floor()} | {
+        kind: step for kind, (step, _) in gpu.kernel_steps(arrays, fastest=True).items()
+    }
     arrays.prepare(steps.values())
     return dict(steps), lambda: arrays.wait(steps.values())
 

@@ -105,12 +105,15 @@ def forget(framework: str) -> None:
         importlib.import_module("torch").cuda.empty_cache()
 
 
-def kernel_plans(arrays: Arrays) -> dict[str, ChunkPlan]:
-    """The kernels' plans by a variant's name: the default, the fastest and the leanest, and one for each budget."""
+def kernel_plans(arrays: Arrays, fastest: bool = False) -> dict[str, ChunkPlan]:
+    """The kernels' plans by a variant's name: the default, the fastest and the leanest, and one for each budget.
+    ``fastest``: that one as the default, without the others."""
     planned = functools.partial(plan, **arrays.shape.sizes(), fused=True, padded=arrays.padded)
     known = inspect.signature(plan).parameters  # of a checkout that may be older
     chosen = {arrays.kernels: planned(lends=True) if "lends" in known and arrays.lends else planned()}
-    if "prefer" in known:
+    if "prefer" in known and fastest:
+        chosen = {arrays.kernels: planned(prefer="fast")}
+    elif "prefer" in known:
         chosen |= {f"{arrays.kernels}, {name}": planned(prefer=name) for name in ("fast", "lean")}
     return chosen | {f"{arrays.kernels}, {b // MIB} MiB": planned(memory_budget=b) for b in arrays.budgets}
 
@@ -120,13 +123,16 @@ def step_of(arrays: Arrays, chosen: ChunkPlan, backend: str) -> Step:
     return arrays.step(functools.partial(arrays.loss, plan=chosen, backend=backend))
 
 
-def kernel_steps(arrays: Arrays) -> dict[str, Planned]:
-    """Our kernels' steps by a variant's name, each with its plan where scratch is promised."""
+def kernel_steps(arrays: Arrays, fastest: bool = False) -> dict[str, Planned]:
+    """Our kernels' steps by a variant's name, each with its plan where scratch is promised. ``fastest``: by the fastest
+    plan instead of the default, as checkouts that knew no other do."""
+    plans = kernel_plans(arrays, fastest)
     steps: dict[str, Planned] = {
-        name: (step_of(arrays, chosen, arrays.kernels), chosen) for name, chosen in kernel_plans(arrays).items()
+        name: (step_of(arrays, chosen, arrays.kernels), chosen) for name, chosen in plans.items()
     }
     if arrays.shape.extras:
-        loss = functools.partial(arrays.loss, backend=arrays.kernels)
+        named = {"plan": "fast"} if fastest and "prefer" in inspect.signature(plan).parameters else {}
+        loss = functools.partial(arrays.loss, backend=arrays.kernels, **named)
         steps[f"{arrays.kernels}, half ignored"] = arrays.step(loss, target=arrays.half_ignored()), None
         steps[f"{arrays.kernels}, forward only"] = arrays.forward(loss), None
     return steps
