@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,11 +27,21 @@ def run(problem: Problem, arrays: Arrays) -> dict[str, Any]:
         torch._dynamo.reset()
     tensors = {name: _tensor(problem, name, values, device) for name, values in given(problem, arrays).items()}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    with torch.autocast(device, torch.bfloat16, enabled="autocast" in problem.extras):
-        outputs = _Run(problem, tensors).outputs()
+    with torch.autocast(device, torch.bfloat16, enabled="autocast" in problem.extras), _repeating(problem):
+        for _ in range(problem.runs):
+            outputs = _Run(problem, tensors).outputs()
     written = [name for name, tensor in tensors.items() if _changed(problem, name, before[name], tensor.detach())]
     outputs = {name: _numpy(value) for name, value in outputs.items() if value is not None}
     return outputs | {"written": np.array(len(written))}
+
+
+def _repeating(problem: Problem) -> contextlib.AbstractContextManager[object]:
+    """Steps of the interpreted kernels are repeated, too."""
+    if problem.runs == 1 or problem.device == "cuda":
+        return contextlib.nullcontext()
+    from logitless.torch_impl.kernels import replay
+
+    return mock.patch.object(replay.settings, "on_cpu", True)
 
 
 def _changed(problem: Problem, name: str, before: Tensor, after: Tensor) -> bool:
