@@ -118,7 +118,7 @@ class Fixed:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"reduction": "none"}, {"return_lse": True}, {"with_entropy": True}, {"memory_budget": 2**21}],
+    "options", [{}, {"reduction": "none"}, {"return_lse": True}, {"with_entropy": True}, {"memory_budget": 20 * 2**20}],
     ids=str,
 )  # fmt: skip
 def test_repeated_steps_become_graphs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

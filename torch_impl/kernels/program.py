@@ -168,8 +168,6 @@ class Launch:
         self.values = list(arguments)
         self.places: list[tuple[int, Place]] = []
         self.described: list[tuple[int, object, Place]] = []
-        self.late: list[tuple[int, int, int]] = []
-        """Arguments whose memory an operation makes while the part runs: position, buffer, offset."""
         for i, value in enumerate(arguments):
             if isinstance(value, Place):
                 self.places.append((i, value))
@@ -180,13 +178,10 @@ class Launch:
     def read(self) -> list[Place]:
         return [place for _, place in self.places] + [place for *_, place in self.described]
 
-    def settle(self, settled: Callable[[Place], Place], made: set[int]) -> None:
-        """With what is known when all is written down; ``made``: buffers that operations of this part make."""
+    def settle(self, settled: Callable[[Place], Place]) -> None:
+        """With what is known when all is written down."""
         self.places = [(i, settled(place)) for i, place in self.places]
         self.described = [(i, descriptor, settled(place)) for i, descriptor, place in self.described]
-        self.late = [(i, place.buffer, place.offset) for i, place in self.places if place.buffer in made]
-        if any(place.buffer in made for *_, place in self.described):
-            raise Unfit
 
     def bound(self, start: Sequence[int]) -> list[object]:
         """The arguments for buffers that begin there."""
@@ -201,12 +196,8 @@ class Launch:
         """``values``: :meth:`bound`."""
         if self.start is None:
             self._launch_as_usual(frame)
-            return
-        if self.late:
-            values = list(values)
-            for i, buffer, offset in self.late:
-                values[i] = frame.start[buffer] + offset
-        self.start(frame.stream, *values)
+        else:
+            self.start(frame.stream, *values)
 
     def _launch_as_usual(self, frame: Frame) -> None:
         values = self.values.copy()
@@ -218,27 +209,24 @@ class Launch:
 
 
 class Operation:
-    """One of PyTorch's operations."""
+    """One of PyTorch's operations. It makes no memory: what it would make is a buffer, which it writes."""
 
     def __init__(
-        self, function: Callable[..., object], arguments: list[object], named: dict[str, object], made: int | None
+        self, function: Callable[..., object], arguments: list[object], named: dict[str, object], out: Place | None
     ) -> None:
-        """arguments, named: :class:`Place` where there was a tensor; made: the buffer of a new result."""
-        self.function, self.arguments, self.named, self.made = function, arguments, named, made
-        self.into: Place | None = None
-        """Where a result goes that others read after the part."""
-        self.frees: tuple[int, ...] = ()
-        """Buffers of other operations that are not read after this one."""
+        """arguments, named: :class:`Place` where there was a tensor; out: where a new result goes, the first argument
+        of ``function`` then."""
+        self.function, self.named = function, named
+        self.arguments = arguments if out is None else [out, *arguments]
 
     @property
     def read(self) -> list[Place]:
-        return [*places(self.arguments), *places(self.named), *places(self.into)]
+        return [*places(self.arguments), *places(self.named)]
 
-    def settle(self, settled: Callable[[Place], Place], made: set[int]) -> None:
+    def settle(self, settled: Callable[[Place], Place]) -> None:
         """As of a launch."""
         self.arguments = cast("list[object]", exchanged(self.arguments, Place, settled))
         self.named = cast("dict[str, object]", exchanged(self.named, Place, settled))
-        self.into = None if self.into is None else settled(self.into)
 
     def bound(self, start: Sequence[int]) -> list[object]:
         return []
@@ -246,13 +234,7 @@ class Operation:
     def run(self, frame: Frame, values: Sequence[object]) -> None:
         arguments = [exchanged(value, Place, frame.tensor) for value in self.arguments]
         named = {name: exchanged(value, Place, frame.tensor) for name, value in self.named.items()}
-        result = self.function(*arguments, **named)
-        if self.made is not None:
-            frame.put(self.made, cast("Tensor", result))
-        elif self.into is not None:
-            frame.tensor(self.into).copy_(cast("Tensor", result))
-        for buffer in self.frees:
-            frame.memory[buffer] = None
+        self.function(*arguments, **named)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,7 +244,7 @@ class Operation:
 class Bound:
     """A part's arguments for buffers that begin at certain addresses: memory is often the same again."""
 
-    __slots__ = ("graph", "runs", "values")
+    __slots__ = ("__weakref__", "graph", "runs", "values")
 
     def __init__(self, values: list[list[object]]) -> None:
         self.values, self.runs = values, 0
@@ -280,8 +262,7 @@ class Part:
         result: what the step returns, with :class:`Place` for tensors; dropped: buffers that are not read any more."""
         self.pieces, self.results, self.done, self.dropped = pieces, results, done, dropped
         self.make_result = maker_of(result)
-        made = {step.made for step in done if isinstance(step, Operation)}
-        read = sorted({place.buffer for step in done for place in step.read} - made)
+        read = sorted({place.buffer for step in done for place in step.read})
         self.addresses = itemgetter(*read) if read else len
         self.bound: dict[object, Bound] = {}
 
@@ -294,15 +275,15 @@ class Part:
         bound = self.bound.get(where)
         if bound is None:
             if len(self.bound) >= MOST_BOUND:
-                self.bound.clear()
+                self.bound.clear()  # with their graphs
             bound = self.bound[where] = Bound([step.bound(frame.start) for step in self.done])
-        graphs.run(bound, functools.partial(self._do, frame, bound), frame, device)
+        graphs.run(bound, functools.partial(self._do, bound), frame, device)
         result, memory = self.make_result(frame), frame.memory
         for buffer in self.dropped:
             memory[buffer] = None
         return result
 
-    def _do(self, frame: Frame, bound: Bound) -> None:
+    def _do(self, bound: Bound, frame: Frame) -> None:
         for step, values in zip(self.done, bound.values, strict=True):
             step.run(frame, values)
 

@@ -34,6 +34,7 @@ from logitless.torch_impl.kernels.program import (
     moved,
     places,
 )
+from logitless.torch_impl.kernels.writing import writing
 
 aten = torch.ops.aten
 EMPTY = frozenset(
@@ -54,13 +55,13 @@ class Buffer:
     """What the buffer was when it appeared; its offset is that in the storage."""
     nbytes: int
     source: str
-    """"given", "empty", "zeros", or "made" by an operation."""
+    """"given", "empty" or "zeros"."""
     storage: StorageWeakRef
     """Keeps what it was known by from being another storage's."""
 
     @property
     def is_scratch(self) -> bool:
-        return self.source in ("empty", "zeros")
+        return self.source != "given"
 
 
 @dataclasses.dataclass
@@ -165,12 +166,15 @@ class Recorder(TorchDispatchMode):
             self._add(result, "zeros" if function in ZEROS else "empty")
             return
         arguments, options = self._noted(list(args)), self._noted(named)
-        is_known = result.untyped_storage()._cdata in self.of_storage
-        if is_known and not function._schema.is_mutable:
+        call: Callable[..., object] = function
+        out = None
+        if result.untyped_storage()._cdata not in self.of_storage:
+            call = writing(function)
+            self._add(result, "empty")
+            out = self.place(result)
+        elif not function._schema.is_mutable or torch.Tag.inplace_view in function.tags:
             return  # a view
-        made = None if is_known else self._add(result, "made")
-        noted = Operation(function, cast("list[object]", arguments), cast("dict[str, object]", options), made)
-        self.done.append(noted)
+        self.done.append(Operation(call, cast("list[object]", arguments), cast("dict[str, object]", options), out))
 
     def _note_several(
         self, function: OpOverload, args: Sequence[object], named: dict[str, object], result: Sequence[object]
@@ -229,8 +233,6 @@ class Recorder(TorchDispatchMode):
     def _program(self) -> Program:
         returned = {place.buffer for ended in self.ended for place in places(ended.result)}
         returned -= set().union(*(ended.saved for ended in self.ended))
-        for ended in self.ended:
-            self._own_lasting(ended, returned)
         first: dict[int, int] = {}
         """In which part a buffer is first used."""
         for number, ended in enumerate(self.ended):
@@ -240,14 +242,6 @@ class Recorder(TorchDispatchMode):
         first |= {i: 0 for i in first if self.buffers[i].source == "zeros" and i not in returned}
         parts = [self._part(number, first, returned) for number in range(len(self.ended))]
         return Program(len(self.buffers) + len(self.sizes), parts)
-
-    def _own_lasting(self, ended: Ended, returned: set[int]) -> None:
-        """What an operation makes for longer than its part goes into memory of ours: a graph's own is written again."""
-        lasting = returned | ended.saved | ended.alive
-        for step in ended.done:
-            if isinstance(step, Operation) and step.made in lasting:
-                buffer = self.buffers[step.made]
-                step.into, step.made, buffer.source = buffer.origin._replace(offset=0), None, "empty"
 
     def _part(self, number: int, first: dict[int, int], returned: set[int]) -> Part:
         ended, zeros = self.ended[number], {i for i, b in enumerate(self.buffers) if b.source == "zeros"}
@@ -261,15 +255,12 @@ class Recorder(TorchDispatchMode):
         if held and sum(self.buffers[i].nbytes for i in brief) <= SMALL:
             held, brief = held + brief, []
         pieces = [self._piece(numbers) for numbers in (lasting, held, brief) if numbers]
-        made = {step.made for step in ended.done if isinstance(step, Operation) and step.made is not None}
-        _free_early(ended.done, made)
         settled = functools.partial(self._settled, returned)
         for step in ended.done:
-            step.settle(settled, made)
+            step.settle(settled)
         zeroing = self._zeroing([i for i in lasting if i in zeros], [place for i, place in results if i in zeros])
         dropped = [pieces[-1][0]] if brief else []
-        result = exchanged(ended.result, Place, settled)
-        return Part(pieces, results, [*zeroing, *ended.done], result, [*dropped, *made])
+        return Part(pieces, results, [*zeroing, *ended.done], exchanged(ended.result, Place, settled), dropped)
 
     def _zeroing(self, inside: list[int], results: list[Place]) -> list[Operation]:
         """Zeroes these buffers, which begin a piece, and these results."""
@@ -298,7 +289,7 @@ class Recorder(TorchDispatchMode):
 
     def scratch_bytes(self) -> int:
         """What the program holds at once beyond results, at most."""
-        return sum(self.sizes) + sum(buffer.nbytes for buffer in self.buffers if buffer.source == "made")
+        return sum(self.sizes)
 
 
 def _buffer(number: int, tensor: Tensor, source: str) -> Buffer:
@@ -308,16 +299,6 @@ def _buffer(number: int, tensor: Tensor, source: str) -> Buffer:
     origin = Place(number, int(tensor.storage_offset()) * item, tuple(tensor.shape), stride, tensor.dtype)
     nbytes = covered if source == "given" else storage.nbytes()
     return Buffer(origin, nbytes, source, StorageWeakRef(storage))
-
-
-def _free_early(done: Sequence[Launch | Operation], made: set[int]) -> None:
-    """What operations make is freed by the first operation behind its last reader."""
-    last = {place.buffer: i for i, step in enumerate(done) for place in step.read}
-    left = {buffer for buffer in made if buffer in last}
-    for i, step in enumerate(done):
-        if isinstance(step, Operation):
-            step.frees = tuple(buffer for buffer in left if last[buffer] <= i)
-            left -= set(step.frees)
 
 
 class Finishes(Protocol):
