@@ -174,7 +174,7 @@ def test_graphs_of_repeated_steps_are_bounded(monkeypatch: pytest.MonkeyPatch) -
             assert all(value.isfinite().all() for value in values)
             del values
     assert len(graphs.alive) == 2
-    assert all(bound.graph is not None for bound in graphs.alive)
+    assert all(ref().graph is not None for ref in graphs.alive)
 
 
 @pytest.mark.case(28)

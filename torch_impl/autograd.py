@@ -50,6 +50,7 @@ class Context(SavedContext):
     """What a backward finds of its forward."""
 
     call: Call
+    needs: Needs
     waiting: Waiting | None
 
 
@@ -203,7 +204,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         arrays = Arrays(*tensors)  # type: ignore[arg-type]
         needs = _needs(ctx.needs_input_grad[2:], call, arrays)
         step = _steps(call).loss(arrays, normalizer, call, needs if call.deferred is None else needs.hidden_alone)
-        ctx.call, ctx.waiting = call, step.waiting
+        ctx.call, ctx.needs, ctx.waiting = call, needs, step.waiting
         ctx.save_for_backward(*arrays, *step.saved)
         stats = [None if value is None else own(value) for value in step.stats]
         ctx.mark_non_differentiable(*(value for value in stats if value is not None))
@@ -217,8 +218,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx: Context, kept: tuple[Tensor, ...], upstream: Tensor, g_lse: Tensor | None, *_: Tensor | None
     ) -> Derivatives:
         waiting, call = _take(ctx), ctx.call
-        arrays, saved = Arrays(*kept[:7]), kept[7:]
-        needs = _needs(ctx.needs_input_grad[2:], call, arrays)
+        arrays, saved, needs = Arrays(*kept[:7]), kept[7:], ctx.needs
         if call.deferred is not None:
             rest = dataclasses.replace(needs, hidden=None)
             both = (upstream,) if g_lse is None else (upstream, g_lse)
@@ -239,8 +239,9 @@ class LinearLogProbsFunction(torch.autograd.Function):
         temperature: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         arrays = Arrays.of_head(hidden, weight, bias, target, temperature)
-        step = _steps(call).log_probs(arrays, call, _needs(ctx.needs_input_grad[1:], call, arrays))
-        ctx.call, ctx.waiting = call, step.waiting
+        needs = _needs(ctx.needs_input_grad[1:], call, arrays)
+        step = _steps(call).log_probs(arrays, call, needs)
+        ctx.call, ctx.needs, ctx.waiting = call, needs, step.waiting
         ctx.save_for_backward(*arrays.head, *step.saved)
         return own(step.log_prob), None if step.entropy is None else own(step.entropy)
 
@@ -250,6 +251,5 @@ class LinearLogProbsFunction(torch.autograd.Function):
     @differentiable_once("linear_log_probs")
     def backward(ctx: Context, kept: tuple[Tensor, ...], g_log_prob: Tensor, g_entropy: Tensor | None) -> Derivatives:
         waiting, call, arrays = _take(ctx), ctx.call, Arrays.of_head(*kept[:5])
-        needs = _needs(ctx.needs_input_grad[1:], call, arrays)
-        gradients = _steps(call).log_probs_gradients(arrays, call, needs, kept[5:], waiting, g_log_prob, g_entropy)
+        gradients = _steps(call).log_probs_gradients(arrays, call, ctx.needs, kept[5:], waiting, g_log_prob, g_entropy)
         return None, gradients.hidden, gradients.weight, gradients.bias, None, None

@@ -41,8 +41,10 @@ EMPTY = frozenset(
     (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default)
 )
 ZEROS = frozenset((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default))
-# As far apart as pieces of memory begin that PyTorch gives out one by one.
-BOUNDARY = 512
+# Bytes at whose multiples buffers begin, and those of a few numbers: Triton compiles for addresses that 16 divides.
+BOUNDARY, SHORT_BOUNDARY = 128, 16
+# The span of a buffer that is needed all the time.
+ALWAYS = -1, 2**31
 # Memory that could be freed earlier is a piece of its own if it is larger [bytes]: a piece takes the host's time.
 SMALL = 2**20
 
@@ -252,9 +254,10 @@ class Recorder(TorchDispatchMode):
         lasting.sort(key=lambda i: i not in zeros)
         rest = [i for i in new if i not in returned and i not in lasting]
         held, brief = [i for i in rest if i in ended.alive], [i for i in rest if i not in ended.alive]
+        spans = _spans(ended.done, set(brief))
         if held and sum(self.buffers[i].nbytes for i in brief) <= SMALL:
             held, brief = held + brief, []
-        pieces = [self._piece(numbers) for numbers in (lasting, held, brief) if numbers]
+        pieces = [self._piece(numbers, spans) for numbers in (lasting, held, brief) if numbers]
         settled = functools.partial(self._settled, returned)
         for step in ended.done:
             step.settle(settled)
@@ -266,9 +269,9 @@ class Recorder(TorchDispatchMode):
         """Zeroes these buffers, which begin a piece, and these results."""
         places = [place._replace(offset=0, is_whole=True) for place in results]
         if inside:
-            piece, begin = self.inside[inside[-1]]
-            end = begin + round_up(self.buffers[inside[-1]].nbytes, BOUNDARY)
-            places.append(Place(piece, 0, (end // 4,), (1,), torch.float32))
+            end = max(self.inside[i][1] + self.buffers[i].nbytes for i in inside)
+            size = (round_up(end, SHORT_BOUNDARY) // 4,)
+            places.append(Place(self.inside[inside[0]][0], 0, size, (1,), torch.float32))
         return [Operation(aten.zero_.default, [place], {}, None) for place in places]
 
     def _settled(self, returned: set[int], place: Place) -> Place:
@@ -278,18 +281,38 @@ class Recorder(TorchDispatchMode):
             return place._replace(buffer=inside[0], offset=inside[1] + place.offset)
         return place._replace(is_whole=place[2:5] == self.buffers[number].origin[2:5] and place.offset == 0)
 
-    def _piece(self, numbers: list[int]) -> tuple[int, int]:
-        """A new piece of these buffers, and its size."""
-        piece, end = len(self.buffers) + len(self.sizes), 0
+    def _piece(self, numbers: list[int], spans: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+        """A new piece of these buffers, and its size. Buffers whose spans do not meet may lie in the same memory."""
+        piece, placed = len(self.buffers) + len(self.sizes), list[tuple[int, int, int]]()
         for i in numbers:
-            self.inside[i] = piece, end
-            end += round_up(self.buffers[i].nbytes, BOUNDARY)
-        self.sizes.append(end)
-        return piece, end
+            size, (start, stop) = self.buffers[i].nbytes, spans.get(i, ALWAYS)
+            boundary = BOUNDARY if size >= BOUNDARY else SHORT_BOUNDARY
+            begin = 0
+            for other, end, number in sorted(placed):
+                since, until = spans.get(number, ALWAYS)
+                if until < start or stop < since:
+                    continue
+                if begin + size <= other:
+                    break
+                begin = max(begin, round_up(end, boundary))
+            placed.append((begin, begin + size, i))
+            self.inside[i] = piece, begin
+        self.sizes.append(round_up(max(end for _, end, _ in placed), SHORT_BOUNDARY))
+        return piece, self.sizes[-1]
 
     def scratch_bytes(self) -> int:
         """What the program holds at once beyond results, at most."""
         return sum(self.sizes)
+
+
+def _spans(done: Sequence[Launch | Operation], numbers: set[int]) -> dict[int, tuple[int, int]]:
+    """The first and the last step that reads or writes each of these buffers."""
+    spans: dict[int, tuple[int, int]] = {}
+    for step, each in enumerate(done):
+        for place in each.read:
+            if place.buffer in numbers:
+                spans[place.buffer] = spans.get(place.buffer, (step, step))[0], step
+    return spans
 
 
 def _buffer(number: int, tensor: Tensor, source: str) -> Buffer:
