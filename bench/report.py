@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -171,6 +173,24 @@ def gist_table(rows: Rows) -> str:
     return markdown(columns, ([sizes_of(row, names), row["variant"], *measured(row)] for row in rows))
 
 
+def programs_table(rows: Rows, pins: set[tuple[str, str]]) -> str:
+    """What was tested with which version of which program; ``pins``: (package, version) of the tests' environment."""
+    columns = "program", "tested with", "what", "in `make test`"
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        pinned = [version for version in row["versions"] if (row["package"], version) in pins]
+        installed = f"the package, {', '.join(pinned)}" if pinned else row["otherwise"]
+        return [row["program"], ", ".join(row["versions"]) or row["sources"], row["what"], installed]
+
+    return markdown(columns, map(cells, rows))
+
+
+def tested_programs() -> tuple[Rows, set[tuple[str, str]]]:
+    """The rows of tests/programs.toml, and the packages that the Makefile pins."""
+    rows: Rows = tomllib.loads((ROOT / "tests" / "programs.toml").read_text(encoding="utf-8"))["row"]
+    return rows, set(re.findall(r"([a-z][\w-]*)==([\d.]+\d)", (ROOT / "Makefile").read_text(encoding="utf-8")))
+
+
 def read(file: str) -> dict[str, Any]:
     """A results file of this checkout, with no rows where there is none."""
     path = RESULTS / file
@@ -205,6 +225,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
     for name, (table, rows) in tables.items():
         if rows[0]:
             (FIGURES / f"{name}.md").write_text(table(*rows))
+    (FIGURES / "programs.md").write_text(programs_table(*tested_programs()))
     for name, (plot, file, key) in plots.PLOTS.items():
         if (found := read(file)).get(key):
             plot(found, FIGURES / f"{name}.png")

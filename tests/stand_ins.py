@@ -89,3 +89,72 @@ def verl() -> None:
 
     put_in("verl.utils.kernel.linear_cross_entropy", linear_cross_entropy=linear_cross_entropy)
     put_in("verl.models.mcore.model_forward_fused", linear_cross_entropy=linear_cross_entropy)
+
+
+def tokamax() -> None:
+    """Of tokamax 0.0.17's ``_src/ops/linear_softmax_cross_entropy_loss/api.py``."""
+    implementations: dict[str, Any] = {}
+
+    def linear_softmax_cross_entropy_loss(
+        x: Any, labels: Any, weights: Any, *, reduction: str = "sum", precision: Any = None, implementation: Any = None
+    ) -> Any:
+        if precision is not None:
+            raise NotImplementedError("a precision is not supported")
+        if implementation not in implementations:
+            raise ValueError(f"Unsupported implementation: {implementation}")
+        return implementations[implementation](x, labels, weights, reduction=reduction)
+
+    put_in(
+        "tokamax._src.ops.linear_softmax_cross_entropy_loss.api", IMPLEMENTATIONS=implementations,
+        linear_softmax_cross_entropy_loss=linear_softmax_cross_entropy_loss,
+    )  # fmt: skip
+
+
+def levanter() -> None:
+    """Of levanter's ``kernels/pallas/fused_cross_entropy_loss``: what it does with an implementation."""
+    import jax.numpy as jnp
+
+    implementations: dict[str, Any] = {}
+
+    def fused_cross_entropy_loss_and_logsumexp_penalty(
+        x: Any, labels: Any, w: Any, *, reduction: str | None = "mean", weight: Any = None,
+        logsumexp_weight: float | None = 0.0, block_size: int | None = None, block_sizes: Any = None,
+        dtype: Any = jnp.float32, logit_soft_cap: float | None = None, precision: Any = None,
+        implementation: Any = None, return_argmax: bool = False,
+    ) -> Any:  # fmt: skip
+        function = implementation if callable(implementation) else implementations[implementation]
+        options = {"block_sizes": block_sizes, "dtype": dtype, "logit_soft_cap": logit_soft_cap, "precision": precision}
+        loss, lse, *argmax = function(x, labels, w, **options, **({"return_argmax": True} if return_argmax else {}))
+        loss = loss + (logsumexp_weight or 0.0) * lse**2
+        scaled = loss if weight is None else loss * weight
+        count = len(loss) if weight is None else weight.sum()
+        reduced = {None: scaled, "sum": scaled.sum(), "mean": scaled.sum() / count}[reduction]
+        return (reduced, *argmax) if return_argmax else reduced
+
+    put_in(
+        "levanter.kernels.pallas.fused_cross_entropy_loss", IMPLEMENTATIONS=implementations,
+        fused_cross_entropy_loss_and_logsumexp_penalty=fused_cross_entropy_loss_and_logsumexp_penalty,
+    )  # fmt: skip
+
+
+def maxtext() -> None:
+    """Of MaxText 0.2.5's ``utils/vocabulary_tiling.py``, ``utils/sharding.py`` and of what calls them."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    axes = {"activation_embed_and_logits_batch": ("data", "fsdp"), "activation_length": "context"}
+
+    def create_sharding(mesh: Any, names: tuple[str, ...]) -> Any:
+        return NamedSharding(mesh, PartitionSpec(*(axes.get(name, "tensor") for name in names)))
+
+    def vocab_tiling_nnx_loss(model: Any, hidden_states: Any, data: Any, config: Any, is_train: bool) -> Any:
+        raise AssertionError("the stand-in has no loss")
+
+    def vocab_tiling_linen_loss(
+        hidden_states: Any, data: Any, config: Any, model: Any, params: Any, is_train: bool
+    ) -> Any:
+        raise AssertionError("the stand-in has no loss")
+
+    losses = {"vocab_tiling_nnx_loss": vocab_tiling_nnx_loss, "vocab_tiling_linen_loss": vocab_tiling_linen_loss}
+    put_in("maxtext.utils.sharding", create_sharding=create_sharding)
+    put_in("maxtext.utils.vocabulary_tiling", **losses)
+    put_in("maxtext.trainers.pre_train.train", **losses)

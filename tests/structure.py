@@ -189,7 +189,7 @@ def exported(known: dict[str, Module]) -> set[tuple[str, str]]:
     """The public functions and classes, (module, name): what the packages' ``__all__`` lists, and that of a drop-in."""
     result = set()
     for module in known.values():
-        drop_in = module.path.startswith("torch_impl/integrations/")
+        drop_in = module.path.split("/")[1:2] == ["integrations"]
         if not module.is_package and not drop_in:
             continue
         for node in module.tree.body:

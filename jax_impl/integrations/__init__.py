@@ -1,0 +1,1 @@
+"""Adapters for programs that people train with, one file a program."""

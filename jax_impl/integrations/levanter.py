@@ -1,0 +1,94 @@
+"""An entry of levanter's ``IMPLEMENTATIONS`` of its fused cross-entropy loss (marin's ``lib/levanter``).
+
+    register_levanter()
+    fused_cross_entropy_loss_and_logsumexp_penalty(x, labels, w, implementation="logitless")
+
+levanter holds the weight as [H, V], and the functions here take [V, H]. So the weight is transposed on the way in and
+its gradient on the way out. That may be a copy of H × V each way, beyond ``memory_budget``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import cast
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import Precision, PrecisionLike
+from jax.typing import DTypeLike
+
+from logitless.jax_impl.api import linear_cross_entropy
+from logitless.jax_impl.integrations.options import limits
+from logitless.spec import TokenStats
+
+__all__ = ["linear_softmax_cross_entropy_loss", "register_levanter", "unregister_levanter"]
+
+REGISTRY, NAME = "levanter.kernels.pallas.fused_cross_entropy_loss", "logitless"
+
+
+def linear_softmax_cross_entropy_loss(
+    x: Array,
+    labels: Array,
+    w: Array,
+    *,
+    block_sizes: object = None,
+    dtype: DTypeLike | None = jnp.float32,
+    logit_soft_cap: float | None = None,
+    precision: PrecisionLike = None,
+    return_argmax: bool = False,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Array] | tuple[Array, Array, Array]:
+    """lse − z_label and lse per token, called as levanter's ``ArrayImpl`` is.
+
+    x [B, H], labels [B], w [H, V]; z = x w, with ``logit_soft_cap`` cap · tanh(z / cap). Returns (loss, lse), both [B]
+    and differentiable, so that levanter may add a logsumexp penalty, weights and a reduction; with ``return_argmax``
+    (loss, lse, argmax), the first index of the largest logit, int32. Loss and lse are float32, or float64 for float64
+    input. A label of −100 is ignored: its loss and lse are 0 and its argmax is −1.
+
+    ``block_sizes`` tunes levanter's kernels and has no effect.
+
+    Raises NotImplementedError for a ``dtype`` below float32 (sums and softmax are float32 here) and for a
+    ``precision``; as :func:`logitless.jax_impl.linear_cross_entropy`, which names hidden, weight, target and softcap
+    for x, w, labels and logit_soft_cap.
+    """
+    if dtype is not None and jnp.dtype(dtype).name not in ("float32", "float64"):
+        raise NotImplementedError(
+            f"dtype: got {jnp.dtype(dtype).name}, allowed are None, float32 and float64: logits are at least float32"
+        )
+    if precision not in (None, "default", Precision.DEFAULT):
+        raise NotImplementedError(
+            f"precision: got {precision!r}, allowed is None: jax.default_matmul_precision sets it for the products here"
+        )
+    found = linear_cross_entropy(
+        x, w.T, labels, reduction="none", softcap=logit_soft_cap, return_lse=True, return_stats=return_argmax,
+        memory_budget=memory_budget, backend=backend,
+    )  # fmt: skip
+    if not return_argmax:
+        return cast(tuple[Array, Array], found)
+    loss, lse, stats = cast(tuple[Array, Array, TokenStats[Array]], found)
+    return loss, lse, stats.argmax
+
+
+def register_levanter(*, memory_budget: int | None = None, backend: str | None = None) -> None:
+    """Make ``implementation="logitless"`` one of levanter's. A second call replaces the options of the first.
+
+    Arguments: memory_budget, backend: as for :func:`logitless.jax_impl.linear_cross_entropy`.
+
+    Raises ImportError without a levanter that has these kernels; ValueError and TypeError for the arguments.
+    """
+    entry = functools.partial(linear_softmax_cross_entropy_loss, **limits(memory_budget, backend))
+    _implementations()[NAME] = entry
+
+
+def unregister_levanter() -> None:
+    """Take back :func:`register_levanter`. Raises RuntimeError where there is nothing to take back."""
+    if _implementations().pop(NAME, None) is None:
+        raise RuntimeError("levanter: has no entry of ours, allowed is unregister_levanter after register_levanter")
+
+
+def _implementations() -> dict[str, Callable[..., object]]:
+    found: dict[str, Callable[..., object]] = importlib.import_module(REGISTRY).IMPLEMENTATIONS
+    return found

@@ -1,0 +1,79 @@
+"""An entry of tokamax's ``IMPLEMENTATIONS`` of its linear softmax cross-entropy loss.
+
+    register_tokamax()
+    tokamax.linear_softmax_cross_entropy_loss(x, labels, weights, implementation="logitless")
+
+tokamax holds the weight as [H, V], and the functions here take [V, H]. So the weight is transposed on the way in and
+its gradient on the way out. That may be a copy of H × V each way, beyond ``memory_budget``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import cast
+
+from jax import Array
+
+from logitless.jax_impl.api import linear_cross_entropy
+from logitless.jax_impl.integrations.options import limits
+from logitless.spec import Reduction, TokenStats
+
+__all__ = ["linear_softmax_cross_entropy_loss", "register_tokamax", "unregister_tokamax"]
+
+REGISTRY, NAME = "tokamax._src.ops.linear_softmax_cross_entropy_loss.api", "logitless"
+
+
+def linear_softmax_cross_entropy_loss(
+    x: Array,
+    labels: Array,
+    w: Array,
+    *,
+    reduction: Reduction = "sum",
+    return_residuals: bool = False,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Array | tuple[Array, tuple[Array]]:
+    """−log softmax(x w) at the labels, called as an entry of tokamax's ``IMPLEMENTATIONS`` is.
+
+    x [B, H], labels [B], w [H, V]. Returns the loss, a number or [B] for "none"; or (loss, (lse,)) with
+    ``return_residuals``, lse [B] without gradient, as tokamax's. Both are float32, or float64 for float64 input.
+    "mean" divides by B. A label of −100 is ignored: its loss and lse are 0 and "mean" does not count it. tokamax
+    documents no such label.
+
+    Gradients are JAX's own: of x and w in their dtypes and layouts for any upstream gradient, none of the labels.
+
+    Raises as :func:`logitless.jax_impl.linear_cross_entropy`, which names hidden, weight and target for x, w, labels.
+    """
+    found = linear_cross_entropy(
+        x, w.T, labels, reduction=reduction, return_stats=return_residuals, memory_budget=memory_budget, backend=backend
+    )
+    if not isinstance(found, tuple):
+        return found
+    loss, stats = cast(tuple[Array, TokenStats[Array]], found)
+    return loss, (stats.lse,)
+
+
+def register_tokamax(*, memory_budget: int | None = None, backend: str | None = None) -> None:
+    """Make ``implementation="logitless"`` one of tokamax's. A second call replaces the options of the first.
+
+    Arguments: memory_budget, backend: as for :func:`logitless.jax_impl.linear_cross_entropy`.
+
+    tokamax itself refuses a ``precision``. Its autotuning does not see this entry, which has nothing to tune.
+
+    Raises ImportError without tokamax; ValueError and TypeError for the arguments.
+    """
+    entry = functools.partial(linear_softmax_cross_entropy_loss, **limits(memory_budget, backend))
+    _implementations()[NAME] = entry
+
+
+def unregister_tokamax() -> None:
+    """Take back :func:`register_tokamax`. Raises RuntimeError where there is nothing to take back."""
+    if _implementations().pop(NAME, None) is None:
+        raise RuntimeError("tokamax: has no entry of ours, allowed is unregister_tokamax after register_tokamax")
+
+
+def _implementations() -> dict[str, Callable[..., object]]:
+    found: dict[str, Callable[..., object]] = importlib.import_module(REGISTRY).IMPLEMENTATIONS
+    return found
