@@ -143,6 +143,8 @@ class Call:
     """Whether log-probabilities are asked for, and not a loss."""
     lse: bool = False
     """Whether a loss comes with every token's lse, differentiable too: its upstream gradient arrives per token."""
+    number: int | None = None
+    """Of all calls with these options, on arrays with these dtypes, shapes, strides and alignments; None: of none."""
 
     @property
     def differentiable(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import cast
@@ -41,7 +42,7 @@ def ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -
         if signature is not None:
             if len(_calls) >= MOST_CALLS:
                 _calls.clear()
-            _calls[signature] = call
+            call = _calls[signature] = dataclasses.replace(call, number=next(_numbers))
     else:
         check_normalizer(normalizer, request.reduction, arrays.hidden.device)
         arrays = arrays._replace(target=scored(arrays, request, arrays.weight.shape[0]))
@@ -51,8 +52,9 @@ def ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -
 # Calls of this many signatures are known. A token count is part of a signature.
 MOST_CALLS = 4096
 _calls: dict[tuple[object, ...], Call] = {}
-# Classes of the constants that are known by their signature.
-CONSTANTS = frozenset((int, float, bool, str, type(None)))
+_numbers = itertools.count()
+# Classes of the constants that are known by their signature. A tuple is a plan.
+CONSTANTS = frozenset((int, float, bool, str, type(None), tuple))
 
 
 def _signature(arrays: Arrays, request: Request) -> tuple[object, ...] | None:
@@ -61,7 +63,7 @@ def _signature(arrays: Arrays, request: Request) -> tuple[object, ...] | None:
 
     Equal constants of two classes are two: one of them may be refused.
     """
-    kinds = [type(value) for value in request]
+    kinds = [*map(type, request), *(map(type, request.plan) if isinstance(request.plan, tuple) else ())]
     if torch.compiler.is_compiling() or tracing.in_transform() or not CONSTANTS.issuperset(kinds):
         return None
     found: list[object] = [*request, *kinds, torch.is_grad_enabled()]
@@ -71,8 +73,8 @@ def _signature(arrays: Arrays, request: Request) -> tuple[object, ...] | None:
             if type(tensor) not in TENSORS:
                 return None
             found += (tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad)
-            if tensor is arrays.weight and tensor.layout is torch.strided:  # whether dW's rows can lend their memory
-                found += (tensor.stride(), tensor.data_ptr() % 16)
+            if tensor.layout is torch.strided:
+                found += (tensor.stride(), tensor.is_neg(), tensor.data_ptr() % 16)
     kind = arrays.hidden.device.type if type(arrays.hidden) in TENSORS else ""
     if kind not in ("cuda", "cpu"):
         return None

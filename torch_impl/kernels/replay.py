@@ -27,6 +27,7 @@ from logitless.torch_impl.kernels.recording import Finishes, Recorded, Recorder
 
 Result = TypeVar("Result")
 
+FORWARDS = frozenset(("loss", "log_probs"))
 # Programs are known of this many kinds, and this many kinds are known to have been seen. Then both begin anew.
 MOST_PROGRAMS, MOST_SEEN = 256, 8192
 
@@ -89,16 +90,20 @@ def _kind_of(
         return None
     kind: list[Hashable] = [name, device, call, needs, torch.get_float32_matmul_precision()]
     places: list[int] = []
-    for tensor in (*arrays, *others):
-        if type(tensor) in TENSORS:
-            found = cast("Tensor", tensor)
-            places.append(found.data_ptr())
-            # Which of them are the same memory is part of the kind.
-            kind += (found.dtype, found.shape, found.stride(), places[-1] % 16, places.index(places[-1]))
-        elif isinstance(tensor, Tensor):
-            return None
-        else:
-            kind.append(tensor)
+    # A backward's arrays may have been unpacked by somebody's hooks, in another layout.
+    for tensors, are_known in ((arrays, call.number is not None and name in FORWARDS), (others, False)):
+        for tensor in tensors:
+            if type(tensor) in TENSORS:
+                found = cast("Tensor", tensor)
+                places.append(found.data_ptr())
+                if not are_known:
+                    kind += (found.dtype, found.shape, found.stride(), places[-1] % 16)
+            elif isinstance(tensor, Tensor):
+                return None
+            elif not are_known:
+                kind.append(tensor)
+    if len(set(places)) < len(places):  # which of them are the same memory
+        kind += map(places.index, places)
     return tuple(kind)
 
 
