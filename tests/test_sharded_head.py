@@ -237,6 +237,108 @@ def test_hooks_that_gather_around_forward_and_backward() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# A patched model of transformers
+
+
+def llama() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=D, intermediate_size=D, num_hidden_layers=1, num_attention_heads=2
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def ids_of(rank: int) -> tuple[Any, Any]:
+    ids = torch.randint(0, V, (2, 9), generator=torch.Generator().manual_seed(20 + rank))
+    labels = ids.clone()
+    labels[:, rank] = -100
+    return ids, labels
+
+
+def patched_run(rank: int, unit: str, reshard: bool) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from logitless.torch_impl import patch
+
+    model, mesh = llama(), init_device_mesh("cpu", (2,))
+    units = {"head": model.lm_head, "norm and head": [model.model.norm, model.lm_head]}
+    fully_shard(units[unit], mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    patch(model)
+    ids, labels = ids_of(rank)
+    with collectives() as counts:
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+    gradients = {name: value.grad.full_tensor().numpy() for name, value in model.named_parameters()}
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, labels=labels).logits
+    return (loss.detach().numpy(), gradients), counts, (logits.numpy(), model(input_ids=ids).logits.detach().numpy())
+
+
+@pytest.mark.case(27)
+@pytest.mark.parametrize("unit", ["head", "norm and head"])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_a_patched_model_whose_head_is_a_unit(pool: Ranks, unit: str, reshard: bool) -> None:
+    """Its weight is gathered for the loss, again for the backward if it was let go, and its gradient reduced once."""
+    pytest.importorskip("transformers", reason="the model is one of transformers")
+    model = llama()
+    losses = [model(input_ids=ids, labels=labels).loss for ids, labels in map(ids_of, range(2))]
+    (sum(losses) / 2).backward()
+    for rank, ((loss, found), counts, (logits, full)) in enumerate(pool.run(patched_run, unit, reshard)):
+        assert error(loss, losses[rank].detach()) <= ON_TOP_LOSS["float32"]
+        for name, value in model.named_parameters():
+            assert error(found[name], value.grad) <= ON_TOP_GRADIENT["float32"], name
+        assert counts == {"foreach_all_gather": 3 if reshard else 2, "foreach_reduce": 2}
+        assert error(logits, full) <= ON_TOP_LOSS["float32"]
+
+
+def test_a_patched_model_whose_weight_zero_takes() -> None:
+    """A stand-in for ZeRO-3's hooks, under the name of the module that they are in."""
+    pytest.importorskip("transformers", reason="the model is one of transformers")
+    from logitless.torch_impl import patch
+
+    model = llama()
+    ids, labels = ids_of(0)
+    expected = llama()
+    expected_loss = expected(input_ids=ids, labels=labels).loss
+    expected_loss.backward()
+    model.lm_head.weight.ds_shape = model.lm_head.weight.shape
+    gathered = Gathered(model.lm_head.weight)
+
+    def before(*_: Any) -> None:
+        gathered.__enter__()
+
+    def after(_: Any, __: Any, results: Any) -> Any:
+        gathered.__exit__()
+        return tuple(BeforeBackward.apply(gathered, r) if isinstance(r, torch.Tensor) else r for r in results)
+
+    before.__module__ = after.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    model.lm_head.register_forward_pre_hook(before)
+    model.lm_head.register_forward_hook(after)
+    patch(model)
+    loss = model(input_ids=ids, labels=labels).loss
+    assert model.lm_head.weight.numel() == 0
+    loss.backward()
+    assert gathered.gathers == 2
+    assert error(loss.detach(), expected_loss.detach()) <= ON_TOP_LOSS["float32"]
+    for (name, value), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert error(value.grad, other.grad) <= ON_TOP_GRADIENT["float32"], name
+
+
+def test_somebody_elses_hooks_are_refused() -> None:
+    pytest.importorskip("transformers", reason="the model is one of transformers")
+    from logitless.torch_impl import patch
+
+    model = llama()
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match="those alone by which FSDP2 or DeepSpeed gather its weight"):
+        patch(model)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What is refused
 
 
@@ -255,29 +357,6 @@ def test_a_weight_beside_its_head_names_the_remedy(pool: Ranks) -> None:
     for made in pool.outcomes(refused_run):
         assert isinstance(made, Failed)
         assert "logitless.torch_impl.integrations.sharded_head.head_cross_entropy" in made.words
-
-
-def patched_run(rank: int) -> None:
-    import transformers
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from logitless.torch_impl import patch
-
-    config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=D, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
-    fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (2,)))
-    patch(model)
-
-
-def test_patch_names_the_remedy_too(pool: Ranks) -> None:
-    pytest.importorskip("transformers", reason="the model is one of transformers")
-    for made in pool.outcomes(patched_run):
-        assert isinstance(made, Failed)
-        assert "leave the head to the unit of the whole model" in made.words
-        assert "integrations.sharded_head.head_cross_entropy" in made.words
 
 
 def test_what_is_no_plain_head_is_refused() -> None:

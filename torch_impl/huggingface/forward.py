@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from logitless.torch_impl.huggingface.adapters import plain_layer
 from logitless.torch_impl.huggingface.inline_loss import INLINE, computes_its_loss, forward_with_loss, is_inline
-from logitless.torch_impl.huggingface.lm_head import Recorder, checked_head, is_probes, replaced
+from logitless.torch_impl.huggingface.lm_head import Recorder, checked_head, is_gathered, is_probes, replaced
 from logitless.torch_impl.huggingface.model_loss import ModelLoss
 from logitless.torch_impl.huggingface.patched import MARK, TRL, TRL_REMEDY, WATCHED, Patch, module_of
 
@@ -95,7 +95,7 @@ def _forward_with_loss(
     inline = is_inline(owner)
     loss.shifts = not inline and LOSSES[_loss_of(owner)]
     try:
-        with replaced(head, "forward", recorder), replaced(owner, "_loss_function", loss):
+        with loss.recording(), replaced(owner, "_loss_function", loss):
             if inline:
                 output = forward_with_loss(owner, original, loss, chosen.signature.bind(*arguments, **named))
             else:
@@ -132,14 +132,17 @@ def _with_logits(output: object, probes: Tensor, logits: Tensor | None) -> objec
 
 def check_model(owner: nn.Module, head: nn.Module) -> None:
     """Raise NotImplementedError unless head and loss are those that are replaced."""
+    layer = plain_layer(head)
+    gathered = layer is head and is_gathered(head)
     if any(
-        one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks
-        for one in {head, plain_layer(head)}
+        one._backward_hooks
+        or one._backward_pre_hooks
+        or (not gathered and (one._forward_hooks or one._forward_pre_hooks))
+        for one in {head, layer}
     ):
         raise NotImplementedError(
-            "model: its LM head has forward or backward hooks, which would see no logits, allowed is a head without: "
-            "remove them first; where FSDP or DeepSpeed gather the weight by them, leave the head to the unit of the "
-            "whole model, or use logitless.torch_impl.integrations.sharded_head.head_cross_entropy"
+            "model: its LM head has forward or backward hooks, which would see no logits, allowed is a head without, "
+            "or with those alone by which FSDP2 or DeepSpeed gather its weight: remove the others first"
         )
     if not isinstance(getattr(type(owner), "loss_function", None), property):
         raise NotImplementedError(

@@ -29,6 +29,10 @@ MULTIPLIERS = ("logit_scale", "lm_head_multiplier")  # Cohere, Cohere2; Falcon-H
 DIVISORS = ("logits_scaling",)  # Granite, GraniteMoe
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma 2; RecurrentGemma; xLSTM
 
+# Where the hooks come from that gather a module's weights around its forward: FSDP2's, DeepSpeed's.
+GATHERERS = ("torch.distributed.", "deepspeed.")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
 _ABSENT = object()
 
 
@@ -69,6 +73,18 @@ def replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
             del module.__dict__[name]
         else:
             module.__dict__[name] = before
+
+
+def is_gathered(head: nn.Module) -> bool:
+    """Whether all hooks of a head are there to gather its weight: it is whole inside of the head's forward alone."""
+    hooks = [hook for name in HOOKS for hook in getattr(head, name).values()]
+    return bool(hooks) and all(_origin(hook).startswith(GATHERERS) for hook in hooks)
+
+
+def _origin(hook: object) -> str:
+    """The module that a hook was written in."""
+    hook = getattr(hook, "func", hook)  # a partial's
+    return str(getattr(hook, "__module__", ""))
 
 
 def check_probes(options: LogitOptions, results: Tensor) -> None:
@@ -139,12 +155,18 @@ def checked_head(head: nn.Module) -> nn.Module:
     """The head itself. Raises NotImplementedError unless it is a plain linear map, or one that PEFT has adapted."""
     check_forward(head)
     weight = adapters.plain_layer(head).weight
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+    shape = whole_shape(weight)
+    if not isinstance(weight, Tensor) or len(shape) != 2 or not weight.is_floating_point():
         raise NotImplementedError(
-            f"module: its LM head's weight is {getattr(weight, 'dtype', None)} of shape "
-            f"{tuple(getattr(weight, 'shape', ()))}, allowed is a floating [V, D]"
+            f"module: its LM head's weight is {getattr(weight, 'dtype', None)} of shape {shape}, allowed is a floating "
+            f"[V, D]"
         )
     return head
+
+
+def whole_shape(weight: object) -> tuple[int, ...]:
+    """[V, D] of a weight, also where DeepSpeed's ZeRO-3 has taken it away."""
+    return tuple(getattr(weight, "ds_shape", getattr(weight, "shape", ())))
 
 
 def check_forward(head: nn.Module) -> None:

@@ -5,8 +5,10 @@ Importing this imports torch's compiler, which must leave these functions alone.
 
 from __future__ import annotations
 
-import functools
-from typing import cast
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +17,19 @@ from logitless.torch_impl.api import linear_cross_entropy
 from logitless.torch_impl.distributed import dtensors
 from logitless.torch_impl.huggingface.adapters import plain_layer, product
 from logitless.torch_impl.huggingface.lazy_logits import LazyLogits, refused
-from logitless.torch_impl.huggingface.lm_head import Recorder, check_probes, is_probes, logit_options
+from logitless.torch_impl.huggingface.lm_head import (
+    HOOKS,
+    Recorder,
+    check_probes,
+    is_gathered,
+    is_probes,
+    logit_options,
+    replaced,
+    whole_shape,
+)
 from logitless.torch_impl.huggingface.patched import LossArguments
+
+Result = TypeVar("Result")
 
 
 class ModelLoss:
@@ -36,11 +49,32 @@ class ModelLoss:
         """Whether a label is the target of the position before it."""
         self.extra_bias: Tensor | None = None
         """[V], what the model adds to its head's logits."""
+        self.hooks = {name: getattr(head, name) for name in HOOKS} if is_gathered(head) else {}
+        """Those that gather the head's weight: they run around the loss, and not where the head is recorded."""
 
     @property
     def vocab(self) -> int:
         """V: the classes of the head."""
-        return len(cast(Tensor, plain_layer(self.head).weight))
+        return whole_shape(plain_layer(self.head).weight)[0]
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block the head only records its input."""
+        with contextlib.ExitStack() as stack:
+            for name in self.hooks:
+                stack.enter_context(replaced(self.head, name, OrderedDict()))
+            stack.enter_context(replaced(self.head, "forward", self.recorder))
+            yield
+
+    def _inside(self, function: Callable[[Tensor], Result], hidden: Tensor) -> Result:
+        """``function(hidden)``, where the head's weight is whole: for a gathered head, in place of its forward."""
+        if not self.hooks:
+            return function(hidden)
+        with contextlib.ExitStack() as stack:
+            for name, hooks in self.hooks.items():
+                stack.enter_context(replaced(self.head, name, hooks))
+            stack.enter_context(replaced(self.head, "forward", function))
+            return cast("Result", self.head(hidden))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
@@ -54,24 +88,33 @@ class ModelLoss:
         **_: object,
     ) -> object:
         """transformers' ForCausalLMLoss or ForMaskedLMLoss, which take other arguments and do not use them either."""
+        hidden, shifted = self._checked_hidden(logits, vocab_size), shift_labels if self.shifts else labels
+        target = shifted_target(hidden, labels, shifted, ignore_index)
+
+        def compute(hidden: Tensor) -> tuple[object, Tensor | None]:
+            hidden, weight, bias = product(self.head, hidden)
+            if self.extra_bias is not None:
+                extra = self.extra_bias.to(weight.dtype)
+                bias = extra if bias is None else bias + extra
+            loss = linear_cross_entropy(
+                hidden,
+                weight,
+                target,
+                bias,
+                ignore_index=ignore_index,
+                normalizer=num_items_in_batch,
+                **self.options,
+                **self.loss_arguments,
+            )
+            if self._makes_logits():
+                return loss, self._make_logits(hidden, weight, bias, logits.dtype)
+            self.logits = self._lazy_logits(hidden, weight, bias, logits.dtype)
+            return loss, None
+
         # Now, inside the model's forward: where the weight is sharded, only then it is whole.
-        hidden, weight, bias = product(self.head, self._checked_hidden(logits, vocab_size))
-        if self.extra_bias is not None:
-            extra = self.extra_bias.to(weight.dtype)
-            bias = extra if bias is None else bias + extra
-        if not self.shifts:
-            shift_labels = labels
-        self.logits = self._logits(hidden, weight, bias, logits.dtype)
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            shifted_target(hidden, labels, shift_labels, ignore_index),
-            bias,
-            ignore_index=ignore_index,
-            normalizer=num_items_in_batch,
-            **self.options,
-            **self.loss_arguments,
-        )
+        loss, made = self._inside(compute, hidden)
+        self.logits = self.logits if made is None else made
+        return loss
 
     def _checked_hidden(self, logits: Tensor, vocab_size: int | None) -> Tensor:
         """What was recorded. Raises if the model did more with its logits than a scale and a softcap, or cut them."""
@@ -93,16 +136,22 @@ class ModelLoss:
         self.probes = logits
         return hidden
 
-    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The output's logits: computed now, when something reads them, or never."""
+    def _refuses_logits(self) -> bool:
+        return self.with_logits is False or (self.with_logits is None and self.owner.training)
+
+    def _makes_logits(self) -> bool:
+        """Whether the output's logits are made now."""
+        if self._refuses_logits():
+            return False
+        # A weight that is gathered is whole inside of a forward alone.
+        return bool(self.with_logits or self.hooks) or any("FSDP" in type(m).__name__ for m in self.owner.modules())
+
+    def _lazy_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The output's logits: computed when something reads them, or never."""
         shape = (*hidden.shape[:-1], len(weight))
-        if self.with_logits is False or (self.with_logits is None and self.owner.training):
+        if self._refuses_logits():
             # float32: what casts a model's 16-bit results has nothing to do with it.
             return LazyLogits.of(refused, shape, torch.float32, hidden.device)
-        make = functools.partial(self._make_logits, hidden, weight, bias, dtype)
-        # A weight that FSDP has gathered is whole inside of the forward alone.
-        if self.with_logits or any("FSDP" in type(module).__name__ for module in self.owner.modules()):
-            return make()
         version, grad = weight._version, torch.is_grad_enabled()
 
         def later() -> Tensor:
@@ -112,7 +161,7 @@ class ModelLoss:
                     "them before; patch(model, return_logits=True) makes them at once"
                 )
             with torch.set_grad_enabled(grad):
-                return make()
+                return self._make_logits(hidden, weight, bias, dtype)
 
         return LazyLogits.of(later, shape, dtype, hidden.device)
 
