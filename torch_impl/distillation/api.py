@@ -457,6 +457,10 @@ class _DenseTeacher(NamedTuple):
         if isinstance(self.source, Tensor):
             checks.check_type("teacher", self.source)
             objectives.check_dense(checks.info(self.source), (*given.hidden.shape[:-1], given.weight.shape[0]))
+            if self.source.device not in (given.hidden.device, torch.device("cpu")):
+                raise ValueError(
+                    f"teacher: got device {self.source.device}, allowed is hidden's {given.hidden.device} or the CPU"
+                )
             if self.source.requires_grad:
                 raise ValueError("teacher: got a tensor that requires grad, allowed is a constant: detach it")
         elif isinstance(self.source, np.ndarray):
