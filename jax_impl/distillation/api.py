@@ -421,7 +421,7 @@ class _SparseTeacher(NamedTuple):
         for wrong, kind in ((repeated, True), (no_sum, False)):
             seen = checks.readable(wrong)
             if seen is not None and seen.any():
-                position = tuple(int(axis[0]) for axis in np.nonzero(seen))
+                position = tuple(map(int, np.argwhere(seen)[0]))
                 raise objectives.sparse_error(position, repeated=kind)
         student = student.without(repeated | no_sum | (~ignored & ~known).any(axis=-1))
         spread, flat = self.rest == "spread", jnp.where(known, ids, -1).reshape(-1, count)

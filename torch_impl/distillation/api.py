@@ -438,7 +438,7 @@ class _SparseTeacher(NamedTuple):
         no_sum = student.counted & ~numerics.is_distribution(XP, probs, ~ignored, self.rest)
         for wrong, kind in ((repeated, True), (no_sum, False)):
             if wrong.device.type == "cpu" and bool(wrong.any()):
-                position = tuple(int(axis[0]) for axis in torch.nonzero(wrong, as_tuple=True))
+                position = tuple(wrong.nonzero()[0].tolist())
                 raise objectives.sparse_error(position, repeated=kind)
         student = student.without(repeated | no_sum | (~ignored & ~known).any(dim=-1))
         log_p, log_rest = numerics.sparse_teacher(

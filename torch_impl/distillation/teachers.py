@@ -80,8 +80,9 @@ class Dense:
             described = info(made) if isinstance(made, Tensor) else None
             check_teacher_rows(described, made, (rows.stop - rows.start, self.shape[-1]))
             return made.detach()[:, columns]
-        if len(self.shape) == 2:
-            return as_tensor(self.source[rows, columns])
+        if len(self.shape) <= 2:
+            source = self.source if len(self.shape) == 2 else self.source[None]
+            return as_tensor(source[rows, columns])
         # The chunk's rows alone are copied: leading axes of any strides have no common one.
         places = np.unravel_index(np.arange(rows.start, rows.stop), self.shape[:-1])
         if isinstance(self.source, np.ndarray):
