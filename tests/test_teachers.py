@@ -138,6 +138,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(tile.token_slices), len(tile.vocab_slices)) == (2, 3)
 
 
+@pytest.mark.case(47)
 @every_implementation
 @pytest.mark.parametrize(("problem", "dtype"), in_turn(PROBLEMS, DTYPES))
 def test_problem(impl: Any, problem: Problem, dtype: str, small_tiles: None) -> None:
@@ -416,6 +417,25 @@ def test_what_is_no_distribution_is_refused(impl: Any, kind: str, rest: str) -> 
     outcome(impl, problem, a, "float32")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("rest", ["class", "spread"])
+def test_on_a_gpu_that_token_alone_is_nan(kind: str, rest: str) -> None:
+    torch = pytest.importorskip("torch", reason="this is about PyTorch")
+    from logitless.torch_impl import sparse_distillation_loss
+
+    problem = Problem("", rest, dict(HARD))
+    a = {name: torch.tensor(values, device="cuda") for name, values in spoiled(problem, kind).items()}
+    a["hidden"].requires_grad_()
+    losses = sparse_distillation_loss(**a, rest=rest, reduction="none", **HARD)
+    wrong = losses.isnan().nonzero().tolist()
+    assert wrong == [[1, 2]]
+    losses.sum().backward()
+    assert not a["hidden"].grad[1, 2].any()
+    assert a["hidden"].grad.isfinite().all()
+
+
+@pytest.mark.case(47)
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("rest", ["class", "spread"])
 def test_where_nobody_looks_that_token_alone_is_nan(kind: str, rest: str) -> None:

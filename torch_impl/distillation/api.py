@@ -20,9 +20,9 @@ from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.call import XP, Arrays, Call, Request, accumulation_dtype, temperatures
 from logitless.torch_impl.compiled import tracing
 from logitless.torch_impl.distillation.steps import (
+    FUNCTIONS,
     Constants,
     Distillation,
-    DivergenceFunction,
     FromDense,
     FromHead,
     FromIds,
@@ -281,6 +281,8 @@ class _Student(NamedTuple):
 class _Known(NamedTuple):
     """What a call knows of its teacher."""
 
+    name: str
+    """Of the public function."""
     soft: Soft
     constants: Constants
     student: _Student
@@ -318,7 +320,7 @@ def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits
     call = Distillation(
         known.soft, options.beta, options.nll_coef, float(options.temperature), own, student.call.compute_dtype, tile
     )
-    losses: Tensor = DivergenceFunction.apply(  # type: ignore[no-untyped-call]
+    losses: Tensor = FUNCTIONS[known.name].apply(  # type: ignore[no-untyped-call]
         call, *student.given.head, student.hard, *known.constants
     )
     losses = losses.masked_fill(student.wrong.reshape(-1), torch.nan)
@@ -407,7 +409,9 @@ class _HeadTeacher(NamedTuple):
             raise type(error)(objectives.of_teacher(str(error))) from None
         head = (None if array is None else array.detach() for array in arrays.head)
         constants = (*head, _logsumexp(plain, call).to(lse.dtype), lse)
-        return _Known(FromHead(self.options, call.compute_dtype), constants, student, self.hidden.shape[-1])
+        return _Known(
+            "distillation_loss", FromHead(self.options, call.compute_dtype), constants, student, self.hidden.shape[-1]
+        )
 
 
 class _SparseTeacher(NamedTuple):
@@ -446,7 +450,7 @@ class _SparseTeacher(NamedTuple):
         )
         spread = self.rest == "spread"
         constants = (ids.masked_fill(~known, -1).reshape(-1, count), log_p, log_rest, *((student.lse(),) * spread))
-        return _Known(FromIds(spread), constants, student, ids=count + 1)
+        return _Known("sparse_distillation_loss", FromIds(spread), constants, student, ids=count + 1)
 
 
 class _DenseTeacher(NamedTuple):
@@ -474,7 +478,8 @@ class _DenseTeacher(NamedTuple):
 
     def known(self, student: _Student, limits: _Limits) -> _Known:
         shape = (*student.counted.shape, student.given.weight.shape[0])
+        name, lse = "dense_distillation_loss", student.lse()
         if isinstance(self.source, Tensor):
-            return _Known(FromDense(None, self.log, shape), (student.lse(), self.source.detach()), student)
+            return _Known(name, FromDense(None, self.log, shape), (lse, self.source.detach()), student)
         rows = not isinstance(self.source, np.ndarray)
-        return _Known(FromDense(self.source, self.log, shape), (student.lse(),), student, whole_rows=rows)
+        return _Known(name, FromDense(self.source, self.log, shape), (lse,), student, whole_rows=rows)

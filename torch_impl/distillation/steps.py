@@ -138,19 +138,32 @@ class DivergenceFunction(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *(tensor for each in kept for tensor in each))
         return losses
 
-    jvp = reverse_only("distillation_loss")
 
-    @staticmethod
-    @differentiable_once("distillation_loss")
-    def backward(ctx: DivergenceContext, saved: tuple[Tensor, ...], upstream: Tensor) -> Derivatives:
-        split = len(saved) - sum(ctx.counts)
-        tensors, found = saved[:split], iter(saved[split:])
-        kept = [tuple(next(found) for _ in range(count)) for count in ctx.counts]
-        with torch.autocast(upstream.device.type, enabled=False):
-            gradients = _gradients(tensors, kept, upstream, ctx.call, ctx.needs_input_grad[1:4])
-        like = zip(gradients, tensors[:3], strict=True)
-        cast = (None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like)
-        return (None, *cast, *(None,) * (len(tensors) - 3))
+def _backward(ctx: DivergenceContext, saved: tuple[Tensor, ...], upstream: Tensor) -> Derivatives:
+    split = len(saved) - sum(ctx.counts)
+    tensors, found = saved[:split], iter(saved[split:])
+    kept = [tuple(next(found) for _ in range(count)) for count in ctx.counts]
+    with torch.autocast(upstream.device.type, enabled=False):
+        gradients = _gradients(tensors, kept, upstream, ctx.call, ctx.needs_input_grad[1:4])
+    like = zip(gradients, tensors[:3], strict=True)
+    cast = (None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like)
+    return (None, *cast, *(None,) * (len(tensors) - 3))
+
+
+def _named(name: str) -> type[DivergenceFunction]:
+    """The function of a public one, whose errors have its name."""
+
+    class Named(DivergenceFunction):
+        jvp = reverse_only(name)
+        backward = staticmethod(differentiable_once(name)(_backward))
+
+    return Named
+
+
+FUNCTIONS = {
+    name: _named(name) for name in ("distillation_loss", "sparse_distillation_loss", "dense_distillation_loss")
+}
+"""By the name of the public function."""
 
 
 def _forward(inputs: Inputs, parts: list[Part], call: Distillation) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
