@@ -54,6 +54,8 @@ LARGEST_TILE = 2048
 # How many matrices of a tile's size, and how many copies of its rows of hidden and weight, are live at once.
 TILE_MATRICES = 8
 TILE_ROWS = 4
+# A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
+WHOLE_ROWS = 4
 # How many arrays of a number for each given id are live at once: of all tokens, and of a tile's tokens.
 ALL_PAIRS = 6
 TILE_PAIRS = 16
@@ -323,7 +325,7 @@ def distillation_tile(
 
     def tile(side: int) -> Tile:
         block = vocab if whole_rows else min(vocab, max(side, VOCAB_TILE))
-        rows = LARGEST_TILE * side // vocab if whole_rows else side
+        rows = WHOLE_ROWS * LARGEST_TILE * side // vocab if whole_rows else side
         chunk = min(max(1, tokens), max(min(rows, LARGEST_TILE), TOKEN_TILE))
         return Tile(tokens, vocab, chunk, block, hidden, teacher_hidden, itemsize, ids)
 

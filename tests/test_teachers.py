@@ -376,6 +376,35 @@ def test_a_teacher_that_the_host_computes() -> None:
     assert error(grad, truth(problem, a).hidden_grad) <= ON_TOP_GRADIENT["float32"]
 
 
+@pytest.mark.case(32)
+@pytest.mark.parametrize("way", ["jit", "checkpoint", "vmap", "the teacher's gradient"])
+def test_a_function_may_close_over_what_is_traced(way: str) -> None:
+    """As a training step does whose teacher's weight is an argument."""
+    jax = pytest.importorskip("jax", reason="this is about JAX")
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import dense_distillation_loss
+
+    a = arrays(Problem("", "dense", {}))
+    teacher = jnp.log(jnp.asarray(a["teacher"]))
+
+    def loss(hidden: Any, logits: Any) -> Any:
+        def rows(start: Any, count: int) -> Any:
+            part = jax.lax.dynamic_slice_in_dim(logits.reshape(-1, V), start, count)
+            return jax.nn.log_softmax(part)
+
+        return dense_distillation_loss(hidden, a["weight"], rows, a["bias"], log_teacher=True, mask=a["mask"])
+
+    if way == "the teacher's gradient":
+        assert not np.asarray(jax.grad(loss, 1)(a["hidden"], teacher)).any()
+        return
+    gradient = jax.grad(jax.checkpoint(loss) if way == "checkpoint" else loss)
+    made = jax.jit(gradient)(a["hidden"], teacher)
+    if way == "vmap":
+        made = jax.vmap(gradient)(a["hidden"][None], teacher[None])[0]
+    assert error(made, truth(Problem("", "dense", {}), a).hidden_grad) <= ON_TOP_GRADIENT["float32"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is no distribution, and bad input
 

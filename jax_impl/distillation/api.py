@@ -4,6 +4,7 @@ torch_impl/distillation/api.py.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import jax
@@ -35,9 +36,9 @@ from logitless.jax_impl.distillation.steps import (
     Soft,
     divergence,
 )
-from logitless.jax_impl.distillation.teachers import DenseRows
+from logitless.jax_impl.distillation.teachers import DenseRows, Program
 from logitless.jax_impl.distributed.parallel import WHOLE
-from logitless.objectives import DistillationOptions, Rest
+from logitless.objectives import DistillationOptions, Rest, Tile
 from logitless.spec import LossOptions, Reduction
 
 
@@ -213,9 +214,10 @@ def dense_distillation_loss(
             - an array [..., V] of any floating dtype, of which a tile of up to 2048 × 2048 is worked on at a time;
             - a function ``rows(start, count)`` that returns the rows [count, V] of ``count`` tokens from ``start`` on,
               counted through the flattened leading axes. ``start`` is a traced number, ``count`` a static one. It runs
-              once for every chunk of tokens in the forward and, with the same numbers, once in the backward. The chunks
-              have fewer tokens, and the gradient of the weight is added up in float32 (float64) beside itself. A
-              function is compiled anew for every new object. ``jax.pure_callback`` in it reads a file.
+              once for every chunk of tokens in the forward and, for the same rows, once in the backward. The chunks
+              have fewer tokens, and the gradient of the weight is added up in float32 (float64) beside itself. What
+              the function closes over gets no gradient. Outside of jax.jit every call compiles it anew.
+              ``jax.pure_callback`` in it reads a file.
         log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.
         ignore_index: marks tokens in target that do not count.
         temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
@@ -308,11 +310,7 @@ def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits
     about, own = teacher.check(given), options.logits(teacher=False)
     known = teacher.known(_student(given, about), own, limits)
     student = known.student
-    tile = objectives.distillation_tile(
-        tokens=student.counted.size, hidden=given.hidden.shape[-1], teacher_hidden=known.teacher_hidden,
-        vocab=given.weight.shape[0], dtype=str(given.hidden.dtype), memory_budget=limits.memory_budget, ids=known.ids,
-        whole_rows=known.whole_rows,
-    )  # fmt: skip
+    tile = _tile(student.raw, limits, known.teacher_hidden, known.ids, known.whole_rows)
     call = Distillation(known.soft, options.beta, options.nll_coef, float(options.temperature), own, tile)
     arrays: Arrays[Array] = as_jax(student.raw, given.hidden.dtype)
     if arrays.temperature is not None:
@@ -323,6 +321,14 @@ def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits
         counted = student.counted.reshape(-1).astype(losses.dtype)
         return numerics.aggregate(XP, losses, counted, "token_mean", limits.normalizer)
     return losses.reshape(student.counted.shape) if options.reduction == "none" else losses.sum()
+
+
+def _tile(raw: RawArrays, limits: _Limits, teacher_hidden: int = 0, ids: int = 0, whole_rows: bool = False) -> Tile:
+    vocab, size = raw.weight.shape
+    return objectives.distillation_tile(
+        tokens=math.prod(raw.target.shape), hidden=size, teacher_hidden=teacher_hidden, vocab=vocab,
+        dtype=str(raw.hidden.dtype), memory_budget=limits.memory_budget, ids=ids, whole_rows=whole_rows,
+    )  # fmt: skip
 
 
 def _student(given: _Given, about: Array | None) -> _Student:
@@ -448,7 +454,11 @@ class _DenseTeacher(NamedTuple):
 
     def known(self, student: _Student, options: LossOptions, limits: _Limits) -> _Known:
         lse = _logsumexp(student.raw, options, limits)
+        vocab = student.raw.weight.shape[0]
         if callable(self.source):
-            return _Known(FromDense(self.source, self.log), (lse,), student, whole_rows=True)
-        flat = checks.stopped(self.source).reshape(-1, self.source.shape[-1])
+            slices = _tile(student.raw, limits, whole_rows=True).token_slices
+            counts = sorted({stop - start for start, stop in slices})
+            program, values = Program.of(self.source, counts, vocab)
+            return _Known(FromDense(program, self.log), (lse, values), student, whole_rows=True)
+        flat = checks.stopped(self.source).reshape(-1, vocab)
         return _Known(FromDense(None, self.log), (lse, flat), student)

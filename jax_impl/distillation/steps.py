@@ -22,7 +22,7 @@ from logitless.jax_impl import vjp
 from logitless.jax_impl.call import XP, Arrays, Gradients, Inputs, Needs
 from logitless.jax_impl.chunk import logits_block, rows_of, slope, temperature_column, tile_gradients
 from logitless.jax_impl.distillation.parts import Divergence, Hard, Kept, Part, RestClass, Sums
-from logitless.jax_impl.distillation.teachers import Dense, DenseRows, Head, Spread
+from logitless.jax_impl.distillation.teachers import Dense, Head, Program, Spread
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
 from logitless.jax_impl.slices import Index, for_slices, put, take
 from logitless.objectives import Tile
@@ -65,15 +65,14 @@ class FromIds:
 
 @dataclasses.dataclass(frozen=True)
 class FromDense:
-    """Of all probabilities. Constants: the student's lse, and the teacher's if they are an array."""
+    """Of all probabilities. Constants: the student's lse; the teacher's array, or what its program closes over."""
 
-    source: DenseRows | None
+    program: Program | None
     log: bool
 
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
-        lse, *arrays = constants
-        source = arrays[0] if self.source is None else self.source
-        return Divergence(Dense(source, self.log, inputs.vocab, lse.dtype), lse, beta)
+        lse, source = constants
+        return Divergence(Dense(source, self.program, self.log, lse.dtype), lse, beta)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from logitless.jax_impl.call import Inputs
 from logitless.jax_impl.checks import info
@@ -51,23 +53,53 @@ class Spread(NamedTuple):
         return put_columns(tile, columns_of(self.ids, first, tokens, start, width), take(self.log_p, first, tokens))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A teacher's function as it was traced: what it closes over is handed to it. Hashable, a program of its own."""
+
+    jaxprs: tuple[tuple[int, Jaxpr], ...]
+    """By the number of tokens."""
+
+    @staticmethod
+    def of(rows: DenseRows, counts: Iterable[int], vocab: int) -> tuple[Program, tuple[list[Array], ...]]:
+        """The program for these numbers of tokens, and what it closes over for each of them, without gradient."""
+        closed = [(count, _traced(rows, count, vocab)) for count in counts]
+        values = tuple([jax.lax.stop_gradient(value) for value in each.consts] for _, each in closed)
+        return Program(tuple((count, each.jaxpr) for count, each in closed)), values
+
+    def rows(self, values: tuple[list[Array], ...], first: Index, tokens: int) -> Array:
+        """[C, V]"""
+        for (count, jaxpr), own in zip(self.jaxprs, values, strict=True):
+            if count == tokens:
+                (made,) = jaxpr_as_fun(ClosedJaxpr(jaxpr, own))(jnp.asarray(first, jnp.int32))
+                return made  # type: ignore[no-any-return]
+        raise AssertionError(tokens)
+
+
+def _traced(rows: DenseRows, count: int, vocab: int) -> ClosedJaxpr:
+    def checked(start: Array) -> Array:
+        made = rows(start, count)
+        check_teacher_rows(info(made) if isinstance(made, jax.Array) else None, made, (count, vocab))
+        return made
+
+    return jax.make_jaxpr(checked)(jnp.int32(0))
+
+
 class Dense(NamedTuple):
     """All probabilities of every token: an array [N, V], or what generates rows."""
 
-    source: Array | DenseRows
+    source: Array | tuple[list[Array], ...]
+    """The array, or what the program closes over."""
+    program: Program | None
     log: bool
     """Whether it has log-probabilities."""
-    vocab: int
     dtype: jnp.dtype
 
     def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
-        if callable(self.source):
-            made = self.source(first, tokens)
-            check_teacher_rows(info(made) if isinstance(made, jax.Array) else None, made, (tokens, self.vocab))
-            made = jax.lax.stop_gradient(made)
-            tile = made if width == self.vocab else jax.lax.dynamic_slice_in_dim(made, start, width, axis=1)
+        if self.program is not None:
+            tile = self.program.rows(self.source, first, tokens)  # type: ignore[arg-type]
         else:
-            tile = take_tile(self.source, first, tokens, start, width)
+            tile = take_tile(self.source, first, tokens, start, width)  # type: ignore[arg-type]
         return tile.astype(self.dtype) if self.log else jnp.log(tile.astype(self.dtype))
 
 

@@ -205,7 +205,7 @@ def dense_distillation_loss(
             - a NumPy array [..., V], such as a memory-mapped one: a tile is read at a time;
             - a function ``rows(start, count)`` that returns the rows [count, V] of ``count`` tokens from ``start`` on,
               counted through the flattened leading axes. It is called once for every chunk of tokens in the forward
-              and, with the same numbers, once in the backward. The chunks have fewer tokens, and the gradient of the
+              and, for the same rows, once in the backward. The chunks have fewer tokens, and the gradient of the
               weight is added up in float32 (float64) beside itself.
         log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.
         ignore_index: marks tokens in target that do not count.
