@@ -563,7 +563,9 @@ def test_gradcheck(rest: str, beta: float) -> None:
         problem, "float64").items()}  # fmt: skip
     known = {name: values for name, values in a.items() if name not in ARGUMENTS}
     loss = getattr(torch_impl, problem.function)
-    leaves = [a[name].requires_grad_() for name in ARGUMENTS]
-    assert torch.autograd.gradcheck(
-        lambda *head: loss(**dict(zip(ARGUMENTS, head, strict=True)), **known, **problem.call), leaves
-    )
+    leaves = [a["hidden"].requires_grad_(), a["bias"].requires_grad_()]
+
+    def losses(hidden: Any, bias: Any) -> Any:
+        return loss(hidden=hidden, weight=a["weight"], bias=bias, **known, **problem.call)
+
+    assert torch.autograd.gradcheck(losses, leaves)
