@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from logitless.objectives import (
     LARGEST_LOG_RATIO,
+    LARGEST_SUM,
     Aggregation,
     DPOOptions,
     DPOStats,
@@ -28,6 +29,7 @@ from logitless.objectives import (
     KTOStats,
     PolicyOptions,
     PolicyStats,
+    Rest,
 )
 from logitless.spec import ALPHA_FLOOR, LOWEST_GAP, NO_ROW, STATISTICS, LossOptions, Reduction, Statistic, TokenStats
 
@@ -618,3 +620,31 @@ def aggregate(xp: Namespace[A], losses: A, counted: A, aggregation: Aggregation,
         losses = xp.sum(losses, -1) / xp.clip(count, min=1)
         counted = xp.where(count > 0, xp.ones_like(count), 0.0)
     return losses.sum() / (xp.clip(counted.sum(), min=1) if normalizer is None else normalizer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A teacher of which a few probabilities per token are known
+
+
+def is_distribution(xp: Namespace[A], probs: A, known: A, rest: Rest) -> A:
+    """[N]: whether a token's probabilities [N, K] are at least 0, with a sum of at most 1 but for rounding."""
+    p = xp.where(known, probs, 0.0)
+    total = xp.sum(p, -1)
+    wrong = xp.sum(xp.where((p > 0) | _is_zero(p), 0.0, xp.ones_like(p)), -1)  # NaN is wrong, too
+    right = _is_zero(wrong) & (total < LARGEST_SUM)
+    return right & (total > 0) if rest == "drop" else right
+
+
+def sparse_teacher(xp: Namespace[A], probs: A, known: A, rest: Rest, vocab: int) -> tuple[A, A]:
+    """The logarithms of a token's probabilities [N, K], −inf where not known, and of what the rest has, [N].
+
+    Of "class" that is the rest's mass, of "spread" the probability of each other id. Probabilities whose sum rounding
+    took above 1 are divided by it, as all are where the rest is dropped.
+    """
+    p = xp.where(known, probs, 0.0)
+    total = xp.sum(p, -1)
+    divisor = xp.where(total > 0, total, 1.0) if rest == "drop" else xp.clip(total, min=1.0)
+    mass = 0.0 * total if rest == "drop" else xp.clip(1.0 - total, min=0.0)
+    others = vocab - xp.sum(xp.where(known, xp.ones_like(p), 0.0), -1)
+    mass = xp.where(others > 0, mass / xp.clip(others, min=1.0) if rest == "spread" else mass, 0.0)
+    return xp.log(p / divisor[..., None]), xp.log(mass)

@@ -16,6 +16,7 @@ from logitless.spec import (
     FLOAT_DTYPES,
     ITEMSIZE,
     REDUCTIONS,
+    TARGET_DTYPES,
     A,
     ArrayInfo,
     LossOptions,
@@ -39,6 +40,8 @@ SamplerCorrection = Literal["token_truncate", "token_mask", "sequence_truncate",
 SAMPLER_CORRECTIONS: tuple[str, ...] = get_args(SamplerCorrection)
 PairLoss = Literal["dpo", "ipo", "cpo", "simpo", "orpo"]
 PAIR_LOSSES: tuple[str, ...] = get_args(PairLoss)
+Rest = Literal["class", "spread", "drop"]
+RESTS: tuple[str, ...] = get_args(Rest)
 
 MASK_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", *FLOAT_DTYPES)
 
@@ -51,6 +54,14 @@ LARGEST_TILE = 2048
 # How many matrices of a tile's size, and how many copies of its rows of hidden and weight, are live at once.
 TILE_MATRICES = 8
 TILE_ROWS = 4
+# A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
+WHOLE_ROWS = 4
+# How many arrays of a number for each given id are live at once: of all tokens, and of a tile's tokens.
+ALL_PAIRS = 6
+TILE_PAIRS = 16
+
+# The largest sum of a token's given probabilities: bfloat16 rounds each of them by up to 0.4 %.
+LARGEST_SUM = 1.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,15 +217,16 @@ class PolicyStats(NamedTuple, Generic[A]):
 
 @dataclasses.dataclass(frozen=True)
 class DistillationOptions:
-    """The options of ``distillation_loss``, checked: of the divergence, and of both sides' logits."""
+    """The options of the distillations, checked: of the divergence, the hard loss, and both sides' logits."""
 
     beta: float
     temperature: float
     reduction: Reduction
     logit_scale: float
     softcap: float | None
-    teacher_logit_scale: float
-    teacher_softcap: float | None
+    teacher_logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+    nll_coef: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, low=0.0, high=1.0)
@@ -225,6 +237,7 @@ class DistillationOptions:
         for name in ("softcap", "teacher_softcap"):
             if getattr(self, name) is not None:
                 check_factor(name, getattr(self, name), also="None")
+        check_number("nll_coef", self.nll_coef, low=0.0)
 
     def logits(self, teacher: bool) -> LossOptions:
         """The options of z / τ: τ divides what the softcap gives, as a sampler's temperature does."""
@@ -232,10 +245,33 @@ class DistillationOptions:
         softcap = self.teacher_softcap if teacher else self.softcap
         return LossOptions("none", logit_scale=scale, softcap=softcap).tempered(self.temperature)
 
+    def check_target(self, has_target: bool) -> None:
+        """Raise ValueError unless there are targets exactly where there is a hard loss."""
+        if self.nll_coef > 0 and not has_target:
+            raise ValueError(
+                f"target: got None beside nll_coef={self.nll_coef}, allowed is an array of one id per token"
+            )
+        if self.nll_coef == 0 and has_target:
+            raise ValueError(
+                "nll_coef: got 0 beside a target, allowed is a number greater than 0; mask says which tokens count"
+            )
+
+    def check_rest(self, rest: str) -> None:
+        """Raise ValueError unless ``rest`` is a name, and its divergence is finite."""
+        check_choice("rest", rest, RESTS)
+        if rest == "drop" and self.beta == 1:
+            raise ValueError(
+                f"beta: got {self.beta} beside rest='drop', allowed is less than 1: the reverse KL is infinite where "
+                f"the teacher has no mass; rest='class' and rest='spread' have one"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How many tokens and vocabulary entries of both sides' logits a distillation holds at a time."""
+    """How many tokens and vocabulary entries of both sides' logits a distillation holds at a time.
+
+    Of a teacher that is no head, ``teacher_hidden`` is 0.
+    """
 
     tokens: int
     vocab: int
@@ -245,6 +281,8 @@ class Tile:
     teacher_hidden: int
     itemsize: int
     """Bytes of an element of logits, sums and accumulators."""
+    ids: int = 0
+    """Given ids of a token, and one more for the rest; 0 where there are none."""
 
     @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
@@ -262,22 +300,34 @@ class Tile:
         matrices = TILE_MATRICES * self.token_chunk * self.vocab_chunk
         rows = TILE_ROWS * (self.token_chunk + self.vocab_chunk) * (self.hidden + self.teacher_hidden)
         vectors = 24 * self.tokens + 4 * self.vocab
-        return self.itemsize * (matrices + rows + vectors + self.tokens * self.hidden)
+        pairs = (ALL_PAIRS * self.tokens + TILE_PAIRS * self.token_chunk) * self.ids
+        return self.itemsize * (matrices + rows + vectors + pairs + self.tokens * self.hidden)
 
 
 def distillation_tile(
-    *, tokens: int, hidden: int, teacher_hidden: int, vocab: int, dtype: str, memory_budget: int | None = None
+    *,
+    tokens: int,
+    hidden: int,
+    teacher_hidden: int,
+    vocab: int,
+    dtype: str,
+    memory_budget: int | None = None,
+    ids: int = 0,
+    whole_rows: bool = False,
 ) -> Tile:
     """The largest tile, up to LARGEST_TILE each way, whose ``scratch_bytes`` fit the budget.
 
-    Arguments: N, D, the teacher's D, V; the dtype of the student's hidden; bytes, or None for the largest tile. Raises
-    ValueError for a budget that the smallest tile does not fit.
+    Arguments: N, D, the teacher's D, V; the dtype of the student's hidden; bytes, or None for the largest tile; ids a
+    token; whether a tile has all entries of the vocabulary, and fewer tokens instead. Raises ValueError for a budget
+    that the smallest tile does not fit.
     """
     itemsize = max(4, ITEMSIZE[dtype])
 
     def tile(side: int) -> Tile:
-        chunk, block = min(max(1, tokens), max(side, TOKEN_TILE)), min(vocab, max(side, VOCAB_TILE))
-        return Tile(tokens, vocab, chunk, block, hidden, teacher_hidden, itemsize)
+        block = vocab if whole_rows else min(vocab, max(side, VOCAB_TILE))
+        rows = WHOLE_ROWS * LARGEST_TILE * side // vocab if whole_rows else side
+        chunk = min(max(1, tokens), max(min(rows, LARGEST_TILE), TOKEN_TILE))
+        return Tile(tokens, vocab, chunk, block, hidden, teacher_hidden, itemsize, ids)
 
     sides = [LARGEST_TILE >> step for step in range(int(math.log2(LARGEST_TILE // TOKEN_TILE)) + 1)]
     tiles = [tile(side) for side in sides]
@@ -286,9 +336,10 @@ def distillation_tile(
     for candidate in tiles:
         if candidate.scratch_bytes <= memory_budget:
             return candidate
+    others = f", teacher's hidden={teacher_hidden}" * bool(teacher_hidden) + f", {ids} ids a token" * bool(ids)
     raise ValueError(
-        f"memory_budget: got {memory_budget} bytes, allowed for tokens={tokens}, hidden={hidden}, teacher's "
-        f"hidden={teacher_hidden}, vocab={vocab} is at least {tiles[-1].scratch_bytes}"
+        f"memory_budget: got {memory_budget} bytes, allowed for tokens={tokens}, hidden={hidden}{others}, "
+        f"vocab={vocab} is at least {tiles[-1].scratch_bytes}"
     )
 
 
@@ -343,6 +394,48 @@ def check_sides(hidden: ArrayInfo, weight: ArrayInfo, teacher_hidden: ArrayInfo,
         )
 
 
+def check_sparse(ids: ArrayInfo, probs: ArrayInfo, tokens: tuple[int, ...]) -> None:
+    """Check the ids and probabilities of a sparse teacher beside tokens of this shape."""
+    check_dtype("ids", ids, TARGET_DTYPES)
+    check_dtype("probs", probs, FLOAT_DTYPES)
+    if len(ids.shape) != len(tokens) + 1 or ids.shape[:-1] != tokens or ids.shape[-1] < 1:
+        raise ValueError(
+            f"ids: got shape {ids.shape}, allowed is [..., K] with hidden's leading axes {tokens}, K at least 1"
+        )
+    if probs.shape != ids.shape:
+        raise ValueError(f"probs: got shape {probs.shape}, allowed is that of ids {ids.shape}")
+
+
+def sparse_error(position: tuple[int, ...], repeated: bool) -> ValueError:
+    """The error for a token whose ids or probabilities are no distribution's. It is looked for only where that costs no
+    synchronisation."""
+    where = ", ".join(map(str, position))
+    if repeated:
+        return ValueError(f"ids: got an id more than once for the token ({where}), allowed are different ids")
+    return ValueError(
+        f"probs: got probabilities that are no distribution's for the token ({where}), allowed are numbers of at "
+        f"least 0 whose sum is at most 1, or {LARGEST_SUM} for rounding"
+    )
+
+
 def of_teacher(words: str) -> str:
     """An error's text about hidden, weight and bias, as a text about the teacher's."""
     return re.sub(r"\b(hidden|weight|bias)\b", r"teacher_\1", words)
+
+
+def check_dense(teacher: ArrayInfo, shape: tuple[int, ...]) -> None:
+    """Check the array of a dense teacher; ``shape``: [..., V] of the student."""
+    check_dtype("teacher", teacher, FLOAT_DTYPES)
+    if teacher.shape != shape:
+        raise ValueError(f"teacher: got shape {teacher.shape}, allowed is [..., V] = {shape}")
+
+
+def check_teacher_rows(rows: ArrayInfo | None, came: object, shape: tuple[int, int]) -> None:
+    """Check what a teacher's function returned; ``rows`` is None where ``came`` is no array."""
+    if rows is None:
+        raise TypeError(f"teacher: got a function that returns {type(came).__name__}, allowed is an array")
+    if rows.shape != shape or rows.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"teacher: got a function that returns {rows.shape} of {rows.dtype}, allowed is [count, V] = {shape}, "
+            f"floating"
+        )

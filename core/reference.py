@@ -13,6 +13,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from logitless.objectives import DistillationOptions
 from logitless.spec import ALPHA_FLOOR, RESCUE_NATS, STATISTICS, LossOptions, TokenStats, check_shift
 
 Array = NDArray[np.float64]
@@ -57,6 +58,20 @@ class TokenLogProbResult:
     """log p of K given ids a token, [..., K], and the gradients of their sum times the upstream gradients."""
 
     log_prob: Array
+    logits_grad: Array
+    """[N, V], of hidden weightᵀ + bias."""
+    hidden_grad: Array
+    weight_grad: Array
+    bias_grad: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationResult:
+    """The loss (scalar, or [...] for "none"), and the gradients of Σ loss · upstream."""
+
+    loss: Array
+    losses: Array
+    """[...], of every token, 0 where it does not count."""
     logits_grad: Array
     """[N, V], of hidden weightᵀ + bias."""
     hidden_grad: Array
@@ -270,6 +285,181 @@ def linear_top_k(
         hidden, weight, ids, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature, upstream=0.0
     )
     return result.log_prob, ids
+
+
+def sparse_distillation_loss(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    ids: ArrayLike,
+    probs: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    rest: str = "class",
+    target: ArrayLike | None = None,
+    nll_coef: float = 0.0,
+    mask: ArrayLike | None = None,
+    beta: float = 0.0,
+    temperature: ArrayLike = 1.0,
+    reduction: str = "mean",
+    normalizer: ArrayLike | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    upstream: ArrayLike = 1.0,
+) -> DistillationResult:
+    """The divergence from K given probabilities a token [..., K] and what ``rest`` makes of the rest, on all classes.
+
+    The formulas are those of the public function. Ids and probabilities are believed, but for the rounding of a sum.
+    """
+    tokens = np.shape(hidden)[:-1]
+    given, vocab = np.asarray(ids).reshape(-1, np.shape(ids)[-1]), len(_float64(weight))
+    known = given != ignore_index
+    p = np.where(known, _float64(probs).reshape(given.shape), 0.0)
+    total, rows = p.sum(1), np.arange(len(given))[:, None]
+    p = p / (np.where(total > 0, total, 1.0) if rest == "drop" else np.maximum(total, 1.0))[:, None]
+    others = np.zeros(len(p)) if rest == "drop" else np.maximum(1.0 - total, 0.0)
+    # A padded place is class V + its own number, which no id belongs to.
+    place = np.where(known, given, vocab + np.arange(given.shape[1]))
+    classes = np.tile(np.arange(vocab), (len(p), 1))
+    teacher = np.zeros((len(p), vocab + given.shape[1]))
+    if rest == "class":
+        # The first id that is not given stands for all of them.
+        inside = np.zeros(teacher.shape, bool)
+        inside[rows, place] = True
+        first = np.where(inside[:, :vocab].all(1), 0, inside[:, :vocab].argmin(1))
+        classes = np.where(inside[:, :vocab], classes, first[:, None])
+        teacher[rows[:, 0], first] = others
+    else:
+        teacher += (others / np.maximum(vocab - known.sum(1), 1))[:, None]
+    teacher[rows, place] = p
+    counted = known.any(1).reshape(tokens)
+    return _distilled(
+        _Distillation(hidden, weight, bias, target, mask, temperature, ignore_index),
+        DistillationOptions(beta, 1.0, reduction, logit_scale, softcap, nll_coef=nll_coef),  # type: ignore[arg-type]
+        _TeacherClasses(teacher[:, :vocab], classes, counted), normalizer, upstream,
+    )  # fmt: skip
+
+
+def dense_distillation_loss(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    teacher: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    log_teacher: bool = False,
+    target: ArrayLike | None = None,
+    nll_coef: float = 0.0,
+    mask: ArrayLike | None = None,
+    beta: float = 0.0,
+    temperature: ArrayLike = 1.0,
+    reduction: str = "mean",
+    normalizer: ArrayLike | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    upstream: ArrayLike = 1.0,
+) -> DistillationResult:
+    """The divergence from all probabilities of every token, [..., V]."""
+    p = _float64(teacher).reshape(-1, np.shape(teacher)[-1])
+    return _distilled(
+        _Distillation(hidden, weight, bias, target, mask, temperature, ignore_index),
+        DistillationOptions(beta, 1.0, reduction, logit_scale, softcap, nll_coef=nll_coef),  # type: ignore[arg-type]
+        _TeacherClasses(np.exp(p) if log_teacher else p, np.tile(np.arange(p.shape[1]), (len(p), 1)),
+                        np.ones(np.shape(hidden)[:-1], bool)),
+        normalizer, upstream,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Distillation:
+    """The student's side."""
+
+    hidden: ArrayLike
+    weight: ArrayLike
+    bias: ArrayLike | None
+    target: ArrayLike | None
+    mask: ArrayLike | None
+    temperature: ArrayLike
+    ignore_index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _TeacherClasses:
+    """Probabilities of classes, [N, V], the class of every id, [N, V], and which tokens are known, [...]."""
+
+    p: Array
+    classes: NDArray[np.int64]
+    known: NDArray[np.bool_]
+
+
+def _distilled(
+    student: _Distillation, options: DistillationOptions, teacher: _TeacherClasses, normalizer: ArrayLike | None,
+    upstream: ArrayLike,
+) -> DistillationResult:  # fmt: skip
+    counted = teacher.known
+    if student.mask is not None:
+        counted = counted & (np.asarray(student.mask) != 0)
+    y = np.zeros(counted.shape, np.int64) if student.target is None else np.asarray(student.target)
+    if student.target is not None:
+        counted = counted & (y != student.ignore_index)
+    scored = np.where(counted, y, -1)
+    inputs = _inputs(student.hidden, student.weight, scored, student.bias, None, None, -1)
+    tempered, inputs = _tempered(options.logits(teacher=False), inputs, student.temperature)
+    tau = inputs.tau * options.logits(teacher=False).logit_scale / tempered.logit_scale
+    x = np.where(inputs.valid[:, None], inputs.x, 0.0)
+    part = _anchored(x @ inputs.w.T + inputs.b, inputs.y, tempered, inputs.tau)
+    losses, dz = _class_divergence(teacher, part.z, options.beta)
+    if student.target is not None:
+        hard = _anchored(x @ inputs.w.T + inputs.b, inputs.y, options.logits(teacher=False), np.ones(len(x)))
+        losses = losses + options.nll_coef * hard.nll
+        d_hard = hard.e / (hard.s + hard.e_target)[:, None]
+        d_hard[np.arange(len(x)), inputs.y] = -hard.s / (hard.s + hard.e_target)
+        dz = dz + options.nll_coef * tau[:, None] * d_hard
+    norm = 1.0
+    if options.reduction == "mean":
+        norm = 1.0 / (max(1, int(counted.sum())) if normalizer is None else float(_float64(normalizer)))
+    g = np.broadcast_to(np.asarray(upstream, np.float64), counted.shape).reshape(-1) * norm
+    dz = np.where(inputs.valid[:, None], dz * _slope(part, tempered) * g[:, None], 0.0)
+    losses = np.where(inputs.valid, losses, 0.0)
+    loss = losses.reshape(counted.shape) if options.reduction == "none" else np.asarray(losses.sum() * norm)
+    gradients = (dz @ inputs.w).reshape(np.shape(student.hidden)), dz.T @ x, dz.sum(0)
+    return DistillationResult(loss, losses.reshape(counted.shape), dz, *gradients)
+
+
+def _class_divergence(teacher: _TeacherClasses, z: Array, beta: float) -> tuple[Array, Array]:
+    """The divergence [N] between classes, and its gradient in the logits of the ids, [N, V]."""
+    rows = np.arange(len(z))[:, None]
+    with np.errstate(all="ignore"):  # a class without mass: 0 · log 0 is 0
+        best = np.argmax(z, axis=1)[:, None]
+        e = np.exp(z - np.take_along_axis(z, best, 1))
+        rest = e.copy()
+        rest[rows, best] = 0.0
+        log_p, own = np.log(teacher.p), z - np.take_along_axis(z, best, 1) - np.log1p(rest.sum(1))[:, None]
+        members, others = np.zeros(z.shape), np.zeros(z.shape)
+        np.add.at(members, (rows, teacher.classes), np.exp(own))
+        lonely = np.zeros(z.shape)
+        np.add.at(lonely, (rows, teacher.classes), 1.0)
+        log_q = np.where(lonely == 1, own, np.log(members))  # an id alone keeps its logarithm
+        others[rows, teacher.classes] = 1.0
+        p, q = teacher.p, np.where(others > 0, np.exp(log_q), 0.0)
+        log_q = np.where(others > 0, log_q, -np.inf)
+
+        def weighted(share: Array, log_ratio: Array) -> Array:
+            return np.where(share == 0, 0.0, share * log_ratio)
+
+        if beta == 0:
+            losses, slopes = (weighted(p, log_p - log_q) - p + q).sum(1), q - p
+        elif beta == 1:
+            terms = weighted(q, log_q - log_p)
+            losses = (terms - q + p).sum(1)
+            slopes = weighted(q, log_q - log_p - terms.sum(1)[:, None])
+        else:
+            log_m = np.logaddexp(np.log(beta) + log_p, np.log1p(-beta) + log_q)
+            terms = weighted(q, log_q - log_m)
+            losses = beta * weighted(p, log_p - log_m).sum(1) + (1 - beta) * terms.sum(1)
+            slopes = (1 - beta) * weighted(q, log_q - log_m - terms.sum(1)[:, None])
+        share = np.where(lonely[rows, teacher.classes] == 1, 1.0, np.exp(own - log_q[rows, teacher.classes]))
+        return losses, slopes[rows, teacher.classes] * np.where(np.isfinite(share), share, 0.0)
 
 
 def cross_entropy(

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from numpy.typing import NDArray
 
-from logitless import spec
+from logitless import objectives, spec
 from logitless.jax_impl.backend import BACKENDS, backend_named, chosen_backend, device_of, on_several_devices
 from logitless.jax_impl.call import Arrays, Call, Needs, RawArray, RawArrays, Request, as_jax
 from logitless.jax_impl.distributed import parallel
@@ -220,6 +220,49 @@ def _check_temperatures(temperature: RawArray, target: RawArray, ignore_index: i
     if outside.any():
         position = tuple(int(axis[0]) for axis in np.nonzero(outside))
         raise spec.temperature_error(position, float(values[position]))
+
+
+def stopped(values: RawArray) -> Array:
+    """A JAX array without gradient."""
+    return lax.stop_gradient(jnp.asarray(values))
+
+
+def counted_target(target: RawArray, mask: RawArray | None, ignore_index: int) -> tuple[Array, Array]:
+    """The targets with ignore_index where the mask is 0, so that no work is done there; and which tokens count.
+
+    Targets of NumPy stay so while the mask is NumPy's too: then their ids can be looked at.
+    """
+    spec.check_ignore_index(ignore_index)
+    counted = target != ignore_index
+    if mask is not None:
+        check_flags("mask", mask, {"one element per token": tuple(target.shape)})
+        counted = counted & (mask != 0)
+    if isinstance(target, np.ndarray):
+        if isinstance(counted, np.ndarray | np.generic):
+            masked = np.where(counted, target, ignore_index).astype(target.dtype)
+            return masked, jnp.asarray(counted)  # type: ignore[return-value]  # what takes an Array takes NumPy's too
+        # An id that int32 cannot hold stays outside the vocabulary, instead of wrapping into it.
+        target = np.where(target == target.astype(np.int32), target, np.iinfo(np.int32).max).astype(np.int32)
+    return jnp.where(counted, jnp.asarray(target), jnp.asarray(ignore_index, target.dtype)), jnp.asarray(counted)
+
+
+def check_flags(name: str, values: RawArray, shapes: dict[str, tuple[int, ...]]) -> None:
+    check_type(name, values)
+    objectives.check_flag_array(name, info(values), shapes)
+
+
+def known_constant(name: str, values: RawArray, shapes: dict[str, tuple[int, ...]]) -> Array:
+    """An array of known numbers, checked; without gradient."""
+    check_type(name, values)
+    objectives.check_constant(name, info(values), shapes)
+    return stopped(values)
+
+
+def narrow(ids: RawArray) -> Array:
+    """Ids as int32. One that int32 cannot hold stays outside the vocabulary."""
+    if isinstance(ids, np.ndarray | np.generic):
+        ids = np.where(ids == ids.astype(np.int32), ids, np.iinfo(np.int32).max)
+    return jnp.asarray(ids).astype(jnp.int32)
 
 
 def readable(array: RawArray) -> NDArray[np.integer] | None:

@@ -1,7 +1,6 @@
-"""Losses on top of per-token values: preferences, policies, distillation. Mirror of torch_impl/losses.py.
+"""Losses on top of per-token values: preferences and policies. Mirror of torch_impl/losses.py.
 
-No logits are held on any side. Every loss is a few operations on what :func:`linear_log_probs` gives, but for the
-distillation, which looks at whole distributions (jax_impl/distillation.py).
+No logits are held on any side. Every loss is a few operations on what :func:`linear_log_probs` gives.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ import numpy as np
 from jax import Array, lax
 
 from logitless import numerics, objectives, spec
-from logitless.jax_impl import checks, vjp
+from logitless.jax_impl import checks
 from logitless.jax_impl.api import linear_log_probs
-from logitless.jax_impl.call import XP, Arrays, RawArray, RawArrays, Request, taking_wrappers, temperatures
-from logitless.jax_impl.distillation import DivergenceArrays, DivergenceCall, divergence
-from logitless.jax_impl.distributed.parallel import WHOLE, AxisName
+from logitless.jax_impl.call import XP, Arrays, taking_wrappers
+from logitless.jax_impl.distributed.parallel import AxisName
 from logitless.objectives import (
     Aggregation,
-    DistillationOptions,
     DPOOptions,
     DPOStats,
     KLEstimator,
@@ -33,7 +30,7 @@ from logitless.objectives import (
     SamplerCorrection,
 )
 from logitless.planning import ChunkPlan, Preference
-from logitless.spec import LossOptions, Reduction
+from logitless.spec import Reduction
 
 
 @taking_wrappers
@@ -104,11 +101,11 @@ def dpo_loss(
     spec.check_flags(return_stats=return_stats)
     shard = checks.shard_of(weight, axis_name, vocab, sequence_parallel)
     checks.check_arrays(Arrays(hidden, weight, bias, target), shard)
-    target, counted = _counted(target, mask, ignore_index)
+    target, counted = checks.counted_target(target, mask, ignore_index)
     objectives.check_pairs(checks.info(target))
     shapes = {"[2 B, T] =": tuple(target.shape), "[2 B] =": tuple(target.shape[:1])}
     if reference_log_prob is not None:
-        reference_log_prob = _constant("reference_log_prob", reference_log_prob, shapes)
+        reference_log_prob = checks.known_constant("reference_log_prob", reference_log_prob, shapes)
     log_prob, _ = linear_log_probs(
         hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         ignore_index=ignore_index, plan=plan, memory_budget=memory_budget, backend=backend,
@@ -174,14 +171,14 @@ def kto_loss(
     spec.check_flags(return_stats=return_stats)
     shard = checks.shard_of(weight, axis_name, vocab, sequence_parallel)
     checks.check_arrays(Arrays(hidden, weight, bias, target), shard)
-    target, counted = _counted(target, mask, ignore_index)
+    target, counted = checks.counted_target(target, mask, ignore_index)
     objectives.check_sequences(checks.info(target))
     rows = tuple(target.shape[:1])
-    _check_flags("desirable", desirable, {"one per sequence [B] =": rows})
+    checks.check_flags("desirable", desirable, {"one per sequence [B] =": rows})
     shapes = {"[B, T] =": tuple(target.shape), "[B] =": rows}
-    reference_log_prob = _constant("reference_log_prob", reference_log_prob, shapes)
+    reference_log_prob = checks.known_constant("reference_log_prob", reference_log_prob, shapes)
     if isinstance(kl, jax.Array | np.ndarray | np.generic):
-        kl = _constant("kl", kl, {"without axes": (), "[B] =": rows})
+        kl = checks.known_constant("kl", kl, {"without axes": (), "[B] =": rows})
     else:
         spec.check_number("kl", kl, also="an array")
     log_prob, _ = linear_log_probs(
@@ -288,14 +285,14 @@ def clipped_policy_loss(
     shard = checks.shard_of(weight, axis_name, vocab, sequence_parallel)
     checks.check_arrays(Arrays(hidden, weight, bias, target), shard)
     checks.check_normalizer(normalizer, "mean")
-    target, counted = _counted(target, mask, ignore_index)
+    target, counted = checks.counted_target(target, mask, ignore_index)
     per_token = {"target's shape": tuple(target.shape)}
     per_sequence = {"one per sequence": tuple(target.shape[:-1])}
-    advantage = _constant("advantage", advantage, per_token | per_sequence)
+    advantage = checks.known_constant("advantage", advantage, per_token | per_sequence)
     others = {
         "old_log_prob": old_log_prob, "reference_log_prob": reference_log_prob, "sampler_log_prob": sampler_log_prob
     }  # fmt: skip
-    known = [None if a is None else _constant(name, a, per_token) for name, a in others.items()]
+    known = [None if a is None else checks.known_constant(name, a, per_token) for name, a in others.items()]
     log_prob, entropy = linear_log_probs(
         hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         ignore_index=ignore_index, with_entropy=entropy_coef > 0 or with_entropy, plan=plan,
@@ -307,145 +304,3 @@ def clipped_policy_loss(
     losses, stats = numerics.policy_losses(XP, options, tokens, log_prob, entropy, lax.stop_gradient)
     loss = numerics.aggregate(XP, losses, counted.astype(losses.dtype), aggregation, normalizer)
     return (loss, stats) if return_stats else loss
-
-
-@taking_wrappers
-def distillation_loss(
-    hidden: Array,
-    weight: Array,
-    teacher_hidden: Array,
-    teacher_weight: Array,
-    bias: Array | None = None,
-    *,
-    teacher_bias: Array | None = None,
-    mask: Array | None = None,
-    beta: float = 0.0,
-    temperature: Array | float = 1.0,
-    reduction: Reduction = "mean",
-    normalizer: Array | float | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    teacher_logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    memory_budget: int | None = None,
-    backend: str | None = None,
-) -> Array:
-    """Divergence between a teacher's and a student's next-token distributions, with neither side's logits held.
-
-        p = softmax(z_teacher / τ)      q = softmax(z_student / τ)      m = β p + (1 − β) q
-        ℓ = KL(p ‖ q)                                  β = 0, forward KL
-            β KL(p ‖ m) + (1 − β) KL(q ‖ m)            0 < β < 1, the generalised Jensen-Shannon divergence
-            KL(q ‖ p)                                  β = 1, reverse KL
-
-    Sources: Hinton et al. 2015, arXiv:1503.02531 (its factor τ² is not applied: multiply by it if you want it); Agarwal
-    et al. 2023 (GKD), arXiv:2306.13649, with β = 0 and 1 as in TRL's GKD trainer.
-
-    Both logsumexps come first, then tiles of both sides' logits, in the forward and again in the backward:
-    4·N·V·(D + D_teacher) flops, then 2·N·V·(3 D + D_teacher).
-
-    Arguments:
-        hidden, weight, bias: the student's: [..., D], [V, D], [V].
-        teacher_hidden, teacher_weight, teacher_bias: [..., D_teacher], [V, D_teacher], [V], constant: never a gradient.
-            Their dtype may be another than the student's. V must be the same: slice a padded vocabulary.
-        mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
-        beta: β in [0, 1].
-        temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
-            constant; with one per token the pass for the logsumexps is in plain operations too.
-        reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
-        normalizer: replaces mean's denominator: a number, or a constant array without axes.
-        logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: tiles of up to 2048 × 2048.
-        backend: of the pass for the logsumexps, as for :func:`linear_cross_entropy`; the rest is plain operations.
-
-    Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
-    Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
-    """
-    each, number = temperatures(temperature)
-    options = DistillationOptions(beta, number, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
-    sides = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
-    for name, array in sides.items():
-        checks.check_type(name, array)
-    checks.check_normalizer(normalizer, reduction)
-    objectives.check_sides(*map(checks.info, (hidden, weight, teacher_hidden, teacher_weight)))
-    target, counted = _counted(np.zeros(hidden.shape[:-1], np.int32), mask, -100)
-    own, other = options.logits(teacher=False), options.logits(teacher=True)
-    student: RawArrays = Arrays(hidden, weight, bias, target, temperature=each)
-    lse = _logsumexp(student, own, memory_budget, backend)
-    try:
-        teacher: RawArrays = Arrays(teacher_hidden, teacher_weight, teacher_bias, target, temperature=each)
-        teacher_lse = _logsumexp(teacher, other, memory_budget, backend)
-    except (TypeError, ValueError) as error:
-        raise type(error)(objectives.of_teacher(str(error))) from None
-    tile = objectives.distillation_tile(
-        tokens=target.size, hidden=hidden.shape[-1], teacher_hidden=teacher_hidden.shape[-1], vocab=weight.shape[0],
-        dtype=str(hidden.dtype), memory_budget=memory_budget,
-    )  # fmt: skip
-    call = DivergenceCall(options.beta, own, other, tile)
-    arrays = DivergenceArrays(
-        jnp.asarray(hidden), jnp.asarray(weight), None if bias is None else jnp.asarray(bias),
-        _stopped(teacher_hidden), _stopped(teacher_weight), None if teacher_bias is None else _stopped(teacher_bias),
-        jnp.asarray(target), None if each is None else _stopped(each), lse,
-        teacher_lse.astype(lse.dtype),
-    )  # fmt: skip
-    losses: Array = divergence(call, arrays)
-    if reduction == "mean":
-        counted = counted.reshape(-1).astype(losses.dtype)
-        return numerics.aggregate(XP, losses, counted, "token_mean", normalizer)
-    return losses.reshape(target.shape) if reduction == "none" else losses.sum()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Shared
-
-
-def _stopped(values: RawArray) -> Array:
-    return lax.stop_gradient(jnp.asarray(values))
-
-
-def _logsumexp(raw: RawArrays, options: LossOptions, memory_budget: int | None, backend: str | None) -> Array:
-    """log Σ_j exp(z_j) of every token in two parts, [2, N], without gradient; 0 where it does not count.
-
-    The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
-    divergences need, and so would parts from a logit far below the largest.
-    """
-    checks.check_arrays(raw, WHOLE)
-    bias = None if raw.bias is None else _stopped(raw.bias)
-    raw = raw._replace(hidden=_stopped(raw.hidden), weight=_stopped(raw.weight), bias=bias)
-    request = Request(
-        reduction="none", logit_scale=options.logit_scale, softcap=options.softcap, memory_budget=memory_budget,
-        backend=backend,
-    )  # fmt: skip
-    arrays, call = checks.ready(raw, request, WHOLE)
-    parts: Array = vjp.logsumexp(call, arrays)
-    return parts
-
-
-def _counted(target: RawArray, mask: RawArray | None, ignore_index: int) -> tuple[Array, Array]:
-    """The targets with ignore_index where the mask is 0, so that no work is done there; and which tokens count.
-
-    Targets of NumPy stay so while the mask is NumPy's too: then their ids can be looked at.
-    """
-    spec.check_ignore_index(ignore_index)
-    counted = target != ignore_index
-    if mask is not None:
-        _check_flags("mask", mask, {"one element per token": tuple(target.shape)})
-        counted = counted & (mask != 0)
-    if isinstance(target, np.ndarray):
-        if isinstance(counted, np.ndarray | np.generic):
-            masked = np.where(counted, target, ignore_index).astype(target.dtype)
-            return masked, jnp.asarray(counted)  # type: ignore[return-value]  # what takes an Array takes NumPy's too
-        # An id that int32 cannot hold stays outside the vocabulary, instead of wrapping into it.
-        target = np.where(target == target.astype(np.int32), target, np.iinfo(np.int32).max).astype(np.int32)
-    return jnp.where(counted, jnp.asarray(target), jnp.asarray(ignore_index, target.dtype)), jnp.asarray(counted)
-
-
-def _check_flags(name: str, values: RawArray, shapes: dict[str, tuple[int, ...]]) -> None:
-    checks.check_type(name, values)
-    objectives.check_flag_array(name, checks.info(values), shapes)
-
-
-def _constant(name: str, values: RawArray, shapes: dict[str, tuple[int, ...]]) -> Array:
-    """An array of known numbers, checked; without gradient."""
-    checks.check_type(name, values)
-    objectives.check_constant(name, checks.info(values), shapes)
-    return _stopped(values)

@@ -98,6 +98,12 @@ def take_block(matrix: Array, rows: int, start: Index, size: int) -> Array:
     return lax.dynamic_slice(matrix, (jnp.zeros_like(start), start), (rows, size))
 
 
+def take_tile(matrix: Array, first: Index, rows: int, start: Index, columns: int) -> Array:
+    """matrix[first:first + rows, start:start + columns]."""
+    matrix, at = _stay(matrix, jnp.stack([jnp.asarray(first, jnp.int32), jnp.asarray(start, jnp.int32)]))
+    return _moved(lambda matrix, at: lax.dynamic_slice(matrix, (at[0], at[1]), (rows, columns)), matrix, at=at)
+
+
 def put(array: Array, part: Array, start: Index, axis: int = 0) -> Array:
     """array with ``part`` at ``start``. Along the other axis a shorter part fills the beginning."""
     return _moved(lambda a, part, start: lax.dynamic_update_slice_in_dim(a, part, start, axis), array, part, at=start)

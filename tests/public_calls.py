@@ -19,13 +19,20 @@ OF_LINEAR = ("in_features", "out_features", "bias", "device", "dtype")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """A valid array: its shape, and ``float`` (the dtype of all others), ``index`` or ``weights`` (any float dtype)."""
+    """A valid array: its shape, and ``float`` (the dtype of all others), ``index``, ``ids`` (different ones along the
+    last axis), ``weights`` (any float dtype) or ``shares`` (the same, with a sum of at most 1 along the last axis)."""
 
     shape: tuple[int, ...]
     kind: str = "float"
     optional: bool = True
     fixed: bool = True
     """Whether no other shape is right beside the other arguments."""
+    numpy: bool = False
+    """Whether PyTorch's function takes NumPy's arrays, too."""
+
+    @property
+    def integers(self) -> bool:
+        return self.kind in ("index", "ids")
 
 
 HEAD = {
@@ -33,6 +40,7 @@ HEAD = {
     "target": Array((N,), "index", optional=False), "bias": Array((V,)),
 }  # fmt: skip
 PER_TOKEN = Array((N,), "weights")
+OPTIONAL_TARGET = Array((N,), "index")
 PER_PLACE = Array((2, 5), "weights")
 PER_SEQUENCE = Array((2,), "weights", optional=False)
 ROWS = HEAD | {"hidden": Array((2, 5, D), optional=False), "target": Array((2, 5), "index", optional=False)}
@@ -71,6 +79,24 @@ ARRAYS: dict[str, dict[str, Array]] = {
         "teacher_weight": Array((V, 2), optional=False),
         "teacher_bias": Array((V,)),
         "mask": PER_TOKEN,
+        "target": OPTIONAL_TARGET,
+    },
+    "sparse_distillation_loss": {
+        "hidden": HEAD["hidden"],
+        "weight": HEAD["weight"],
+        "bias": HEAD["bias"],
+        "ids": Array((N, 3), "ids", optional=False),
+        "probs": Array((N, 3), "shares", optional=False),
+        "mask": PER_TOKEN,
+        "target": OPTIONAL_TARGET,
+    },
+    "dense_distillation_loss": {
+        "hidden": HEAD["hidden"],
+        "weight": HEAD["weight"],
+        "bias": HEAD["bias"],
+        "teacher": Array((N, V), "shares", optional=False, numpy=True),
+        "mask": PER_TOKEN,
+        "target": OPTIONAL_TARGET,
     },
     "LinearCrossEntropy": {"class_weight": Array((V,), "weights")},
     "global_normalizer": FACTORS | {"target": HEAD["target"], "class_weight": Array((V,), "weights", fixed=False)},
@@ -82,6 +108,9 @@ ARRAYS: dict[str, dict[str, Array]] = {
 MORE: dict[str, dict[str, Any]] = {
     "clipped_policy_loss": {"kl_coef": 0.1},
     "kto_loss": {"kl": 0.1},
+    "distillation_loss": {"nll_coef": 0.3},
+    "sparse_distillation_loss": {"nll_coef": 0.3, "rest": "spread"},
+    "dense_distillation_loss": {"nll_coef": 0.3},
     "linear_top_k": {"k": 3},
 }
 
@@ -106,7 +135,11 @@ class Made:
         rng = np.random.default_rng(0)
         if array.kind == "index":
             return self.array(rng.integers(0, min(V, N), array.shape))
+        if array.kind == "ids":
+            return self.array(np.argsort(rng.random((*array.shape[:-1], V)), axis=-1)[..., : array.shape[-1]])
         values = rng.uniform(0.1, 1.0, array.shape).astype(np.float32)
+        if array.kind == "shares":
+            values /= array.shape[-1]
         return self.array(values, array.kind == "float")
 
 

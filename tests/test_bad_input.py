@@ -47,6 +47,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "softcap": OPTIONAL_POSITIVE, "teacher_logit_scale": POSITIVE, "teacher_softcap": OPTIONAL_POSITIVE,
     "beta": (*NO_NUMBERS, -0.1), "clip_low": FROM_ZERO, "clip_high": FROM_ZERO,
     "entropy_coef": NO_NUMBERS, "kl_coef": FROM_ZERO, "dual_clip": (*OPTIONAL_POSITIVE, 1.0),
+    "rest": WORDS, "log_teacher": NO_FLAGS,
     "objective": WORDS, "ratio": WORDS, "kl_estimator": WORDS, "sampler_correction": WORDS, "loss_type": WORDS,
     "kl_times_ratio": NO_FLAGS, "sampler_limit": POSITIVE, "margin": FROM_ZERO,
     "nll_coef": tuple(value for value in FROM_ZERO if value is not None), "kl": NO_NUMBERS,
@@ -63,7 +64,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def wrong_shapes(made: Made, array: Array) -> Iterator[Any]:
-    values = np.ones(array.shape, np.int64 if array.kind == "index" else np.float32)
+    values = np.ones(array.shape, np.int64 if array.integers else np.float32)
     if array.fixed:
         yield made.array(np.stack([values, values]))
         yield made.array(np.concatenate([values, values[..., :1]], axis=-1))
@@ -71,15 +72,16 @@ def wrong_shapes(made: Made, array: Array) -> Iterator[Any]:
 
 
 def wrong(made: Made, array: Array) -> Iterator[Any]:
-    values = np.ones(array.shape, np.int64 if array.kind == "index" else np.float32)
-    yield made.array(values.astype(np.float32 if array.kind == "index" else np.complex64))
+    values = np.ones(array.shape, np.int64 if array.integers else np.float32)
+    yield made.array(values.astype(np.float32 if array.integers else np.complex64))
     yield values.tolist()
     yield "array"
     yield values.astype(object)
     if not array.optional:
         yield None
     if made.framework == "torch":
-        yield values
+        if not array.numpy:
+            yield values
         yield made.array(values).to("meta")
     if HAVE_BOTH:
         yield Made("jax" if made.framework == "torch" else "torch").array(values)

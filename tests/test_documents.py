@@ -121,8 +121,9 @@ def test_blocks_run_as_a_program(
 
 
 def test_every_loss_has_a_block_per_framework() -> None:
-    for name in ("dpo_loss", "kto_loss", "clipped_policy_loss", "distillation_loss"):
-        using = [framework_of(code) for code in LOSS_BLOCKS if f"{name}(" in code or f"({name}," in code]
+    distillations = ("distillation_loss", "sparse_distillation_loss", "dense_distillation_loss")
+    for name in ("dpo_loss", "kto_loss", "clipped_policy_loss", *distillations):
+        using = [framework_of(code) for code in LOSS_BLOCKS if re.search(rf"\b{name}[(,]", code)]
         assert sorted(using) == ["jax", "torch"], name
     assert any("capture_lm_head(" in code for code in LOSS_BLOCKS)
 

@@ -11,10 +11,30 @@ jax = pytest.importorskip("jax", reason="these tests are about JAX")
 
 import jax.numpy as jnp  # noqa: E402
 
-from logitless.jax_impl import clipped_policy_loss, distillation_loss, dpo_loss, kto_loss  # noqa: E402
+from logitless.jax_impl import (  # noqa: E402
+    clipped_policy_loss,
+    dense_distillation_loss,
+    distillation_loss,
+    dpo_loss,
+    kto_loss,
+    sparse_distillation_loss,
+)
 from logitless.tolerances import ELEMENTS  # noqa: E402
 
-NAMES = ("dpo", "ipo", "simpo", "orpo", "kto", "policy", "cispo", "sequence", "distillation")
+NAMES = (
+    "dpo",
+    "ipo",
+    "simpo",
+    "orpo",
+    "kto",
+    "policy",
+    "cispo",
+    "sequence",
+    "distillation",
+    "class",
+    "spread",
+    "dense",
+)
 POLICIES: dict[str, dict[str, Any]] = {
     "policy": {"entropy_coef": 0.1},
     "cispo": {"objective": "cispo", "kl_estimator": "k1", "kl_times_ratio": True, "with_entropy": True},
@@ -50,6 +70,14 @@ def make(name: str) -> tuple[Any, Any, Any]:
         if name == "sequence":
             known["sampler_log_prob"] = some(4, 6) - 4
         return lambda x, w: clipped_policy_loss(x, w, target, **known, kl_coef=0.1, **POLICIES[name]), *arrays
+    if name in ("class", "spread", "dense"):
+        hard = {"target": target, "mask": known["mask"], "nll_coef": 0.5, "beta": 0.4}
+        teacher = np.asarray(jax.nn.softmax(some(4, 6, 50)))
+        if name == "dense":
+            return lambda x, w: dense_distillation_loss(x, w, teacher, **hard), *arrays
+        ids = np.argsort(-teacher, axis=-1)[..., :3]
+        probs = np.take_along_axis(teacher, ids, -1)
+        return lambda x, w: sparse_distillation_loss(x, w, ids, probs, rest=name, **hard), *arrays
     teacher = some(4, 6, 5), some(50, 5)
     return lambda x, w: distillation_loss(x, w, *teacher, beta=0.4, mask=known["mask"]), *arrays
 

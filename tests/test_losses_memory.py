@@ -17,12 +17,16 @@ B, T, D, D_TEACHER = 4, 128, 64, 96
 V = 65536 if cuda_device_count() else 8192  # the kernels' smallest slice of the vocabulary is 16384 wide
 N = B * T
 LOGITS = N * V * 4
-NAMES = ("dpo_loss", "kto_loss", "clipped_policy_loss", "distillation_loss")
+DENSE, SPARSE = "dense_distillation_loss", "sparse_distillation_loss"
+NAMES = ("dpo_loss", "kto_loss", "clipped_policy_loss", "distillation_loss", SPARSE, DENSE)
+K = 40
 OPTIONS: dict[str, dict[str, Any]] = {
     "dpo_loss": {"loss_type": "ipo", "nll_coef": 0.5},
     "kto_loss": {"kl": 0.1},
     "clipped_policy_loss": {"entropy_coef": 0.1, "kl_coef": 0.1, "ratio": "sequence", "dual_clip": 3.0},
     "distillation_loss": {"beta": 0.5, "softcap": 30.0},
+    SPARSE: {"beta": 0.5, "softcap": 30.0, "nll_coef": 0.5},
+    DENSE: {"beta": 0.5, "softcap": 30.0, "nll_coef": 0.5},
 }
 
 
@@ -37,7 +41,13 @@ def floats_and_constants(impl: Any, name: str, dtype: str) -> tuple[dict[str, An
     known: dict[str, Any] = {"mask": impl.array(rng.integers(0, 2, (B, T)))}
     if name == "distillation_loss":
         return floats, known | {"teacher_hidden": some(B, T, D_TEACHER), "teacher_weight": some(V, D_TEACHER)}
-    known |= {"target": impl.array(rng.integers(0, V, (B, T))), "reference_log_prob": per_token["reference"]}
+    known["target"] = impl.array(rng.integers(0, V, (B, T)))
+    if name == SPARSE:
+        ids = np.argsort(rng.random((B, T, V // K)), axis=-1)[..., :K] * K
+        return floats, known | {"ids": impl.array(ids), "probs": impl.array(np.full((B, T, K), 0.5 / K), "float32")}
+    if name == DENSE:
+        return floats, known | {"teacher": impl.array(np.full((B, T, V), 1.0 / V), dtype)}
+    known |= {"reference_log_prob": per_token["reference"]}
     if name == "clipped_policy_loss":
         known |= {"old_log_prob": per_token["old"], "advantage": per_token["advantage"]}
     if name == "kto_loss":
@@ -62,6 +72,7 @@ def torch_scratch(impl: Any, name: str, dtype: str, loss: Callable[..., Any], op
     from logitless.torch_impl.memory import peak_scratch_bytes
 
     floats, known = floats_and_constants(impl, name, dtype)
+    known = {key: values for key, values in known.items() if key not in options}
     for leaf in floats.values():
         leaf.requires_grad_()
 
@@ -83,7 +94,9 @@ def jax_scratch(impl: Any, name: str, dtype: str, loss: Callable[..., Any], opti
     def value(floats: Any, known: Any) -> Any:
         return loss(**floats, **known, backend=impl.backend, **options)
 
-    return temp_bytes(jax.jit(jax.value_and_grad(value)), *floats_and_constants(impl, name, dtype))
+    floats, known = floats_and_constants(impl, name, dtype)
+    known = {key: values for key, values in known.items() if key not in options}
+    return temp_bytes(jax.jit(jax.value_and_grad(value)), floats, known)
 
 
 @pytest.mark.case(31)
@@ -111,6 +124,39 @@ def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeyp
     used = scratch(impl, "distillation_loss", dtype, memory_budget=budget)
     allowed = max(promised, sums) if impl.on_gpu else promised
     assert used <= allowed, f"{used / 2**20:.2f} MiB of {allowed / 2**20:.2f} promised"
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("way", "dtype"), in_turn(["class", "spread", "drop", "dense", "rows"], ["float32", "bfloat16"])
+)
+def test_a_distillation_from_targets_holds_its_tile(
+    impl: Any, way: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the hard loss beside it. A function's rows are generated a chunk of tokens at a time."""
+    sizes: dict[str, Any] = {"tokens": N, "hidden": D, "teacher_hidden": 0, "vocab": V, "dtype": dtype}
+    kernels = {"fused": impl.fused, "padded": impl.padded}
+    sums = plan(tokens=N, hidden=D, vocab=V, dtype=dtype, one_pass=False, **kernels).scratch_bytes
+    monkeypatch.setattr("logitless.objectives.LARGEST_TILE", 512)
+    sparse = way in ("class", "spread", "drop")
+    promised = distillation_tile(**sizes, ids=(K + 1) * sparse, whole_rows=way == "rows").scratch_bytes
+    options: dict[str, Any] = {"rest": way} if sparse else {"teacher": generated(impl)} if way == "rows" else {}
+    budget = None if impl.on_gpu else promised
+    used = scratch(impl, SPARSE if sparse else DENSE, dtype, memory_budget=budget, **options)
+    allowed = max(promised, sums) if impl.on_gpu else promised
+    assert 0.1 * promised <= used <= allowed, f"{used / 2**20:.2f} MiB of {allowed / 2**20:.2f} promised"
+
+
+def generated(impl: Any) -> Callable[..., Any]:
+    """rows(start, count) of the same probabilities for every token."""
+    if impl.name.startswith("torch"):
+        import torch
+
+        device = "cuda" if impl.on_gpu else "cpu"
+        return lambda start, count: torch.full((count, V), 1.0 / V, device=device)
+    import jax.numpy as jnp
+
+    return lambda start, count: jnp.full((count, V), 1.0 / V) + 0.0 * start
 
 
 # What the tile's promise may be of the peak, beside 1 MiB, by backend and dtype. It is one number of matrices for both

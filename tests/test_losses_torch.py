@@ -9,9 +9,17 @@ import pytest
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
 from logitless.tolerances import ELEMENTS  # noqa: E402
-from logitless.torch_impl import clipped_policy_loss, distillation_loss, dpo_loss, kto_loss  # noqa: E402
+from logitless.torch_impl import (  # noqa: E402
+    clipped_policy_loss,
+    dense_distillation_loss,
+    distillation_loss,
+    dpo_loss,
+    kto_loss,
+    sparse_distillation_loss,
+)
 
-NAMES = ("dpo", "ipo", "cpo", "simpo", "orpo", "kto", "policy", "cispo", "sequence", "distillation")
+DISTILLATIONS = ("distillation", "class", "spread", "dense")
+NAMES = ("dpo", "ipo", "cpo", "simpo", "orpo", "kto", "policy", "cispo", "sequence", *DISTILLATIONS)
 # Of these every part of the code runs in the calls above.
 POLICIES: dict[str, dict[str, Any]] = {
     "policy": {"entropy_coef": 0.1, "aggregation": "sequence_mean"},
@@ -50,6 +58,13 @@ def make(name: str, dtype: Any = torch.float32) -> tuple[Any, dict[str, Any]]:
         return lambda hidden, weight: clipped_policy_loss(
             hidden, weight, target, **known, kl_coef=0.1, **POLICIES[name]
         ), leaves
+    if name in DISTILLATIONS[1:]:
+        hard = {"target": target, "mask": known["mask"], "nll_coef": 0.5, "beta": 0.4}
+        teacher = torch.softmax(some(4, 6, 50), -1)
+        if name == "dense":
+            return lambda hidden, weight: dense_distillation_loss(hidden, weight, teacher, **hard), leaves
+        probs, ids = teacher.topk(3)
+        return lambda hidden, weight: sparse_distillation_loss(hidden, weight, ids, probs, rest=name, **hard), leaves
     # Autocast rounds the teacher too.
     teacher = some(4, 6, 5).bfloat16().float(), torch.nn.Parameter(some(50, 5).bfloat16().float())
     return lambda hidden, weight: distillation_loss(hidden, weight, *teacher, beta=0.4, mask=known["mask"]), leaves
@@ -66,12 +81,12 @@ def test_compiled_equals_eager(name: str) -> None:
     loss, leaves = make(name)
     expected = value_and_grads(loss, leaves)
     torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=name != "distillation", backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=name not in DISTILLATIONS, backend="aot_eager")
     for made, value in zip(value_and_grads(compiled, leaves), expected, strict=True):
         torch.testing.assert_close(made, value)
     with torch.no_grad():
         torch.testing.assert_close(compiled(**leaves), expected[0])
-    if name == "distillation":
+    if name in DISTILLATIONS:
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported):
             torch.compile(loss, fullgraph=True, backend="aot_eager")(**leaves)
@@ -198,6 +213,8 @@ def test_no_host_synchronisation(name: str, dtype: Any) -> None:
         desirable = torch.ones(4)
         target, advantage = torch.zeros(4, 6, dtype=torch.long), torch.randn(4)
         teacher = torch.randn(4, 6, 5, dtype=dtype), torch.randn(50, 5, dtype=dtype)
+        probs, ids = torch.softmax(torch.randn(4, 6, 50), -1).topk(3)
+        dense = torch.softmax(torch.randn(4, 6, 50), -1)
     finally:
         torch.set_default_device("cpu")
 
@@ -211,6 +228,11 @@ def test_no_host_synchronisation(name: str, dtype: Any) -> None:
         elif name in POLICIES:
             given = known | ({key: more[key] for key in more if key != "dual_clip" or name != "cispo"})
             clipped_policy_loss(*rows, target, advantage=advantage, **(POLICIES[name] | given), kl_coef=0.1).backward()
+        elif name == "dense":
+            dense_distillation_loss(*rows, dense, target=target, nll_coef=0.5, beta=0.4).backward()
+        elif name in DISTILLATIONS[1:]:
+            hard = {"target": target, "nll_coef": 0.5}
+            sparse_distillation_loss(*rows, ids, probs, rest=name, beta=0.4, **hard).backward()
         else:
             distillation_loss(*rows, *teacher, mask=known["mask"], beta=0.4).backward()
 

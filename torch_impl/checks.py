@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from logitless import spec
+from logitless import objectives, spec
 from logitless.planning import ChunkPlan, Preference, check_plan_sizes
 from logitless.planning import Request as PlanRequest
 from logitless.planning import choose as choose_plan
@@ -320,6 +320,36 @@ def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0, nam
         position = tuple(int(axis[0]) for axis in torch.nonzero(outside, as_tuple=True))
         given = (*position[:-1], position[-1] + shift) if shift else position
         raise spec.out_of_range_error(given, int(target[position]), vocab, ignore_index, name)
+
+
+def counted_target(target: Tensor, mask: Tensor | None, ignore_index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The targets with ignore_index where the mask is 0, so that no work is done there; and which tokens count."""
+    spec.check_ignore_index(ignore_index)
+    counted = target != ignore_index
+    if mask is not None:
+        counted = counted & flags("mask", mask, {"one element per token": tuple(target.shape)}, hidden)
+    return target.masked_fill(~counted, ignore_index), counted
+
+
+def flags(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], hidden: Tensor) -> Tensor:
+    """Where a tensor of yes and no is not 0, checked."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{name}: got {type(tensor).__name__}, allowed is a torch.Tensor{' or None' * (name == 'mask')}"
+        )
+    objectives.check_flag_array(name, info(tensor), shapes)
+    check_device(name, tensor, "hidden's", hidden.device)
+    return tensor != 0
+
+
+def known_constant(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], hidden: Tensor) -> Tensor:
+    """A tensor of known numbers, checked."""
+    check_type(name, tensor, strided=False)
+    objectives.check_constant(name, info(tensor), shapes)
+    check_device(name, tensor, "hidden's", hidden.device)
+    if tensor.requires_grad:
+        raise ValueError(f"{name}: got a tensor that requires grad, allowed is a constant: detach it")
+    return tensor
 
 
 def info(tensor: Tensor) -> ArrayInfo:

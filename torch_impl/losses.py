@@ -1,12 +1,9 @@
-"""Losses on top of per-token values: preferences, policies, distillation. Mirror of jax_impl/losses.py.
+"""Losses on top of per-token values: preferences and policies. Mirror of jax_impl/losses.py.
 
-No logits are held on any side. Every loss is a few operations on what :func:`linear_log_probs` gives, but for the
-distillation, which looks at whole distributions (torch_impl/distillation.py).
+No logits are held on any side. Every loss is a few operations on what :func:`linear_log_probs` gives.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +12,6 @@ from torch import Tensor
 from logitless import numerics, objectives, spec
 from logitless.objectives import (
     Aggregation,
-    DistillationOptions,
     DPOOptions,
     DPOStats,
     KLEstimator,
@@ -28,15 +24,11 @@ from logitless.objectives import (
     Ratio,
     SamplerCorrection,
 )
-from logitless.planning import ChunkPlan, Preference, check_plan_argument
-from logitless.spec import LossOptions, Reduction
-from logitless.torch_impl import checks, steps
+from logitless.planning import ChunkPlan, Preference
+from logitless.spec import Reduction
+from logitless.torch_impl import checks
 from logitless.torch_impl.api import linear_log_probs
-from logitless.torch_impl.backend import BACKENDS
-from logitless.torch_impl.call import XP, Arrays, Request, temperatures
-from logitless.torch_impl.compiled import tracing
-from logitless.torch_impl.distillation import Distillation, DivergenceFunction, Heads
-from logitless.torch_impl.kernels import first_check
+from logitless.torch_impl.call import XP, Arrays
 
 
 def dpo_loss(
@@ -104,11 +96,11 @@ def dpo_loss(
     options.check_reference(reference_log_prob is not None)
     spec.check_flags(return_stats=return_stats)
     _check_head(Arrays(hidden, weight, bias, target), sequence_parallel)
-    target, counted = _counted(target, mask, ignore_index, hidden)
+    target, counted = checks.counted_target(target, mask, ignore_index, hidden)
     objectives.check_pairs(checks.info(target))
     shapes = {"[2 B, T] =": tuple(target.shape), "[2 B] =": tuple(target.shape[:1])}
     if reference_log_prob is not None:
-        reference_log_prob = _constant("reference_log_prob", reference_log_prob, shapes, hidden)
+        reference_log_prob = checks.known_constant("reference_log_prob", reference_log_prob, shapes, hidden)
     log_prob, _ = linear_log_probs(
         hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         ignore_index=ignore_index, plan=plan, memory_budget=memory_budget, backend=backend,
@@ -172,14 +164,14 @@ def kto_loss(
     options = KTOOptions(beta, desirable_weight, undesirable_weight, reduction)
     spec.check_flags(return_stats=return_stats)
     _check_head(Arrays(hidden, weight, bias, target), sequence_parallel)
-    target, counted = _counted(target, mask, ignore_index, hidden)
+    target, counted = checks.counted_target(target, mask, ignore_index, hidden)
     objectives.check_sequences(checks.info(target))
     rows = tuple(target.shape[:1])
-    desirable = _flags("desirable", desirable, {"one per sequence [B] =": rows}, hidden)
+    desirable = checks.flags("desirable", desirable, {"one per sequence [B] =": rows}, hidden)
     shapes = {"[B, T] =": tuple(target.shape), "[B] =": rows}
-    reference_log_prob = _constant("reference_log_prob", reference_log_prob, shapes, hidden)
+    reference_log_prob = checks.known_constant("reference_log_prob", reference_log_prob, shapes, hidden)
     if isinstance(kl, Tensor):
-        kl = _constant("kl", kl, {"without axes": (), "[B] =": rows}, hidden)
+        kl = checks.known_constant("kl", kl, {"without axes": (), "[B] =": rows}, hidden)
     else:
         spec.check_number("kl", kl, also="a tensor")
     log_prob, _ = linear_log_probs(
@@ -285,14 +277,14 @@ def clipped_policy_loss(
     spec.check_flags(return_stats=return_stats, with_entropy=with_entropy)
     _check_head(Arrays(hidden, weight, bias, target), sequence_parallel)
     checks.check_normalizer(normalizer, "mean", hidden.device)
-    target, counted = _counted(target, mask, ignore_index, hidden)
+    target, counted = checks.counted_target(target, mask, ignore_index, hidden)
     per_token = {"target's shape": tuple(target.shape)}
     per_sequence = {"one per sequence": tuple(target.shape[:-1])}
-    advantage = _constant("advantage", advantage, per_token | per_sequence, hidden)
+    advantage = checks.known_constant("advantage", advantage, per_token | per_sequence, hidden)
     others = {
         "old_log_prob": old_log_prob, "reference_log_prob": reference_log_prob, "sampler_log_prob": sampler_log_prob
     }  # fmt: skip
-    known = [None if a is None else _constant(name, a, per_token, hidden) for name, a in others.items()]
+    known = [None if a is None else checks.known_constant(name, a, per_token, hidden) for name, a in others.items()]
     log_prob, entropy = linear_log_probs(
         hidden, weight, target, bias, logit_scale=logit_scale, softcap=softcap, temperature=temperature,
         ignore_index=ignore_index, with_entropy=entropy_coef > 0 or with_entropy, plan=plan,
@@ -306,168 +298,15 @@ def clipped_policy_loss(
     return (loss, stats) if return_stats else loss
 
 
-def distillation_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    teacher_bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    beta: float = 0.0,
-    temperature: Tensor | float = 1.0,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    teacher_logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    memory_budget: int | None = None,
-    backend: str | None = None,
-) -> Tensor:
-    """Divergence between a teacher's and a student's next-token distributions, with neither side's logits held.
-
-        p = softmax(z_teacher / τ)      q = softmax(z_student / τ)      m = β p + (1 − β) q
-        ℓ = KL(p ‖ q)                                  β = 0, forward KL
-            β KL(p ‖ m) + (1 − β) KL(q ‖ m)            0 < β < 1, the generalised Jensen-Shannon divergence
-            KL(q ‖ p)                                  β = 1, reverse KL
-
-    Sources: Hinton et al. 2015, arXiv:1503.02531 (its factor τ² is not applied: multiply by it if you want it); Agarwal
-    et al. 2023 (GKD), arXiv:2306.13649, with β = 0 and 1 as in TRL's GKD trainer.
-
-    Both logsumexps come first, then tiles of both sides' logits, in the forward and again in the backward:
-    4·N·V·(D + D_teacher) flops, then 2·N·V·(3 D + D_teacher).
-
-    Arguments:
-        hidden, weight, bias: the student's: [..., D], [V, D], [V].
-        teacher_hidden, teacher_weight, teacher_bias: [..., D_teacher], [V, D_teacher], [V], constant: never a gradient.
-            Their dtype may be another than the student's. V must be the same: slice a padded vocabulary.
-        mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
-        beta: β in [0, 1].
-        temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
-            constant; with one per token the pass for the logsumexps is in plain operations too.
-        reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
-        normalizer: replaces mean's denominator: a number, or a constant tensor without axes.
-        logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: tiles of up to 2048 × 2048.
-        backend: of the pass for the logsumexps, as for :func:`linear_cross_entropy`; the rest is plain operations.
-
-    Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
-    Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
-    """
-    each, number = temperatures(temperature)
-    options = DistillationOptions(beta, number, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap)
-    tracing.check_transforms("distillation_loss", takes_one=False)
-    _check_types(hidden=hidden, weight=weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
-    checks.check_normalizer(normalizer, reduction, hidden.device)
-    teacher = teacher_hidden, teacher_weight
-    objectives.check_sides(*map(checks.info, (hidden, weight, *teacher)))
-    target = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
-    target, counted = _counted(target, mask, -100, hidden)
-    own, other = options.logits(teacher=False), options.logits(teacher=True)
-    lse, dtype = _logsumexp(Arrays(hidden, weight, bias, target, temperature=each), own, memory_budget, backend)
-    try:
-        arrays = Arrays(*teacher, teacher_bias, target, temperature=each)
-        teacher_lse, teacher_dtype = _logsumexp(arrays, other, memory_budget, backend)
-    except (TypeError, ValueError) as error:
-        raise type(error)(objectives.of_teacher(str(error))) from None
-    tile = objectives.distillation_tile(
-        tokens=target.numel(), hidden=hidden.shape[-1], teacher_hidden=teacher_hidden.shape[-1],
-        vocab=weight.shape[0], dtype=checks.dtype_name(dtype), memory_budget=memory_budget,
-    )  # fmt: skip
-    call = Distillation(options.beta, own, other, dtype, teacher_dtype, tile)
-    constants = (
-        teacher_hidden.detach(),
-        teacher_weight.detach(),
-        None if teacher_bias is None else teacher_bias.detach(),
-    )
-    heads = Heads(hidden, weight, bias, *constants, target, each, lse, teacher_lse.to(lse.dtype))
-    losses = _divergence(call, heads)
-    if reduction == "mean":
-        counted = counted.reshape(-1).to(losses.dtype)
-        return numerics.aggregate(XP, losses, counted, "token_mean", normalizer)
-    return losses.reshape(target.shape) if reduction == "none" else losses.sum()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Shared
-
-
-@tracing.outside_graphs
-def _divergence(call: Distillation, heads: Heads) -> Tensor:
-    # Loops over tiles: a graph would hold every one of them.
-    losses: Tensor = DivergenceFunction.apply(call, *heads)  # type: ignore[no-untyped-call]
-    return losses
-
-
-@tracing.outside_graphs
-@torch.no_grad()
-def _logsumexp(
-    arrays: Arrays, options: LossOptions, memory_budget: int | None, backend: str | None
-) -> tuple[Tensor, torch.dtype]:
-    """log Σ_j exp(z_j) of every token in two parts, [2, N], 0 where it does not count; and the dtype of the products.
-
-    The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
-    divergences need, and so would parts from a logit far below the largest.
-    """
-    if checks.is_placed(arrays.hidden) or checks.is_placed(arrays.weight):
-        raise NotImplementedError(
-            "hidden, weight: got a DTensor, allowed are one device's tensors: to_local() gives them"
-        )
-    spec.check_backend(backend, BACKENDS)
-    check_plan_argument(None, memory_budget)
-    request = Request(
-        "none", -100, 0.0, 0.0, options.logit_scale, options.softcap, temperature=1.0, plan=None,
-        memory_budget=memory_budget, backend=backend, statistics=False,
-    )  # fmt: skip
-    plain, call = first_check.checked(lambda: checks.ready(arrays, None, request))
-    detached: Any = [None if array is None else array.detach() for array in plain]  # from forward mode, too
-    return steps.logsumexp(Arrays(*detached), call), call.compute_dtype
 
 
 def _check_head(arrays: Arrays, sequence_parallel: bool) -> None:
     """Check what is read before :func:`linear_log_probs` checks all; it alone knows how many ranks share hidden."""
     spec.check_flags(sequence_parallel=sequence_parallel)
     if sequence_parallel:
-        _check_types(hidden=arrays.hidden, weight=arrays.weight, target=arrays.target)
+        for name in ("hidden", "weight", "target"):
+            checks.check_type(name, getattr(arrays, name), strided=False)
     else:
         checks.check_tensors(arrays)
-
-
-def _counted(target: Tensor, mask: Tensor | None, ignore_index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The targets with ignore_index where the mask is 0, so that no work is done there; and which tokens count."""
-    spec.check_ignore_index(ignore_index)
-    counted = target != ignore_index
-    if mask is not None:
-        counted = counted & _flags("mask", mask, {"one element per token": tuple(target.shape)}, hidden)
-    return target.masked_fill(~counted, ignore_index), counted
-
-
-def _flags(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], hidden: Tensor) -> Tensor:
-    """Where a tensor of yes and no is not 0, checked."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"{name}: got {type(tensor).__name__}, allowed is a torch.Tensor{' or None' * (name == 'mask')}"
-        )
-    objectives.check_flag_array(name, checks.info(tensor), shapes)
-    if tensor.device != hidden.device:
-        raise ValueError(f"{name}: got device {tensor.device}, allowed is hidden's {hidden.device}")
-    return tensor != 0
-
-
-def _check_types(**tensors: Any) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, allowed is a torch.Tensor")
-
-
-def _constant(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]], hidden: Tensor) -> Tensor:
-    """A tensor of known numbers, checked."""
-    _check_types(**{name: tensor})
-    objectives.check_constant(name, checks.info(tensor), shapes)
-    if tensor.device != hidden.device:
-        raise ValueError(f"{name}: got device {tensor.device}, allowed is hidden's {hidden.device}")
-    if tensor.requires_grad:
-        raise ValueError(f"{name}: got a tensor that requires grad, allowed is a constant: detach it")
-    return tensor

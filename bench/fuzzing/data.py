@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.fuzzing.problems import OF_IDS, PER_TOKEN, Problem
+from bench.fuzzing.problems import DISTILLATIONS, FROM_TARGETS, OF_IDS, PER_TOKEN, Problem
 from logitless.rounding import round_to
 
 Arrays = dict[str, Any]
@@ -30,7 +30,9 @@ def make(problem: Problem) -> Arrays:
         arrays |= _teacher(problem, rng)
     if problem.function == "linear_token_log_probs":
         arrays["ids"] = _shared(_ids(problem, rng, arrays["target"]), problem.layouts["ids"])
-    if problem.function in ("distillation_loss", *OF_IDS):
+    if problem.function in FROM_TARGETS:
+        arrays |= _targets(problem, rng)
+    if problem.function in OF_IDS or (problem.function in DISTILLATIONS and "target" not in problem.arrays):
         del arrays["target"]
     if problem.function == "cross_entropy":
         _to_logits(problem, arrays)
@@ -170,6 +172,22 @@ def _teacher(problem: Problem, rng: Any) -> Arrays:
     if "teacher_bias" in problem.arrays:
         arrays["teacher_bias"] = round_to(rng.standard_normal(problem.vocab), dtype)
     return {name: _shared(values, problem.layouts.get(name, "")) for name, values in arrays.items()}
+
+
+def _targets(problem: Problem, rng: Any) -> Arrays:
+    """A teacher's probabilities, or those of some ids of every token, of which some places are none."""
+    p = rng.dirichlet(np.full(problem.vocab, 0.5), problem.shape) * 0.999 + 0.001 / problem.vocab
+    side = side_dtype(problem)
+    if problem.function == "dense_distillation_loss":
+        values = round_to(np.log(p) if problem.options["log_teacher"] else p, side)
+        return {"teacher": _shared(values, problem.layouts["teacher"])}
+    ids = np.argsort(rng.random((*problem.shape, problem.vocab)), axis=-1)[..., : problem.count]
+    ignore = problem.options.get("ignore_index", -100)
+    ids = _shared(np.where(rng.random(ids.shape) < 0.15, ignore, ids), problem.layouts["ids"])
+    probs = np.take_along_axis(p, np.clip(ids, 0, problem.vocab - 1), -1)
+    probs = _shared(round_to(probs, side), problem.layouts["probs"])
+    total = probs.sum(-1, keepdims=True)  # a repeated row stands beside other ids
+    return {"ids": ids.astype(np.int64), "probs": probs / np.maximum(total, 1.0).astype(probs.dtype)}
 
 
 def _ids(problem: Problem, rng: Any, target: Any) -> Any:

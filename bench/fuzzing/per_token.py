@@ -318,7 +318,7 @@ def kto(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
 
 
 def distillation(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
-    o, counted = problem.options, _counted(problem, arrays).reshape(-1)
+    o, counted = problem.options, _distilled(problem, arrays)
     head, teacher = head_of(problem, arrays), head_of(problem, arrays, "teacher_")
     (z, slope, scale), (teacher_z, _, _) = (
         scaled(problem, head.raw, head.tau),
@@ -335,15 +335,104 @@ def distillation(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
         losses = factor * (q * a).sum(1) + (0.0 if beta == 1.0 else beta * (p * (log_p - log_m)).sum(1))
         mean = (q * a).sum(1, keepdims=True)
         dz, gross = factor * q * (a - mean), factor * q * (np.abs(a) + np.abs(mean) + 1e-3)
+    losses, dz, gross = _with_hard(problem, arrays, _Divergence(losses, dz * slope, gross * scale, head))
     g = np.where(counted, np.broadcast_to(arrays["upstream"], problem.shape).reshape(-1), 0.0)
     factor = 1.0 / max(1, counted.sum()) if o["reduction"] == "mean" else 1.0
     losses = np.where(counted, losses, 0.0)
     loss = losses.reshape(problem.shape) if o["reduction"] == "none" else losses.sum() * factor
     rows = factor * (losses + counted * (1.0 + teacher.magnitude))
-    dz = np.where(counted[:, None], dz * slope * (g * factor)[:, None], 0.0)
-    gross = np.where(counted[:, None], gross * scale * (g * factor)[:, None], 0.0)
+    dz = np.where(counted[:, None], dz * (g * factor)[:, None], 0.0)
+    gross = np.where(counted[:, None], gross * (g * factor)[:, None], 0.0)
     head.magnitude = head.magnitude + teacher.magnitude
     return _on_top(problem, arrays, head, loss, rows, dz, gross, np.zeros(1, bool))
+
+
+def _distilled(problem: Problem, arrays: Arrays) -> Any:
+    """[N]: which tokens of a distillation count."""
+    counted = np.ones(problem.shape, bool) if "mask" not in arrays else arrays["mask"] != 0
+    ignore = problem.options.get("ignore_index", -100)
+    if "target" in arrays:
+        counted = counted & (arrays["target"] != ignore)
+    if "ids" in arrays:
+        counted = counted & (arrays["ids"] != ignore).any(-1)
+    return counted.reshape(-1)
+
+
+@dataclasses.dataclass
+class _Divergence:
+    """Of every token the divergence, its gradient in the logits before scale and softcap, and what that is a sum of."""
+
+    losses: Any
+    dz: Any
+    gross: Any
+    head: Head
+
+
+def _with_hard(problem: Problem, arrays: Arrays, soft: _Divergence) -> tuple[Any, Any, Any]:
+    """The same with the hard loss, which has no temperature."""
+    if "target" not in arrays:
+        return soft.losses, soft.dz, soft.gross
+    coef, y = problem.options["nll_coef"], soft.head.y
+    z, slope, scale = scaled(problem, soft.head.raw, 1.0)
+    rows, log_q = np.arange(len(z)), _log_softmax(z)
+    q = np.exp(log_q)
+    q[rows, y] = -np.expm1(log_q[rows, y])
+    signed = q.copy()
+    signed[rows, y] *= -1.0
+    return soft.losses - coef * log_q[rows, y], soft.dz + coef * signed * slope, soft.gross + coef * q * scale
+
+
+def from_targets(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
+    """The reference's values; here is what they are sums of."""
+    o, counted, head = problem.options, _distilled(problem, arrays), head_of(problem, arrays)
+    head.valid, head.y = counted, np.where(counted, head.y, 0)
+    head.x = np.where(counted[:, None], arrays["hidden"].astype(np.float64).reshape(head.x.shape), 0.0)
+    head.raw = head.x @ head.w.T + arrays.get("bias", np.zeros(problem.vocab)).astype(np.float64)
+    names = ("hidden", "weight", "bias", "ids", "probs", "teacher", "target", "mask", "temperature", "upstream")
+    true = getattr(reference, problem.function)(**{name: arrays[name] for name in names if name in arrays}, **o)
+    z, _, scale = scaled(problem, head.raw, head.tau)
+    log_q, beta = _log_softmax(z), o["beta"]
+    p, log_c, lost = _teacher_classes(problem, arrays, log_q)
+    share, q = np.exp(log_q - log_c), np.exp(log_c)
+    if beta == 0.0:
+        gross = share * (p + q)
+    else:
+        log_p = np.log(np.maximum(p, 1e-300))
+        a = log_c - (log_p if beta == 1.0 else np.logaddexp(np.log(beta) + log_p, np.log1p(-beta) + log_c))
+        mean = (np.exp(log_q) * np.abs(a)).sum(1, keepdims=True)
+        gross = share * q * (np.abs(a) + mean + lost[:, None] + 1e-3)
+    _, _, gross = _with_hard(problem, arrays, _Divergence(0.0 * z[:, 0], 0.0 * z, gross * scale, head))
+    factor = 1.0 / max(1, counted.sum()) if o["reduction"] == "mean" else 1.0
+    g = np.abs(np.broadcast_to(arrays["upstream"], problem.shape).reshape(-1)) * factor
+    rows = factor * (np.abs(true.losses.reshape(-1)) + counted * (1.0 + lost) * (1.0 + o.get("nll_coef", 0.0)))
+    gross = np.where(counted[:, None], gross * g[:, None], 0.0)
+    return _on_top(problem, arrays, head, true.loss, rows, true.logits_grad, gross, np.zeros(1, bool))
+
+
+def _teacher_classes(problem: Problem, arrays: Arrays, log_q: Any) -> tuple[Any, Any, Any]:
+    """The teacher's mass and the logarithm of the student's of the class that each id is in, [N, V] both; and how much
+    of the rest's mass a rounding of 1 is, [N]."""
+    nothing = np.zeros(len(log_q))
+    if "teacher" in arrays:
+        teacher = arrays["teacher"].astype(np.float64).reshape(log_q.shape)
+        return np.exp(teacher) if problem.options["log_teacher"] else teacher, log_q, nothing
+    ids, rows = arrays["ids"].reshape(-1, problem.count), np.arange(len(log_q))[:, None]
+    known = ids != problem.options.get("ignore_index", -100)
+    probs = np.where(known, arrays["probs"].astype(np.float64).reshape(ids.shape), 0.0)
+    padded = np.zeros((len(log_q), problem.vocab + 1))
+    place = np.where(known, ids, problem.vocab)
+    padded[rows, place] = probs
+    inside = np.zeros(padded.shape, bool)
+    inside[rows, place] = True
+    inside, p = inside[:, :-1], padded[:, :-1]
+    rest, others = np.maximum(1.0 - probs.sum(1), 0.0), np.maximum(1, (~inside).sum(1))
+    lost = np.where(rest > 0, 1.0 / np.maximum(rest, 1e-12), 0.0) if problem.options["beta"] else nothing
+    if problem.options["rest"] == "drop":
+        return p / np.where(probs.sum(1) > 0, probs.sum(1), 1.0)[:, None], log_q, nothing
+    if problem.options["rest"] == "spread":
+        return np.where(inside, p, (rest / others)[:, None]), log_q, lost
+    log_rest = np.log(np.where(inside, 0.0, np.exp(log_q)).sum(1))
+    return np.where(inside, p, rest[:, None]), np.where(inside, log_q, log_rest[:, None]), lost
 
 
 def _on_top(

@@ -24,7 +24,8 @@ DTYPES = {
 FUNCTIONS = {
     "linear_cross_entropy": 0.43, "linear_log_probs": 0.11, "cross_entropy": 0.11, "clipped_policy_loss": 0.08,
     "dpo_loss": 0.06, "kto_loss": 0.02, "distillation_loss": 0.05, "padded_index_gather": 0.04,
-    "linear_token_log_probs": 0.06, "linear_top_k": 0.04,
+    "linear_token_log_probs": 0.06, "linear_top_k": 0.04, "sparse_distillation_loss": 0.04,
+    "dense_distillation_loss": 0.02,
 }  # fmt: skip
 # Kernels are compiled once for a size of D and V and their options: on a GPU sizes come from these.
 BUCKETS = (
@@ -37,6 +38,9 @@ NUMPY_LAYOUTS = (*LAYOUTS, "negative")
 TRAINED = "trained"
 OF_IDS = ("linear_token_log_probs", "linear_top_k")
 PER_TOKEN = ("linear_log_probs", *OF_IDS)
+FROM_TARGETS = ("sparse_distillation_loss", "dense_distillation_loss")
+DISTILLATIONS = ("distillation_loss", *FROM_TARGETS)
+OF_TEACHERS = ("ids", "probs", "teacher")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +235,7 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
         options["logit_scale"] = dice.between(0.3, 2.0)
     if dice.chance(0.3):
         options["softcap"] = dice.between(2.0, 40.0)
-    if function != "distillation_loss" and dice.chance(0.25):
+    if function not in DISTILLATIONS and dice.chance(0.25):
         options["temperature"] = dice.between(0.5, 3.0)
     takes_numbers = backend in ("triton", "pallas") or function == "cross_entropy"
     if not takes_numbers and dice.chance(0.2):
@@ -266,6 +270,8 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
         options["k"] = min(vocab, dice.one((1, 2, 5, 30, vocab)))
     else:
         _more_options(dice, function, options, arrays)
+    if function == "sparse_distillation_loss":
+        arrays |= {"ids": f"own {min(vocab, dice.one((1, 2, 5, max(1, vocab // 2), vocab)))}", "probs": "given"}
     return options, arrays
 
 
@@ -299,6 +305,19 @@ def _more_options(dice: Dice, function: str, options: dict[str, Any], arrays: di
         options |= {"beta": dice.one((0.0, 0.5, 0.9, 1.0)), "reduction": dice.one(("mean", "sum", "none"))}
         if "temperature" not in arrays and dice.chance(0.5):
             options["temperature"] = dice.between(0.5, 3.0)
+        if dice.chance(0.4):
+            options["nll_coef"] = dice.between(0.1, 2.0)
+            arrays["target"] = "given"
+        _teacher_options(dice, function, options, arrays)
+
+
+def _teacher_options(dice: Dice, function: str, options: dict[str, Any], arrays: dict[str, str]) -> None:
+    if function == "dense_distillation_loss":
+        options["log_teacher"] = dice.chance(0.5)
+        arrays["teacher"] = "given"
+    elif function == "sparse_distillation_loss":
+        options["rest"] = dice.one(("class", "spread") if options["beta"] == 1.0 else ("class", "spread", "drop"))
+    else:
         if dice.chance(0.3):
             options["teacher_softcap"] = dice.between(2.0, 40.0)
         if dice.chance(0.5):
@@ -379,12 +398,16 @@ def _layouts(dice: Dice, backend: str, function: str, arrays: dict[str, str]) ->
         "distillation_loss": ["hidden", "weight", "teacher_hidden", "teacher_weight"],
         "linear_token_log_probs": ["hidden", "weight"],  # and ids, which are among the arrays
         "linear_top_k": ["hidden", "weight"],
+        **{name: ["hidden", "weight"] for name in FROM_TARGETS},
     }.get(function, ["hidden", "weight", "target"])
-    names += [name for name in arrays if name != "normalizer"]
+    names = [*names, *(name for name in arrays if name != "normalizer")]
     if dice.chance(0.33):
         return dict.fromkeys(names, "contiguous")
     layouts = LAYOUTS if backend in TORCH else NUMPY_LAYOUTS
-    return {name: dice.one(layouts) if dice.chance(0.6) else "contiguous" for name in names}
+    drawn = {name: dice.one(layouts) if dice.chance(0.6) else "contiguous" for name in names}
+    if function in FROM_TARGETS:  # one number everywhere is no distribution
+        return {n: "step" if layout == "broadcast" and n in OF_TEACHERS else layout for n, layout in drawn.items()}
+    return drawn
 
 
 def _needs(dice: Dice, function: str, arrays: dict[str, str]) -> tuple[str, ...]:

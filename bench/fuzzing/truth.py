@@ -173,6 +173,7 @@ _TRUTHS = {
     "linear_cross_entropy": _cross_entropy, "cross_entropy": _cross_entropy, "linear_log_probs": per_token.log_probs,
     "clipped_policy_loss": per_token.policy, "dpo_loss": per_token.dpo, "kto_loss": per_token.kto,
     "distillation_loss": per_token.distillation,
+    "sparse_distillation_loss": per_token.from_targets, "dense_distillation_loss": per_token.from_targets,
     "linear_token_log_probs": per_token.token_log_probs, "linear_top_k": per_token.top_k,
     "padded_index_gather": _gather,
 }  # fmt: skip

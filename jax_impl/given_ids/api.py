@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
@@ -75,7 +74,7 @@ def linear_token_log_probs(
     arrays, call = _ready(given, request, shard, ids.shape[-1])
     checks.check_ids(ids, shard.vocab or weight.shape[0], request.ignore_index, name="ids")
     flat = ids if ids.ndim == 1 and shape else ids.reshape(-1, ids.shape[-1])
-    log_prob: Array = token_log_probs(call, arrays, _narrow(flat), None)
+    log_prob: Array = token_log_probs(call, arrays, checks.narrow(flat), None)
     return log_prob.reshape(*shape, ids.shape[-1])
 
 
@@ -144,13 +143,6 @@ def _tokens(hidden: RawArray, shard: Shard) -> tuple[int, ...]:
     if not hidden.ndim:
         raise ValueError("hidden: got shape (), allowed is [..., D]")
     return parallel.gathered_info(checks.info(hidden), shard).shape[:-1]
-
-
-def _narrow(ids: RawArray) -> Array:
-    """Ids as int32. One that int32 cannot hold stays outside the vocabulary."""
-    if isinstance(ids, np.ndarray | np.generic):
-        ids = np.where(ids == ids.astype(np.int32), ids, np.iinfo(np.int32).max)
-    return jnp.asarray(ids).astype(jnp.int32)
 
 
 def _ready(arrays: Arrays[RawArray], request: Request, shard: Shard, count: int) -> tuple[Arrays[Array], IdsCall]:

@@ -17,7 +17,7 @@ for function in KEPT_WHOLE:
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="process_group, DTensors, accumulate_into, defer_weight_grad, distillation_loss and patched models' losses "
+    reason="process_group, DTensors, accumulate_into, defer_weight_grad, distillations and patched models' losses "
     "run outside of a graph"
 )
 def outside(

@@ -1,0 +1,1 @@
+"""Divergences from a teacher's head, from sparse and from dense targets. Mirror of torch_impl/distillation."""

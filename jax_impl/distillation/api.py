@@ -1,0 +1,464 @@
+"""The public distillations: from a teacher's head, from sparse and from dense targets. Mirror of
+torch_impl/distillation/api.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from logitless import numerics, objectives, spec
+from logitless.jax_impl import checks, vjp
+from logitless.jax_impl.call import (
+    XP,
+    Arrays,
+    Call,
+    RawArray,
+    RawArrays,
+    Request,
+    accumulation_dtype,
+    as_jax,
+    taking_wrappers,
+    temperatures,
+)
+from logitless.jax_impl.distillation.steps import (
+    Constants,
+    Distillation,
+    DistillationArrays,
+    FromDense,
+    FromHead,
+    FromIds,
+    Soft,
+    divergence,
+)
+from logitless.jax_impl.distillation.teachers import DenseRows, Program
+from logitless.jax_impl.distributed.parallel import WHOLE
+from logitless.objectives import DistillationOptions, Rest, Tile
+from logitless.spec import LossOptions, Reduction
+
+
+@taking_wrappers
+def distillation_loss(
+    hidden: Array,
+    weight: Array,
+    teacher_hidden: Array,
+    teacher_weight: Array,
+    bias: Array | None = None,
+    *,
+    teacher_bias: Array | None = None,
+    target: Array | None = None,
+    nll_coef: float = 0.0,
+    mask: Array | None = None,
+    beta: float = 0.0,
+    temperature: Array | float = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Array | float | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Array:
+    """Divergence between a teacher's and a student's next-token distributions, with neither side's logits held.
+
+        p = softmax(z_teacher / τ)      q = softmax(z_student / τ)      m = β p + (1 − β) q
+        ℓ = KL(p ‖ q)                                  β = 0, forward KL
+            β KL(p ‖ m) + (1 − β) KL(q ‖ m)            0 < β < 1, the generalised Jensen-Shannon divergence
+            KL(q ‖ p)                                  β = 1, reverse KL
+        ℓ − γ log softmax(z_student)_y                 with a target y: the hard loss, without τ, in the same passes
+
+    Sources: Hinton et al. 2015, arXiv:1503.02531 (its factor τ² is not applied: multiply by it if you want it); Agarwal
+    et al. 2023 (GKD), arXiv:2306.13649, with β = 0 and 1 as in TRL's GKD trainer. Hinton's mixture
+    (1 − α) τ² ℓ + α nll is (1 − α) τ² times this loss with γ = α / ((1 − α) τ²).
+
+    Both logsumexps come first, then tiles of both sides' logits, in the forward and again in the backward:
+    4·N·V·(D + D_teacher) flops, then 2·N·V·(3 D + D_teacher).
+
+    Arguments:
+        hidden, weight, bias: the student's: [..., D], [V, D], [V].
+        teacher_hidden, teacher_weight, teacher_bias: [..., D_teacher], [V, D_teacher], [V], constant: never a gradient.
+            Their dtype may be another than the student's. V must be the same: slice a padded vocabulary.
+        target: y, [...], already shifted; given exactly when nll_coef is above 0. A token with ignore_index does not
+            count, in neither loss.
+        nll_coef: γ, at least 0.
+        mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
+        beta: β in [0, 1].
+        temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
+            constant; with one per token the pass for the logsumexps is in plain operations too.
+        reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
+        normalizer: replaces mean's denominator: a number, or a constant array without axes.
+        logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
+        memory_budget: bytes of scratch beyond inputs and gradients; None: tiles of up to 2048 × 2048.
+        backend: of the pass for the logsumexps, as for :func:`linear_cross_entropy`; the rest is plain operations.
+
+    Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
+    Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
+    """
+    each, number = temperatures(temperature)
+    options = DistillationOptions(
+        beta, number, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap, nll_coef
+    )
+    given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
+    teacher = _HeadTeacher(teacher_hidden, teacher_weight, teacher_bias, options.logits(teacher=True))
+    return _loss(given, options, teacher, _Limits(normalizer, memory_budget, backend))
+
+
+@taking_wrappers
+def sparse_distillation_loss(
+    hidden: Array,
+    weight: Array,
+    ids: Array,
+    probs: Array,
+    bias: Array | None = None,
+    *,
+    rest: Rest = "class",
+    target: Array | None = None,
+    nll_coef: float = 0.0,
+    mask: Array | None = None,
+    beta: float = 0.0,
+    temperature: Array | float = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Array | float | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Array:
+    """Divergence from a teacher of which K ids a token and their probabilities are known, without the logits.
+
+        q = softmax(z / τ)      P = Σ_k p_k      R = 1 − P, the rest's mass
+        rest="class"     p = (p_1, ..., p_K, R)            q = (q_1, ..., q_K, Σ of all other q_j)
+        rest="spread"    p_j = R / (V − K) of every other id      q over all ids
+        rest="drop"      p = (p_1, ..., p_K) / P, 0 elsewhere     q over all ids: the whole softmax, not of the K ids
+        ℓ = KL(p ‖ q)                                  β = 0, forward KL
+            β KL(p ‖ m) + (1 − β) KL(q ‖ m)            0 < β < 1, the generalised Jensen-Shannon divergence
+            KL(q ‖ p)                                  β = 1, reverse KL; infinite where p is 0 and q is not
+        ℓ − γ log softmax(z)_y                         with a target y: the hard loss, without τ, in the same passes
+
+    With m = β p + (1 − β) q. "class" takes nothing for known that the teacher did not say: its divergence is at most
+    that of any teacher with these probabilities. The mass of all other ids is a sum over them, no 1 − Σ_k q_k, so a
+    student that is sure loses no digits.
+
+    "class" and "drop" take 2·N·D·V flops forward, all in plain operations, and "spread" 4, of which the pass for the
+    logsumexps is the backend's. The backward takes 6.
+
+    Arguments:
+        hidden, weight, bias: the student's: [..., D], [V, D], [V].
+        ids: [..., K] int32 or int64, different ids in [0, V) for each token, or ignore_index where a token has fewer.
+            A token without any does not count. K at least 1.
+        probs: [..., K] floating, constant: of the teacher at its own temperature, at least 0, with a sum of at most 1.
+            Where rounding took the sum above 1, they are divided by it.
+        rest: what the rest's mass becomes. "drop" has no reverse KL: it would be infinite.
+        ignore_index: marks what is no id, in ids and in target.
+        temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
+
+    Where looking waits for nothing (a CPU, outside of jax.jit), ids outside or repeated and probabilities that are no
+    distribution's raise ValueError; elsewhere that token's loss is NaN, without gradient.
+
+    Returns the loss in float32 (float64 for float64 input), differentiable once in hidden, weight and bias. Raises as
+    :func:`linear_cross_entropy`.
+    """
+    each, number = temperatures(temperature)
+    options = DistillationOptions(beta, number, reduction, logit_scale, softcap, nll_coef=nll_coef)
+    options.check_rest(rest)
+    given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
+    return _loss(given, options, _SparseTeacher(ids, probs, rest), _Limits(normalizer, memory_budget, backend))
+
+
+@taking_wrappers
+def dense_distillation_loss(
+    hidden: Array,
+    weight: Array,
+    teacher: Array | DenseRows,
+    bias: Array | None = None,
+    *,
+    log_teacher: bool = False,
+    target: Array | None = None,
+    nll_coef: float = 0.0,
+    mask: Array | None = None,
+    beta: float = 0.0,
+    temperature: Array | float = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Array | float | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Array:
+    """Divergence from a teacher of which all probabilities are known, which are read or made a chunk at a time.
+
+        q = softmax(z / τ)      m = β p + (1 − β) q
+        ℓ = KL(p ‖ q) = Σ_j p_j (log p_j − log q_j)    β = 0, forward KL
+            β KL(p ‖ m) + (1 − β) KL(q ‖ m)            0 < β < 1, the generalised Jensen-Shannon divergence
+            KL(q ‖ p)                                  β = 1, reverse KL; infinite where p is 0 and q is not
+        ℓ − γ log softmax(z)_y                         with a target y: the hard loss, without τ, in the same passes
+
+    Rows of the teacher have the sum 1. Where rounding gave them another, the KL divergences are Σ_j p_j (log p_j −
+    log q_j) − p_j + q_j, of p and q as β says: least where q is p.
+
+    4·N·D·V flops forward, of which the pass for the logsumexps is the backend's, and 6 backward, in plain operations.
+
+    Arguments:
+        hidden, weight, bias: the student's: [..., D], [V, D], [V].
+        teacher: p, constant, at the teacher's own temperature; nothing looks at its values. Either
+
+            - an array [..., V] of any floating dtype, of which a tile of up to 2048 × 2048 is worked on at a time;
+            - a function ``rows(start, count)`` that returns the rows [count, V] of ``count`` tokens from ``start`` on,
+              counted through the flattened leading axes. ``start`` is a traced number, ``count`` a static one. It runs
+              once for every chunk of tokens in the forward and, for the same rows, once in the backward. The chunks
+              have fewer tokens, and the gradient of the weight is added up in float32 (float64) beside itself. What
+              the function closes over gets no gradient. Outside of jax.jit every call compiles it anew.
+              ``jax.pure_callback`` in it reads a file.
+        log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.
+        ignore_index: marks tokens in target that do not count.
+        temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
+
+    Returns the loss in float32 (float64 for float64 input), differentiable once in hidden, weight and bias. Raises as
+    :func:`linear_cross_entropy`.
+    """
+    each, number = temperatures(temperature)
+    options = DistillationOptions(beta, number, reduction, logit_scale, softcap, nll_coef=nll_coef)
+    spec.check_flags(log_teacher=log_teacher)
+    given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
+    return _loss(given, options, _DenseTeacher(teacher, log_teacher), _Limits(normalizer, memory_budget, backend))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The road of a call
+
+
+class _Limits(NamedTuple):
+    """What a caller says of reduction and memory."""
+
+    normalizer: Array | float | None
+    memory_budget: int | None
+    backend: str | None
+
+
+class _Given(NamedTuple):
+    """The student's side of a call, as the caller wrote it."""
+
+    hidden: RawArray
+    weight: RawArray
+    bias: RawArray | None
+    target: RawArray | None
+    mask: RawArray | None
+    temperature: RawArray | None
+    ignore_index: int
+
+
+class _Student(NamedTuple):
+    """The student's side of a call, checked."""
+
+    raw: RawArrays
+    """Their target says which tokens count: 0, or −100 where not."""
+    hard: Array | None
+    """[N], the ids of the hard loss, 0 where a token does not count."""
+    counted: Array
+    """[...]"""
+    wrong: Array
+    """[...]: tokens that count, but whose loss is NaN, without gradient."""
+    ignore_index: int
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of sums and losses."""
+        return accumulation_dtype(self.raw.hidden.dtype)
+
+    def without(self, wrong: Array) -> _Student:
+        """The student, with more wrong tokens."""
+        raw = self.raw._replace(target=jnp.where(wrong, -100, jnp.asarray(self.raw.target)))
+        return self._replace(raw=raw, wrong=self.wrong | wrong)
+
+
+class _Known(NamedTuple):
+    """What a call knows of its teacher."""
+
+    soft: Soft
+    constants: Constants
+    student: _Student
+    teacher_hidden: int = 0
+    ids: int = 0
+    """K + 1, of a sparse one."""
+    whole_rows: bool = False
+
+
+class _Teacher(Protocol):
+    """A teacher as the caller wrote it."""
+
+    def check(self, given: _Given) -> Array | None:
+        """Check it beside the student's arrays. Of which tokens it knows something, [...]; None: of all."""
+
+    def known(self, student: _Student, options: LossOptions, limits: _Limits) -> _Known:
+        """What the losses need of it. ``options``: of the student's logits."""
+
+
+def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits: _Limits) -> Array:
+    options.check_target(given.target is not None)
+    for name in ("hidden", "weight"):
+        checks.check_type(name, getattr(given, name))
+    checks.check_normalizer(limits.normalizer, options.reduction)
+    about, own = teacher.check(given), options.logits(teacher=False)
+    known = teacher.known(_student(given, about), own, limits)
+    student = known.student
+    tile = _tile(student.raw, limits, known.teacher_hidden, known.ids, known.whole_rows)
+    call = Distillation(known.soft, options.beta, options.nll_coef, float(options.temperature), own, tile)
+    arrays: Arrays[Array] = as_jax(student.raw, given.hidden.dtype)
+    if arrays.temperature is not None:
+        arrays = arrays._replace(temperature=checks.stopped(arrays.temperature))
+    losses: Array = divergence(call, DistillationArrays(arrays, student.hard, known.constants))
+    losses = jnp.where(student.wrong.reshape(-1), jnp.nan, losses)
+    if options.reduction == "mean":
+        counted = student.counted.reshape(-1).astype(losses.dtype)
+        return numerics.aggregate(XP, losses, counted, "token_mean", limits.normalizer)
+    return losses.reshape(student.counted.shape) if options.reduction == "none" else losses.sum()
+
+
+def _tile(raw: RawArrays, limits: _Limits, teacher_hidden: int = 0, ids: int = 0, whole_rows: bool = False) -> Tile:
+    vocab, size = raw.weight.shape
+    return objectives.distillation_tile(
+        tokens=math.prod(raw.target.shape), hidden=size, teacher_hidden=teacher_hidden, vocab=vocab,
+        dtype=str(raw.hidden.dtype), memory_budget=limits.memory_budget, ids=ids, whole_rows=whole_rows,
+    )  # fmt: skip
+
+
+def _student(given: _Given, about: Array | None) -> _Student:
+    """``about``: of which tokens the teacher knows something."""
+    hidden, vocab, tokens = given.hidden, given.weight.shape[0], given.hidden.shape[:-1]
+    zero = np.zeros(tokens, np.int32)
+    target = zero if given.target is None else given.target
+    checks.check_arrays(Arrays(hidden, given.weight, given.bias, target, temperature=given.temperature), WHOLE)
+    spec.check_ignore_index(given.ignore_index)
+    counted = jnp.ones(tokens, bool) if about is None else about
+    if given.target is not None:
+        counted = counted & jnp.asarray(given.target != given.ignore_index)
+    if given.mask is not None:
+        checks.check_flags("mask", given.mask, {"one element per token": tuple(tokens)})
+        counted = counted & jnp.asarray(given.mask != 0)
+    ids = jnp.where(counted, checks.narrow(target), 0)
+    checks.check_ids(ids, vocab, given.ignore_index)
+    wrong = (ids < 0) | (ids >= vocab)
+    scored = jnp.where(counted & ~wrong, jnp.asarray(zero), -100)
+    raw: RawArrays = Arrays(hidden, given.weight, given.bias, scored, temperature=given.temperature)
+    hard = None if given.target is None else jnp.where(wrong, 0, ids).reshape(-1)
+    return _Student(raw, hard, counted, wrong, given.ignore_index)
+
+
+def _logsumexp(raw: RawArrays, options: LossOptions, limits: _Limits) -> Array:
+    """log Σ_j exp(z_j) of every token in two parts, [2, N], without gradient; 0 where it does not count.
+
+    The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
+    divergences need, and so would parts from a logit far below the largest.
+    """
+    parts: Array = vjp.logsumexp(*reversed(_ready(raw, options, limits)))
+    return parts
+
+
+def _ready(raw: RawArrays, options: LossOptions, limits: _Limits) -> tuple[Arrays[Array], Call]:
+    """The checked call of the pass for the logsumexps, and its arrays, without gradient."""
+    checks.check_arrays(raw, WHOLE)
+    bias = None if raw.bias is None else checks.stopped(raw.bias)
+    raw = raw._replace(hidden=checks.stopped(raw.hidden), weight=checks.stopped(raw.weight), bias=bias)
+    request = Request(
+        reduction="none", logit_scale=options.logit_scale, softcap=options.softcap, memory_budget=limits.memory_budget,
+        backend=limits.backend,
+    )  # fmt: skip
+    return checks.ready(raw, request, WHOLE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Teachers
+
+
+class _HeadTeacher(NamedTuple):
+    hidden: RawArray
+    weight: RawArray
+    bias: RawArray | None
+    options: LossOptions
+
+    def check(self, given: _Given) -> None:
+        for name in ("hidden", "weight"):
+            checks.check_type(f"teacher_{name}", getattr(self, name))
+        objectives.check_sides(*map(checks.info, (given.hidden, given.weight, self.hidden, self.weight)))
+
+    def known(self, student: _Student, options: LossOptions, limits: _Limits) -> _Known:
+        lse = _logsumexp(student.raw, options, limits)
+        try:
+            raw: RawArrays = student.raw._replace(hidden=self.hidden, weight=self.weight, bias=self.bias)
+            teacher_lse = _logsumexp(raw, self.options, limits)
+        except (TypeError, ValueError) as error:
+            raise type(error)(objectives.of_teacher(str(error))) from None
+        head = jax.tree.map(checks.stopped, raw)
+        constants = (head, teacher_lse.astype(lse.dtype), lse)
+        return _Known(FromHead(self.options), constants, student, self.hidden.shape[-1])
+
+
+class _SparseTeacher(NamedTuple):
+    ids: RawArray
+    probs: RawArray
+    rest: Rest
+
+    def check(self, given: _Given) -> Array:
+        checks.check_types({"ids": self.ids, "probs": self.probs})
+        spec.check_ignore_index(given.ignore_index)
+        objectives.check_sparse(checks.info(self.ids), checks.info(self.probs), tuple(given.hidden.shape[:-1]))
+        return jnp.asarray(self.ids != given.ignore_index).any(axis=-1)
+
+    def known(self, student: _Student, options: LossOptions, limits: _Limits) -> _Known:
+        vocab, count = student.raw.weight.shape[0], self.ids.shape[-1]
+        ids = jnp.where(student.counted[..., None], checks.narrow(self.ids), student.ignore_index)
+        checks.check_ids(ids, vocab, student.ignore_index, name="ids")
+        ignored = ids == student.ignore_index
+        known = ~ignored & (ids >= 0) & (ids < vocab)
+        probs = checks.stopped(self.probs).astype(student.dtype)
+        # Each place without an id counts as an id of its own.
+        order = jnp.sort(jnp.where(ignored, -1 - jnp.arange(count, dtype=ids.dtype), ids), axis=-1)
+        repeated = (order[..., 1:] == order[..., :-1]).any(axis=-1)
+        no_sum = student.counted & ~numerics.is_distribution(XP, probs, ~ignored, self.rest)
+        for wrong, kind in ((repeated, True), (no_sum, False)):
+            seen = checks.readable(wrong)
+            if seen is not None and seen.any():
+                position = tuple(map(int, np.argwhere(seen)[0]))
+                raise objectives.sparse_error(position, repeated=kind)
+        student = student.without(repeated | no_sum | (~ignored & ~known).any(axis=-1))
+        spread, flat = self.rest == "spread", jnp.where(known, ids, -1).reshape(-1, count)
+        log_p, log_rest = numerics.sparse_teacher(XP, probs.reshape(-1, count), flat >= 0, self.rest, vocab)
+        lse = (_logsumexp(student.raw, options, limits),) if spread else ()
+        if not spread:  # no pass, but its checks
+            _ready(student.raw, options, limits)
+        return _Known(FromIds(spread), (flat, log_p, log_rest, *lse), student, ids=count + 1)
+
+
+class _DenseTeacher(NamedTuple):
+    source: RawArray | DenseRows
+    log: bool
+
+    def check(self, given: _Given) -> None:
+        if isinstance(self.source, jax.Array | np.ndarray):
+            checks.check_types({"teacher": self.source})
+            objectives.check_dense(checks.info(self.source), (*given.hidden.shape[:-1], given.weight.shape[0]))
+        elif not callable(self.source):
+            raise TypeError(
+                f"teacher: got {type(self.source).__name__}, allowed is a jax.Array, a NumPy array or a function "
+                f"rows(start, count)"
+            )
+
+    def known(self, student: _Student, options: LossOptions, limits: _Limits) -> _Known:
+        lse = _logsumexp(student.raw, options, limits)
+        vocab = student.raw.weight.shape[0]
+        if callable(self.source):
+            slices = _tile(student.raw, limits, whole_rows=True).token_slices
+            counts = sorted({stop - start for start, stop in slices})
+            program, values = Program.of(self.source, counts, vocab)
+            return _Known(FromDense(program, self.log), (lse, values), student, whole_rows=True)
+        flat = checks.stopped(self.source).reshape(-1, vocab)
+        return _Known(FromDense(None, self.log), (lse, flat), student)

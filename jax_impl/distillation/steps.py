@@ -1,0 +1,187 @@
+"""A distillation's losses, tile by tile, in plain operations. Mirror of torch_impl/distillation/steps.py.
+
+A tile [C, B] of the student's logits serves the divergence from the teacher and the hard loss. The whole logits of
+neither side exist. lse comes in two parts, a logit not far below the largest and the rest, so that large logits cost no
+accuracy, nor do saturated sides.
+
+Rounding: as in xla.py, with the gradient of a tile rounded to the student's dtype, and accumulated in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless import numerics
+from logitless.jax_impl import vjp
+from logitless.jax_impl.call import XP, Arrays, Gradients, Inputs, Needs
+from logitless.jax_impl.chunk import logits_block, rows_of, slope, temperature_column, tile_gradients
+from logitless.jax_impl.distillation.parts import Divergence, Hard, Kept, Part, RestClass, Sums
+from logitless.jax_impl.distillation.teachers import Dense, Head, Program, Spread
+from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
+from logitless.jax_impl.slices import Index, for_slices, put, take
+from logitless.objectives import Tile
+from logitless.spec import LossOptions
+
+Constants = tuple[Pytree, ...]
+"""What is known of the teacher, and of the student beside its arrays."""
+
+
+class Soft(Protocol):
+    """What kind of teacher there is, and everything about it that is no array. Hashable."""
+
+    def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
+        """The divergence from it; ``constants`` as the kind has them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FromHead:
+    """Of a teacher's head. Constants: its Arrays, its lse; the student's lse."""
+
+    options: LossOptions
+
+    def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
+        arrays, teacher_lse, lse = constants
+        return Divergence(Head(Inputs.of(arrays, self.options.ignore_index), self.options, teacher_lse), lse, beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class FromIds:
+    """Of given ids. Constants: ids [N, K], log p [N, K], of the rest [N]; the student's lse if the rest is spread."""
+
+    spread: bool
+
+    def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
+        ids, log_p, log_rest, *lse = constants
+        if self.spread:
+            return Divergence(Spread(ids, log_p, log_rest), lse[0], beta)
+        return RestClass(ids, log_p.dtype, jnp.concatenate([log_p, log_rest[:, None]], axis=1), beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class FromDense:
+    """Of all probabilities. Constants: the student's lse; the teacher's array, or what its program closes over."""
+
+    program: Program | None
+    log: bool
+
+    def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
+        lse, source = constants
+        return Divergence(Dense(source, self.program, self.log, lse.dtype), lse, beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation:
+    """Everything about a call that is not an array. A static argument of jax.jit."""
+
+    soft: Soft
+    beta: float
+    nll_coef: float
+    temperature: float
+    """Of all tokens; 1 where each has its own."""
+    options: LossOptions
+    """Of the student's logits, temperature included."""
+    tile: Tile
+
+    def prepared(self, given: DistillationArrays) -> tuple[Inputs, list[Part]]:
+        """The student's inputs, and the losses: the hard one, if there is one, and the divergence."""
+        inputs = Inputs.of(given.arrays, self.options.ignore_index)
+        parts = [self.soft.part(inputs, given.constants, self.beta)]
+        if given.hard is not None:
+            temperature = self.temperature if inputs.temperature is None else inputs.temperature
+            parts.insert(0, Hard(given.hard[:, None], inputs.accumulation_dtype, self.nll_coef, temperature))
+        return inputs, parts
+
+
+class DistillationArrays(NamedTuple):
+    """A call's arrays."""
+
+    arrays: Arrays[Array]
+    """The student's."""
+    hard: Array | None
+    """[N] the ids of the hard loss, inside the vocabulary."""
+    constants: Constants
+
+
+def _forward(call: Distillation, given: DistillationArrays) -> tuple[Array, list[Kept]]:
+    """The losses of every token, 0 where it does not count, and what each part has kept."""
+    inputs, parts = call.prepared(given)
+    tile = call.tile
+
+    def chunk(carry: tuple[Array, list[Kept]], first: Index, tokens: int) -> tuple[Array, list[Kept]]:
+        x = rows_of(inputs, first, tokens)
+
+        def block(sums: list[Sums], start: Index, width: int) -> list[Sums]:
+            z = logits_block(x, inputs, first, start, width, call.options)
+            return [part.add(of, z, first, start) for part, of in zip(parts, sums, strict=True)]
+
+        sums = for_slices(tile.vocab, tile.vocab_chunk, block, [part.start(first, tokens) for part in parts])
+        losses, kept = zip(*(part.finish(of, first) for part, of in zip(parts, sums, strict=True)), strict=True)
+        whole: tuple[Array, list[Kept]] = jax.tree.map(
+            lambda array, own: put(array, own, first), carry, (sum(losses[1:], losses[0]), list(kept))
+        )
+        return whole
+
+    shapes = jax.eval_shape(lambda: [part.finish(part.start(0, tile.tokens), 0)[1] for part in parts])
+    nothing = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+    zero = jnp.zeros(tile.tokens, inputs.accumulation_dtype)
+    losses, kept = for_slices(tile.tokens, tile.token_chunk, chunk, (zero, nothing))
+    return jnp.where(inputs.valid, losses, 0.0), kept
+
+
+def _gradients(
+    call: Distillation, given: DistillationArrays, kept: list[Kept], upstream: Array, needs: Needs
+) -> Gradients:
+    """dX, dW and db, each None unless wanted: 6·N·D·V flops beside the teacher's."""
+    inputs, parts = call.prepared(given)
+    factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
+    # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
+    unit = numerics.largest_factor(XP, factor)
+    factor = factor / unit
+
+    def logit_gradient(x: Array, first: Index, start: Index, columns: int) -> Array:
+        tokens = x.shape[0]
+        z = logits_block(x, inputs, first, start, columns, call.options)
+        own = (jax.tree.map(lambda values: take(values, first, tokens), of) for of in kept)
+        slopes = [part.gradient(of, z, first, start) for part, of in zip(parts, own, strict=True)]
+        dz = sum(slopes[1:], slopes[0])
+        if call.options.softcap is not None:
+            dz = dz * slope(z, call.options, temperature_column(inputs, first, tokens))
+        dz = dz * take(factor, first, tokens)[:, None]
+        return jnp.where(take(inputs.valid, first, tokens)[:, None], dz, 0.0)
+
+    return tile_gradients(inputs, call.tile, needs, unit, logit_gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _divergence(call: Distillation, given: DistillationArrays) -> Array:
+    return _forward(call, given)[0]
+
+
+def _divergence_forward(call: Distillation, primals: Pytree) -> tuple[Array, Packed]:
+    needs = [leaf is not None and leaf.perturbed for leaf in primals.arrays[:3]]
+    given: DistillationArrays = vjp.values_of(primals)
+    losses, kept = _forward(call, given)
+    return losses, packed((given, kept), needs)
+
+
+def _divergence_backward(call: Distillation, residuals: Packed, cotangent: vjp.Cotangent) -> tuple[Pytree]:
+    (given, kept), flags = unpacked(residuals)
+    upstream, gradients = vjp.arrived(cotangent), Gradients(None, None, None)
+    if upstream is not None:
+        gradients = _gradients(call, given, kept, upstream, Needs(*flags))
+    pairs = zip(gradients, given.arrays[:3], strict=True)
+    hidden, weight, bias = (None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in pairs)
+    nothing = jax.tree.map(lambda _: None, given)
+    return (nothing._replace(arrays=nothing.arrays._replace(hidden=hidden, weight=weight, bias=bias)),)
+
+
+_divergence.defvjp(_divergence_forward, _divergence_backward, symbolic_zeros=True)
+
+# Compiled once for a Distillation and shapes, also when the caller does not use jax.jit.
+divergence = jax.jit(_divergence, static_argnums=0)

@@ -1,0 +1,485 @@
+"""The public distillations: from a teacher's head, from sparse and from dense targets. Mirror of
+jax_impl/distillation/api.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from logitless import numerics, objectives, spec
+from logitless.objectives import DistillationOptions, Rest
+from logitless.planning import check_plan_argument
+from logitless.spec import ArrayInfo, LossOptions, Reduction
+from logitless.torch_impl import checks, steps
+from logitless.torch_impl.backend import BACKENDS
+from logitless.torch_impl.call import XP, Arrays, Call, Request, accumulation_dtype, temperatures
+from logitless.torch_impl.compiled import tracing
+from logitless.torch_impl.distillation.steps import (
+    FUNCTIONS,
+    Constants,
+    Distillation,
+    FromDense,
+    FromHead,
+    FromIds,
+    Soft,
+)
+from logitless.torch_impl.distillation.teachers import DenseRows
+from logitless.torch_impl.kernels import first_check
+
+
+def distillation_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    teacher_bias: Tensor | None = None,
+    target: Tensor | None = None,
+    nll_coef: float = 0.0,
+    mask: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: Tensor | float = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Divergence between a teacher's and a student's next-token distributions, with neither side's logits held.
+
+        p = softmax(z_teacher / τ)      q = softmax(z_student / τ)      m = β p + (1 − β) q
+        ℓ = KL(p ‖ q)                                  β = 0, forward KL
+            β KL(p ‖ m) + (1 − β) KL(q ‖ m)            0 < β < 1, the generalised Jensen-Shannon divergence
+            KL(q ‖ p)                                  β = 1, reverse KL
+        ℓ − γ log softmax(z_student)_y                 with a target y: the hard loss, without τ, in the same passes
+
+    Sources: Hinton et al. 2015, arXiv:1503.02531 (its factor τ² is not applied: multiply by it if you want it); Agarwal
+    et al. 2023 (GKD), arXiv:2306.13649, with β = 0 and 1 as in TRL's GKD trainer. Hinton's mixture
+    (1 − α) τ² ℓ + α nll is (1 − α) τ² times this loss with γ = α / ((1 − α) τ²).
+
+    Both logsumexps come first, then tiles of both sides' logits, in the forward and again in the backward:
+    4·N·V·(D + D_teacher) flops, then 2·N·V·(3 D + D_teacher).
+
+    Arguments:
+        hidden, weight, bias: the student's: [..., D], [V, D], [V].
+        teacher_hidden, teacher_weight, teacher_bias: [..., D_teacher], [V, D_teacher], [V], constant: never a gradient.
+            Their dtype may be another than the student's. V must be the same: slice a padded vocabulary.
+        target: y, [...], already shifted; given exactly when nll_coef is above 0. A token with ignore_index does not
+            count, in neither loss.
+        nll_coef: γ, at least 0.
+        mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
+        beta: β in [0, 1].
+        temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
+            constant; with one per token the pass for the logsumexps is in plain operations too.
+        reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
+        normalizer: replaces mean's denominator: a number, or a constant tensor without axes.
+        logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
+        memory_budget: bytes of scratch beyond inputs and gradients; None: tiles of up to 2048 × 2048.
+        backend: of the pass for the logsumexps, as for :func:`linear_cross_entropy`; the rest is plain operations.
+
+    Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
+    Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
+    """
+    each, number = temperatures(temperature)
+    options = DistillationOptions(
+        beta, number, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap, nll_coef
+    )
+    tracing.check_transforms("distillation_loss", takes_one=False)
+    given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
+    teacher = _HeadTeacher(teacher_hidden, teacher_weight, teacher_bias, options.logits(teacher=True))
+    return _loss(given, options, teacher, _Limits(normalizer, memory_budget, backend))
+
+
+def sparse_distillation_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    bias: Tensor | None = None,
+    *,
+    rest: Rest = "class",
+    target: Tensor | None = None,
+    nll_coef: float = 0.0,
+    mask: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: Tensor | float = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Divergence from a teacher of which K ids a token and their probabilities are known, without the logits.
+
+        q = softmax(z / τ)      P = Σ_k p_k      R = 1 − P, the rest's mass
+        rest="class"     p = (p_1, ..., p_K, R)            q = (q_1, ..., q_K, Σ of all other q_j)
+        rest="spread"    p_j = R / (V − K) of every other id      q over all ids
+        rest="drop"      p = (p_1, ..., p_K) / P, 0 elsewhere     q over all ids: the whole softmax, not of the K ids
+        ℓ = KL(p ‖ q)                                  β = 0, forward KL
+            β KL(p ‖ m) + (1 − β) KL(q ‖ m)            0 < β < 1, the generalised Jensen-Shannon divergence
+            KL(q ‖ p)                                  β = 1, reverse KL; infinite where p is 0 and q is not
+        ℓ − γ log softmax(z)_y                         with a target y: the hard loss, without τ, in the same passes
+
+    With m = β p + (1 − β) q. "class" takes nothing for known that the teacher did not say: its divergence is at most
+    that of any teacher with these probabilities. The mass of all other ids is a sum over them, no 1 − Σ_k q_k, so a
+    student that is sure loses no digits.
+
+    "class" and "drop" take 2·N·D·V flops forward, all in plain operations, and "spread" 4, of which the pass for the
+    logsumexps is the backend's. The backward takes 6.
+
+    Arguments:
+        hidden, weight, bias: the student's: [..., D], [V, D], [V].
+        ids: [..., K] int32 or int64, different ids in [0, V) for each token, or ignore_index where a token has fewer.
+            A token without any does not count. K at least 1.
+        probs: [..., K] floating, constant: of the teacher at its own temperature, at least 0, with a sum of at most 1.
+            Where rounding took the sum above 1, they are divided by it.
+        rest: what the rest's mass becomes. "drop" has no reverse KL: it would be infinite.
+        ignore_index: marks what is no id, in ids and in target.
+        temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
+
+    Where looking costs no synchronisation (on a CPU), ids outside or repeated and probabilities that are no
+    distribution's raise ValueError; elsewhere that token's loss is NaN, without gradient.
+
+    Returns the loss in float32 (float64 for float64 input), differentiable once in hidden, weight and bias. Raises as
+    :func:`linear_cross_entropy`.
+    """
+    each, number = temperatures(temperature)
+    options = DistillationOptions(beta, number, reduction, logit_scale, softcap, nll_coef=nll_coef)
+    options.check_rest(rest)
+    tracing.check_transforms("sparse_distillation_loss", takes_one=False)
+    given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
+    return _loss(given, options, _SparseTeacher(ids, probs, rest), _Limits(normalizer, memory_budget, backend))
+
+
+def dense_distillation_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: Tensor | NDArray[np.generic] | DenseRows,
+    bias: Tensor | None = None,
+    *,
+    log_teacher: bool = False,
+    target: Tensor | None = None,
+    nll_coef: float = 0.0,
+    mask: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: Tensor | float = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    memory_budget: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Divergence from a teacher of which all probabilities are known, which are read or made a chunk at a time.
+
+        q = softmax(z / τ)      m = β p + (1 − β) q
+        ℓ = KL(p ‖ q) = Σ_j p_j (log p_j − log q_j)    β = 0, forward KL
+            β KL(p ‖ m) + (1 − β) KL(q ‖ m)            0 < β < 1, the generalised Jensen-Shannon divergence
+            KL(q ‖ p)                                  β = 1, reverse KL; infinite where p is 0 and q is not
+        ℓ − γ log softmax(z)_y                         with a target y: the hard loss, without τ, in the same passes
+
+    Rows of the teacher have the sum 1. Where rounding gave them another, the KL divergences are Σ_j p_j (log p_j −
+    log q_j) − p_j + q_j, of p and q as β says: least where q is p.
+
+    4·N·D·V flops forward, of which the pass for the logsumexps is the backend's, and 6 backward, in plain operations.
+
+    Arguments:
+        hidden, weight, bias: the student's: [..., D], [V, D], [V].
+        teacher: p, constant, at the teacher's own temperature; nothing looks at its values. Either
+
+            - a tensor [..., V] of any floating dtype and layout. It may lie on another device than hidden, as in the
+              host's memory: a tile of up to 2048 × 2048 moves at a time;
+            - a NumPy array [..., V], such as a memory-mapped one: a tile is read at a time;
+            - a function ``rows(start, count)`` that returns the rows [count, V] of ``count`` tokens from ``start`` on,
+              counted through the flattened leading axes. It is called once for every chunk of tokens in the forward
+              and, for the same rows, once in the backward. The chunks have fewer tokens, and the gradient of the
+              weight is added up in float32 (float64) beside itself.
+        log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.
+        ignore_index: marks tokens in target that do not count.
+        temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
+
+    Returns the loss in float32 (float64 for float64 input), differentiable once in hidden, weight and bias. Raises as
+    :func:`linear_cross_entropy`.
+    """
+    each, number = temperatures(temperature)
+    options = DistillationOptions(beta, number, reduction, logit_scale, softcap, nll_coef=nll_coef)
+    spec.check_flags(log_teacher=log_teacher)
+    tracing.check_transforms("dense_distillation_loss", takes_one=False)
+    given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
+    return _loss(given, options, _DenseTeacher(teacher, log_teacher), _Limits(normalizer, memory_budget, backend))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The road of a call
+
+
+class _Limits(NamedTuple):
+    """What a caller says of reduction and memory."""
+
+    normalizer: Tensor | float | None
+    memory_budget: int | None
+    backend: str | None
+
+
+class _Given(NamedTuple):
+    """The student's side of a call, as the caller wrote it."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor | None
+    mask: Tensor | None
+    temperature: Tensor | None
+    ignore_index: int
+
+
+class _Student(NamedTuple):
+    """The student's side of a call, checked."""
+
+    given: Arrays
+    """As autograd sees them. Their target says which tokens count: 0, or −100 where not."""
+    plain: Arrays
+    """As a backend reads them."""
+    call: Call
+    """Of the pass for the logsumexps."""
+    hard: Tensor | None
+    """[N], the ids of the hard loss, 0 where a token does not count."""
+    counted: Tensor
+    """[...]"""
+    wrong: Tensor
+    """[...]: tokens that count, but whose loss is NaN, without gradient."""
+    ignore_index: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of sums and losses."""
+        return accumulation_dtype(self.call.compute_dtype)
+
+    def without(self, wrong: Tensor) -> _Student:
+        """The student, with more wrong tokens."""
+        target = self.plain.target.masked_fill(wrong, -100)
+        given, plain = self.given._replace(target=target), self.plain._replace(target=target)
+        return self._replace(given=given, plain=plain, wrong=self.wrong | wrong)
+
+    def lse(self) -> Tensor:
+        return _logsumexp(self.plain, self.call)
+
+
+class _Known(NamedTuple):
+    """What a call knows of its teacher."""
+
+    name: str
+    """Of the public function."""
+    soft: Soft
+    constants: Constants
+    student: _Student
+    teacher_hidden: int = 0
+    ids: int = 0
+    """K + 1, of a sparse one."""
+    whole_rows: bool = False
+
+
+class _Teacher(Protocol):
+    """A teacher as the caller wrote it."""
+
+    def check(self, given: _Given) -> Tensor | None:
+        """Check it beside the student's arrays. Of which tokens it knows something, [...]; None: of all."""
+
+    def known(self, student: _Student, limits: _Limits) -> _Known:
+        """What the losses need of it."""
+
+
+@tracing.outside_graphs
+def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits: _Limits) -> Tensor:
+    # Loops over tiles: a graph would hold every one of them.
+    options.check_target(given.target is not None)
+    for name in ("hidden", "weight"):
+        checks.check_type(name, getattr(given, name), strided=False)
+    checks.check_normalizer(limits.normalizer, options.reduction, given.hidden.device)
+    about = teacher.check(given)
+    known = teacher.known(_student(given, options, about, limits), limits)
+    student, own = known.student, options.logits(teacher=False)
+    tile = objectives.distillation_tile(
+        tokens=student.counted.numel(), hidden=given.hidden.shape[-1], teacher_hidden=known.teacher_hidden,
+        vocab=given.weight.shape[0], dtype=checks.dtype_name(student.call.compute_dtype),
+        memory_budget=limits.memory_budget, ids=known.ids, whole_rows=known.whole_rows,
+    )  # fmt: skip
+    call = Distillation(
+        known.soft, options.beta, options.nll_coef, float(options.temperature), own, student.call.compute_dtype, tile
+    )
+    losses: Tensor = FUNCTIONS[known.name].apply(  # type: ignore[no-untyped-call]
+        call, *student.given.head, student.hard, *known.constants
+    )
+    losses = losses.masked_fill(student.wrong.reshape(-1), torch.nan)
+    if options.reduction == "mean":
+        counted = student.counted.reshape(-1).to(losses.dtype)
+        return numerics.aggregate(XP, losses, counted, "token_mean", limits.normalizer)
+    return losses.reshape(student.counted.shape) if options.reduction == "none" else losses.sum()
+
+
+def _student(given: _Given, options: DistillationOptions, about: Tensor | None, limits: _Limits) -> _Student:
+    """``about``: of which tokens the teacher knows something."""
+    hidden, vocab, tokens = given.hidden, given.weight.shape[0], given.hidden.shape[:-1]
+    zero = torch.zeros(tokens, dtype=torch.long, device=hidden.device)
+    target = zero if given.target is None else given.target
+    checks.check_tensors(Arrays(hidden, given.weight, given.bias, target))
+    spec.check_ignore_index(given.ignore_index)
+    counted = torch.ones_like(zero, dtype=torch.bool) if about is None else about
+    if given.target is not None:
+        counted = counted & (target != given.ignore_index)
+    if given.mask is not None:
+        counted = counted & checks.flags("mask", given.mask, {"one element per token": tuple(tokens)}, hidden)
+    ids = target.long().masked_fill(~counted, 0)
+    checks.check_ids(ids, vocab, given.ignore_index)
+    wrong = (ids < 0) | (ids >= vocab)
+    arrays = Arrays(
+        hidden, given.weight, given.bias, torch.zeros_like(ids).masked_fill_(~counted | wrong, -100),
+        temperature=given.temperature,
+    )  # fmt: skip
+    plain, call = _ready(arrays, options.logits(teacher=False), limits)
+    hard = None if given.target is None else ids.masked_fill(wrong, 0).reshape(-1)
+    return _Student(arrays, plain, call, hard, counted, wrong, given.ignore_index)
+
+
+def _ready(arrays: Arrays, options: LossOptions, limits: _Limits) -> tuple[Arrays, Call]:
+    """The checked call of the pass for the logsumexps, and its arrays as a backend reads them."""
+    if checks.is_placed(arrays.hidden) or checks.is_placed(arrays.weight):
+        raise NotImplementedError(
+            "hidden, weight: got a DTensor, allowed are one device's tensors: to_local() gives them"
+        )
+    spec.check_backend(limits.backend, BACKENDS)
+    check_plan_argument(None, limits.memory_budget)
+    request = Request(
+        "none", -100, 0.0, 0.0, options.logit_scale, options.softcap, temperature=1.0, plan=None,
+        memory_budget=limits.memory_budget, backend=limits.backend, statistics=False,
+    )  # fmt: skip
+    return first_check.checked(lambda: checks.ready(arrays, None, request))
+
+
+@torch.no_grad()
+def _logsumexp(plain: Arrays, call: Call) -> Tensor:
+    """log Σ_j exp(z_j) of every token in two parts, [2, N], 0 where it does not count.
+
+    The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
+    divergences need, and so would parts from a logit far below the largest.
+    """
+    return steps.logsumexp(plain._replace(**_detached(plain)), call)
+
+
+def _detached(arrays: Arrays) -> dict[str, Tensor]:
+    """The arrays by name, without gradient: from forward mode, too."""
+    return {name: array.detach() for name, array in arrays._asdict().items() if array is not None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Teachers
+
+
+class _HeadTeacher(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    options: LossOptions
+
+    def check(self, given: _Given) -> None:
+        for name in ("hidden", "weight"):
+            checks.check_type(f"teacher_{name}", getattr(self, name), strided=False)
+        objectives.check_sides(*map(checks.info, (given.hidden, given.weight, self.hidden, self.weight)))
+
+    def known(self, student: _Student, limits: _Limits) -> _Known:
+        lse = student.lse()
+        target, temperature = student.given.target, student.given.temperature
+        try:
+            arrays = Arrays(self.hidden, self.weight, self.bias, target, temperature=temperature)
+            plain, call = _ready(arrays, self.options, limits)
+        except (TypeError, ValueError) as error:
+            raise type(error)(objectives.of_teacher(str(error))) from None
+        head = (None if array is None else array.detach() for array in arrays.head)
+        constants = (*head, _logsumexp(plain, call).to(lse.dtype), lse)
+        return _Known(
+            "distillation_loss", FromHead(self.options, call.compute_dtype), constants, student, self.hidden.shape[-1]
+        )
+
+
+class _SparseTeacher(NamedTuple):
+    ids: Tensor
+    probs: Tensor
+    rest: Rest
+
+    def check(self, given: _Given) -> Tensor:
+        for name in ("ids", "probs"):
+            checks.check_type(name, getattr(self, name), strided=False)
+            checks.check_device(name, getattr(self, name), "hidden's", given.hidden.device)
+        if self.probs.requires_grad:
+            raise ValueError("probs: got a tensor that requires grad, allowed is a constant: detach it")
+        spec.check_ignore_index(given.ignore_index)
+        objectives.check_sparse(checks.info(self.ids), checks.info(self.probs), tuple(given.hidden.shape[:-1]))
+        return (self.ids != given.ignore_index).any(dim=-1)
+
+    def known(self, student: _Student, limits: _Limits) -> _Known:
+        vocab, count = student.given.weight.shape[0], self.ids.shape[-1]
+        ids = self.ids.long().masked_fill(~student.counted.unsqueeze(-1), student.ignore_index)
+        checks.check_ids(ids, vocab, student.ignore_index, name="ids")
+        ignored = ids == student.ignore_index
+        known = ~ignored & (ids >= 0) & (ids < vocab)
+        probs = self.probs.to(student.dtype)
+        # Each place without an id counts as an id of its own.
+        order = torch.where(ignored, -1 - torch.arange(count, device=ids.device), ids).sort(dim=-1).values
+        repeated = (order[..., 1:] == order[..., :-1]).any(dim=-1)
+        no_sum = student.counted & ~numerics.is_distribution(XP, probs, ~ignored, self.rest)
+        for wrong, kind in ((repeated, True), (no_sum, False)):
+            if wrong.device.type == "cpu" and bool(wrong.any()):
+                position = tuple(wrong.nonzero()[0].tolist())
+                raise objectives.sparse_error(position, repeated=kind)
+        student = student.without(repeated | no_sum | (~ignored & ~known).any(dim=-1))
+        log_p, log_rest = numerics.sparse_teacher(
+            XP, probs.reshape(-1, count), known.reshape(-1, count), self.rest, vocab
+        )
+        spread = self.rest == "spread"
+        constants = (ids.masked_fill(~known, -1).reshape(-1, count), log_p, log_rest, *((student.lse(),) * spread))
+        return _Known("sparse_distillation_loss", FromIds(spread), constants, student, ids=count + 1)
+
+
+class _DenseTeacher(NamedTuple):
+    source: Tensor | NDArray[np.generic] | DenseRows
+    log: bool
+
+    def check(self, given: _Given) -> None:
+        if isinstance(self.source, Tensor):
+            checks.check_type("teacher", self.source)
+            objectives.check_dense(checks.info(self.source), (*given.hidden.shape[:-1], given.weight.shape[0]))
+            if self.source.device not in (given.hidden.device, torch.device("cpu")):
+                raise ValueError(
+                    f"teacher: got device {self.source.device}, allowed is hidden's {given.hidden.device} or the CPU"
+                )
+            if self.source.requires_grad:
+                raise ValueError("teacher: got a tensor that requires grad, allowed is a constant: detach it")
+        elif isinstance(self.source, np.ndarray):
+            info = ArrayInfo(self.source.shape, self.source.dtype.name)
+            objectives.check_dense(info, (*given.hidden.shape[:-1], given.weight.shape[0]))
+        elif not callable(self.source):
+            raise TypeError(
+                f"teacher: got {type(self.source).__name__}, allowed is a torch.Tensor, a NumPy array or a function "
+                f"rows(start, count)"
+            )
+
+    def known(self, student: _Student, limits: _Limits) -> _Known:
+        shape = (*student.counted.shape, student.given.weight.shape[0])
+        name, lse = "dense_distillation_loss", student.lse()
+        if isinstance(self.source, Tensor):
+            return _Known(name, FromDense(None, self.log, shape), (lse, self.source.detach()), student)
+        rows = not isinstance(self.source, np.ndarray)
+        return _Known(name, FromDense(self.source, self.log, shape), (lse,), student, whole_rows=rows)

@@ -1,0 +1,207 @@
+"""The losses of a tile of the student's logits, and their gradients. Mirror of jax_impl/distillation/parts.py.
+
+With p the teacher's and q the student's probabilities of a token and m = β p + (1 − β) q:
+
+    divergence = Σ_j p (log p − log q) − p + q                                 β = 0
+                 Σ_j β p (log p − log m) + (1 − β) q (log q − log m)           0 < β < 1
+                 Σ_j q (log q − log p) − q + p                                 β = 1
+
+    ∂/∂z_j     = q_j − p_j                                                     β = 0
+                 (1 − β) q_j (log q_j − log m_j − Σ_k q_k (log q_k − log m_k)) 0 < β < 1
+                 q_j (log q_j − log p_j − Σ_k q_k (log q_k − log p_k))         β = 1
+
+The terms − p + q (or − q + p) have the sum 0: with them the error of lse enters in second order.
+
+A divergence between whole distributions takes the student's lse, which is known before the tiles. One between K given
+ids and one class for all others takes the ids' logits and the logsumexp of the others, which come from the tiles: no
+1 − Σ_k q_k cancels. The hard loss is the same with the target as the only id.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from logitless.spec import LOWEST_ANCHOR
+from logitless.torch_impl.distillation.teachers import Teacher, columns_of, normalized
+
+Sums = tuple[Tensor, ...]
+"""What is added up over the tiles of a chunk of tokens, [C, ...] each."""
+Kept = tuple[Tensor, ...]
+"""What the gradient needs, [C, ...] each, of one chunk or of all."""
+
+
+class Part(Protocol):
+    """A loss on the student's logits z, a tile [C, B] at a time."""
+
+    def start(self, rows: slice) -> Sums:
+        """The sums before the first tile."""
+
+    def add(self, sums: Sums, z: Tensor, rows: slice, start: int) -> Sums:
+        """The sums with a tile. The last part of a call may write to z."""
+
+    def finish(self, sums: Sums, rows: slice) -> tuple[Tensor, Kept]:
+        """The losses [C], and what the gradient needs."""
+
+    def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
+        """∂ loss / ∂z of a tile. The last part of a call may write to z."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """From a teacher of the whole vocabulary."""
+
+    teacher: Teacher
+    lse: Tensor  # [2, N], the student's
+    beta: float
+
+    def start(self, rows: slice) -> Sums:
+        zero = self.lse.new_zeros(rows.stop - rows.start)
+        return zero, zero
+
+    def add(self, sums: Sums, z: Tensor, rows: slice, start: int) -> Sums:
+        log_p = self.teacher.log_probs(rows, start, start + z.shape[1])
+        total, mean = divergence_rows(log_p, normalized(z, self.lse[:, rows]), self.beta)
+        return sums[0] + total, sums[1] + mean
+
+    def finish(self, sums: Sums, rows: slice) -> tuple[Tensor, Kept]:
+        return sums[0], (sums[1],)
+
+    def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
+        log_p = self.teacher.log_probs(rows, start, start + z.shape[1])
+        return divergence_gradient(log_p, normalized(z, self.lse[:, rows]), kept[0], self.beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenIds:
+    """Of a few ids of every token, and one class for all others: what both losses of such classes share."""
+
+    ids: Tensor  # [N, K] int64, −1 where not known
+    dtype: torch.dtype
+
+    def start(self, rows: slice) -> Sums:
+        """The ids' logits; the largest logit of the others, and Σ exp(z − largest) over them."""
+        ids = self.ids[rows]
+        logits, zero = ids.new_zeros(ids.shape, dtype=self.dtype), ids.new_zeros(ids.shape[0], dtype=self.dtype)
+        return logits, torch.full_like(zero, LOWEST_ANCHOR), zero
+
+    def scaled(self, z: Tensor, rows: slice) -> Tensor:
+        """The logits that the loss is of."""
+        return z
+
+    def judged(self, log_q: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """The losses [C], and their gradients in the logits of the classes [C, K + 1], the last one the others'."""
+        raise NotImplementedError
+
+    def add(self, sums: Sums, z: Tensor, rows: slice, start: int) -> Sums:
+        logits, highest, total = sums
+        columns, padded = self._padded(z, rows, start)
+        found = padded.gather(1, columns)
+        others = padded.scatter_(1, columns, -torch.inf)[:, : z.shape[1]]
+        above = torch.maximum(highest, others.amax(dim=1))
+        total = total * torch.exp(highest - above) + others.sub_(above.unsqueeze(1)).exp_().sum(dim=1)
+        return logits + found, above, total
+
+    def finish(self, sums: Sums, rows: slice) -> tuple[Tensor, Kept]:
+        logits, highest, total = sums
+        logits = logits.masked_fill(self.ids[rows] < 0, -torch.inf)
+        anchor = torch.maximum(highest, logits.amax(dim=1))
+        others = (highest - anchor) + total.log()
+        losses, slopes = self.judged(_log_softmax(torch.cat([logits - anchor[:, None], others[:, None]], dim=1)), rows)
+        return losses, (highest, torch.where(total > 0, total, 1.0).log(), slopes)
+
+    def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
+        highest, log_total, slopes = kept
+        columns, padded = self._padded(z, rows, start)
+        others = padded.scatter_(1, columns, -torch.inf)[:, : z.shape[1]]
+        dz = others.sub_(highest.unsqueeze(1)).sub_(log_total.unsqueeze(1)).exp_().mul_(slopes[:, -1:])
+        padded.scatter_(1, columns, slopes[:, :-1])
+        return dz
+
+    def _padded(self, z: Tensor, rows: slice, start: int) -> tuple[Tensor, Tensor]:
+        """The ids' columns in the tile, [C, K], and a copy of its logits with one column more, of 0, for the ids that
+        lie in other tiles."""
+        columns = columns_of(self.ids[rows], start, z.shape[1])
+        return columns, torch.nn.functional.pad(self.scaled(z, rows), (0, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class RestClass(GivenIds):
+    """The divergence from a teacher of K ids and one class for all others."""
+
+    log_p: Tensor  # [N, K + 1]
+    beta: float
+
+    def judged(self, log_q: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        log_p = self.log_p[rows]
+        losses, mean = divergence_rows(log_p, log_q.clone(), self.beta)
+        return losses, divergence_gradient(log_p.clone(), log_q, mean, self.beta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hard(GivenIds):
+    """coef · −log q(target) at temperature 1, of logits that were divided by ``temperature``."""
+
+    coef: float
+    temperature: Tensor | float  # [N, 1] or one for all
+
+    def scaled(self, z: Tensor, rows: slice) -> Tensor:
+        return z * (self.temperature if isinstance(self.temperature, float) else self.temperature[rows])
+
+    def judged(self, log_q: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        nll = -log_q[:, 0]
+        gone = -torch.expm1(-nll)  # 1 − q: no difference
+        factor = self.coef * (self.temperature if isinstance(self.temperature, float) else self.temperature[rows, 0])
+        return self.coef * nll, torch.stack([-gone * factor, gone * factor], dim=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The mathematics, on tiles and on classes
+
+
+def _log_softmax(z: Tensor) -> Tensor:
+    """Of classes; the likeliest one keeps the digits of 1 − p."""
+    highest, place = z.max(dim=1, keepdim=True)
+    z = z - highest
+    return z - z.exp().scatter_(1, place, 0.0).sum(dim=1, keepdim=True).log1p_()
+
+
+def _weighted(p: Tensor, log_ratio: Tensor) -> Tensor:
+    """p · log_ratio in place of log_ratio, 0 where p is 0 (there log_ratio may be infinite or NaN)."""
+    return log_ratio.mul_(p).masked_fill_(p == 0, 0.0)
+
+
+def _log_ratios(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log (p / m) and log (q / m) for 0 < β < 1, of full relative precision where p and q are close."""
+    gap = log_q - log_p
+    share = torch.full_like(gap, 1 - beta).masked_fill_(gap > 0, beta)  # of the smaller one in m
+    log_m = share.mul_(gap.abs().neg_().expm1_()).log1p_()  # log (m / max(p, q)): no exponential is large
+    return gap.clamp(min=0).neg_().sub_(log_m), gap.clamp_(max=0).sub_(log_m)
+
+
+def divergence_rows(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """The tile's share of each row's divergence, and of Σ_j q (log q − log m) (0 where β is 0). Writes to log_q."""
+    p = log_p.exp()
+    if beta == 0:
+        terms = _weighted(p, log_p - log_q).sub_(p).add_(log_q.exp_())
+        return terms.sum(dim=1), torch.zeros_like(terms[:, 0])
+    q = log_q.exp()
+    if beta == 1:
+        student = _weighted(q, log_q - log_p)
+        mean = student.sum(dim=1)
+        return student.sub_(q).add_(p).sum(dim=1), mean
+    from_p, from_q = _log_ratios(log_p, log_q, beta)
+    mean = _weighted(q, from_q).sum(dim=1)
+    return beta * _weighted(p, from_p).sum(dim=1) + (1 - beta) * mean, mean
+
+
+def divergence_gradient(log_p: Tensor, log_q: Tensor, mean: Tensor, beta: float) -> Tensor:
+    """∂ divergence / ∂z of a tile. Writes to both."""
+    if beta == 0:
+        return log_q.exp_().sub_(log_p.exp_())
+    gap = log_q - log_p if beta == 1 else _log_ratios(log_p, log_q, beta)[1]
+    gradient = _weighted(log_q.exp_(), gap.sub_(mean.unsqueeze(1)))
+    return gradient if beta == 1 else gradient.mul_(1 - beta)

@@ -1,0 +1,114 @@
+"""What a teacher says of a tile: log-probabilities [C, B]. Mirror of jax_impl/distillation/teachers.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from logitless.objectives import check_teacher_rows
+from logitless.spec import LossOptions
+from logitless.torch_impl import chunk
+from logitless.torch_impl.call import Inputs
+from logitless.torch_impl.checks import info
+
+DenseRows = Callable[[int, int], Tensor]
+"""rows(start, count) → [count, V], the teacher's rows of ``count`` tokens from ``start`` on."""
+
+
+class Teacher(Protocol):
+    """A teacher's log-probabilities, a tile at a time."""
+
+    def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
+        """log p of a tile, [C, B], which the caller may write to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A linear softmax: its arrays, and its logsumexps."""
+
+    inputs: Inputs
+    options: LossOptions
+    lse: Tensor  # [2, N]: two parts, whose sum it is
+    dtype: torch.dtype
+
+    def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
+        x = chunk.rows_of(self.inputs, rows)
+        out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
+        z = chunk.logits_block(x, self.inputs, rows, start, stop, self.options, out)
+        return normalized(z, self.lse[:, rows]).to(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A few ids of every token, and the same probability for each of the others."""
+
+    ids: Tensor  # [N, K] int64, −1 where not known
+    log_p: Tensor  # [N, K]
+    log_rest: Tensor  # [N]
+
+    def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
+        width = stop - start
+        tile = self.log_rest[rows].unsqueeze(1).repeat(1, width + 1)
+        return tile.scatter_(1, columns_of(self.ids[rows], start, width), self.log_p[rows])[:, :width]
+
+
+@dataclasses.dataclass
+class Dense:
+    """All probabilities of every token: a tensor, an array that may lie in a file, or what generates rows."""
+
+    source: Tensor | NDArray[np.generic] | DenseRows
+    log: bool
+    """Whether it has log-probabilities."""
+    shape: tuple[int, ...]
+    """[..., V]"""
+    like: Tensor
+    """A tensor of the device and dtype of the result."""
+
+    def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
+        tile = self._tile(rows, slice(start, stop)).to(self.like.device, self.like.dtype, copy=True)
+        return tile if self.log else tile.log_()
+
+    def _tile(self, rows: slice, columns: slice) -> Tensor:
+        if not isinstance(self.source, Tensor | np.ndarray):
+            made = self.source(rows.start, rows.stop - rows.start)
+            described = info(made) if isinstance(made, Tensor) else None
+            check_teacher_rows(described, made, (rows.stop - rows.start, self.shape[-1]))
+            return made.detach()[:, columns]
+        if len(self.shape) <= 2:
+            source = self.source if len(self.shape) == 2 else self.source[None]
+            return as_tensor(source[rows, columns])
+        # The chunk's rows alone are copied: leading axes of any strides have no common one.
+        places = np.unravel_index(np.arange(rows.start, rows.stop), self.shape[:-1])
+        if isinstance(self.source, np.ndarray):
+            return as_tensor(self.source[(*places, columns)])  # type: ignore[arg-type]  # an index of several kinds
+        device = self.source.device
+        index: tuple[Tensor | slice, ...] = (*(torch.from_numpy(place).to(device) for place in places), columns)
+        return self.source[index]
+
+
+def as_tensor(block: Tensor | NDArray[np.generic]) -> Tensor:
+    """A block of an array as a tensor; bfloat16 of NumPy is ml_dtypes'."""
+    if isinstance(block, Tensor):
+        return block
+    block = np.ascontiguousarray(block)
+    if block.dtype.name == "bfloat16":
+        return torch.tensor(block.view(np.int16)).view(torch.bfloat16)
+    return torch.tensor(block)
+
+
+def normalized(z: Tensor, lse: Tensor) -> Tensor:
+    """log softmax(z) in place of a tile's logits, [C, B], with lse [2, C]."""
+    anchor, rest = lse.unsqueeze(2)
+    return z.sub_(anchor).sub_(rest)
+
+
+def columns_of(ids: Tensor, start: int, width: int) -> Tensor:
+    """The ids as columns of a tile, and the column behind the last one for those that lie elsewhere."""
+    local = ids - start
+    return torch.where((local >= 0) & (local < width) & (ids >= 0), local, width)
