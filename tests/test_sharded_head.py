@@ -319,7 +319,11 @@ def test_a_patched_model_whose_weight_zero_takes() -> None:
     model.lm_head.register_forward_pre_hook(before)
     model.lm_head.register_forward_hook(after)
     patch(model)
-    loss = model(input_ids=ids, labels=labels).loss
+    output = model(input_ids=ids, labels=labels)
+    loss = output.loss
+    assert output.logits.detach().shape == (2, 9, V)  # as DeepSpeed does with all that the model returns
+    with pytest.raises(RuntimeError, match="return_logits=True"):
+        output.logits.detach().sum()
     assert model.lm_head.weight.numel() == 0
     loss.backward()
     assert gathered.gathers == 2

@@ -8,6 +8,7 @@ the logits, which the first one computes. Where they shall not be computed, it i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -54,6 +55,9 @@ class LazyLogits(Tensor):
         if function in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*arguments, **named)
+        if function is Tensor.detach:  # as DeepSpeed does with all of a model's results: nothing is read
+            lazy = cast(LazyLogits, arguments[0])
+            return LazyLogits.of(lambda: lazy.whole().detach(), lazy.shape, lazy.dtype, lazy.device)
         return function(*map(_whole, arguments), **{name: _whole(value) for name, value in named.items()})
 
     def __repr__(self) -> str:  # type: ignore[override]
