@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-# Addresses are seen so many times before a graph is made of them: it takes about as long as ten steps without.
+# Addresses are seen so many times before a graph is made of them: those of a warm-up may not come again.
 RUNS_BEFORE = 3
 # Graphs alive, over all programs. Each holds some of the driver's memory.
 MOST_GRAPHS = 64
@@ -53,6 +53,7 @@ class Graph:
 
     def __init__(self, captured: ctypes.c_void_p) -> None:
         self.launchable = ctypes.c_void_p()
+        self.destroy = _driver().cuGraphExecDestroy  # at Python's end there may be no module any more
         _call("cuGraphInstantiateWithFlags", ctypes.byref(self.launchable), captured, ctypes.c_ulonglong(0))
 
     def launch(self, stream: int) -> None:
@@ -60,7 +61,7 @@ class Graph:
 
     def __del__(self) -> None:
         if self.launchable:
-            _driver().cuGraphExecDestroy(self.launchable)
+            self.destroy(self.launchable)
 
 
 def run(bound: Bound, work: Callable[[F], None], frame: F, device: torch.device) -> None:
@@ -68,15 +69,16 @@ def run(bound: Bound, work: Callable[[F], None], frame: F, device: torch.device)
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.is_current_stream_capturing():
         work(frame)
         return
-    if bound.graph is None:
+    graph = bound.graph
+    if graph is None:
         bound.runs += 1
         if bound.runs == RUNS_BEFORE:
-            bound.graph = _captured(work, frame, device)
+            graph = bound.graph = _captured(work, frame, device)
             _keep(bound)
-    if bound.graph is None:
+    if graph is None:
         work(frame)
     else:
-        bound.graph.launch(frame.stream)
+        graph.launch(frame.stream)
 
 
 def _captured(work: Callable[[F], None], frame: F, device: torch.device) -> Graph | None:
