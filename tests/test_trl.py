@@ -42,7 +42,7 @@ def patched(**options: Any) -> Iterator[None]:
 @pytest.fixture
 def training() -> Any:
     pytest.importorskip("trl", reason=NO_TRL)
-    return importlib.import_module("trl_training")
+    return importlib.import_module("trl_trainers")
 
 
 def computes_here(kind: str) -> bool:
