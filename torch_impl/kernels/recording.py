@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, cast
@@ -258,12 +257,11 @@ class Recorder(TorchDispatchMode):
         if held and sum(self.buffers[i].nbytes for i in brief) <= SMALL:
             held, brief = held + brief, []
         pieces = [self._piece(numbers, spans) for numbers in (lasting, held, brief) if numbers]
-        settled = functools.partial(self._settled, returned)
         for step in ended.done:
-            step.settle(settled)
+            step.settle(self._settled)
         zeroing = self._zeroing([i for i in lasting if i in zeros], [place for i, place in results if i in zeros])
         dropped = [pieces[-1][0]] if brief else []
-        return Part(pieces, results, [*zeroing, *ended.done], exchanged(ended.result, Place, settled), dropped)
+        return Part(pieces, results, [*zeroing, *ended.done], exchanged(ended.result, Place, self._settled), dropped)
 
     def _zeroing(self, inside: list[int], results: list[Place]) -> list[Operation]:
         """Zeroes these buffers, which begin a piece, and these results."""
@@ -274,7 +272,7 @@ class Recorder(TorchDispatchMode):
             places.append(Place(self.inside[inside[0]][0], 0, size, (1,), torch.float32))
         return [Operation(aten.zero_.default, [place], {}, None) for place in places]
 
-    def _settled(self, returned: set[int], place: Place) -> Place:
+    def _settled(self, place: Place) -> Place:
         """The place in a program's buffers; it may be all of a tensor that a frame has."""
         number, inside = place.buffer, self.inside.get(place.buffer)
         if inside is not None:
