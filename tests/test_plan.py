@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -386,3 +388,45 @@ def test_more_columns_of_tiles_than_programs() -> None:
     sizes: dict[str, Any] = {"tokens": 128, "vocab": 4096, "dtype": "bfloat16", "fused": True, "lends": True}
     assert plan(**sizes, hidden=most).lends
     assert not plan(**sizes, hidden=most + 1).lends
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The modelled time beside what was measured
+
+RESULTS = Path(__file__).parent.parent / "bench" / "results" / "gpu_check.json"
+# Below it, the host's own time is a part of what was measured.
+SHORTEST_MS = 4.0
+
+
+def measured_plans() -> list[Any]:
+    """(measured over the floor, plan) of the kernels' loss and gradients, whose variants name default or budget."""
+    found = json.loads(RESULTS.read_text())
+    rows = [*found["rows"], *found["sweeps"], *found["jax_rows"]]
+    fastest_is_default = not any(row["variant"].endswith(", fast") for row in rows)
+    pairs = []
+    for row in rows:
+        kind, _, which = row["variant"].removeprefix("JAX, ").partition(", ")
+        if kind not in ("triton", "pallas") or row["time_ms"] < SHORTEST_MS:
+            continue
+        sizes = {name: row[name] for name in ("tokens", "hidden", "vocab", "dtype")}
+        options: dict[str, Any] = {"fused": True, "padded": kind == "pallas"}
+        if which.endswith(" MiB"):
+            options["memory_budget"] = int(which.removesuffix(" MiB")) * 2**20
+        elif which in ("", "fast", "lean"):
+            options["prefer"] = which or ("fast" if fastest_is_default else "balanced")
+            options["lends"] = kind == "triton" and options["prefer"] == "balanced"
+        else:
+            continue
+        name = f"{row['variant']}, {row['tokens']} x {row['hidden']} x {row['vocab']}, {row['shape']}"
+        pairs.append(pytest.param(row["over_floor"], {**sizes, **options}, id=name))
+    return pairs
+
+
+def test_there_are_enough_measured_plans() -> None:
+    assert len(measured_plans()) >= 30
+
+
+@pytest.mark.parametrize(("over_floor", "options"), measured_plans())
+def test_the_modelled_time_is_within_a_tenth(over_floor: float, options: dict[str, Any]) -> None:
+    estimate = plan(**options).relative_cost("gpu")
+    assert abs(estimate / over_floor - 1.0) <= 0.1
