@@ -207,7 +207,23 @@ def gist(result: dict[str, Any], path: Path) -> None:
 
 
 # By the name of the file: the plot, the results file and the rows without which there is none.
+def rl(results: dict[str, Any], path: Path) -> None:
+    """The share of tokens whose log-probability is off by more than a size, for every way to make it."""
+    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+    for row in results["rows"]:
+        sizes, line = row["quantiles"], "-" if row["variant"].startswith("logitless") else "--"
+        shares = [1.0 - i / (len(sizes) - 1) for i in range(len(sizes))]
+        axis.plot(sizes, shares, line, label=row["variant"])
+    axis.set(xscale="log", xlim=(1e-8, 1.0), xlabel="error of a token's log-probability [nats]",
+             ylabel="share of tokens with a larger error", title="SmolLM2-135M's head on text, beside float64")  # fmt: skip
+    axis.axvline(0.01, color="grey", ls=":")
+    axis.legend(fontsize=8, loc="lower left")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 PLOTS = {
+    "rl": (rl, "rl.json", "rows"),
     "gpu": (gpu, "gpu_check.json", "rows"),
     "gpu_sweeps": (gpu_sweeps, "gpu_check.json", "sweeps"),
     "gpu_jax": (gpu_jax, "gpu_check.json", "jax_rows"),

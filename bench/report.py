@@ -82,6 +82,20 @@ def tpu_table(rows: Rows) -> str:
     ))  # fmt: skip
 
 
+def rl_table(rows: Rows) -> str:
+    """Errors of log-probabilities, in nats."""
+    columns = (
+        "log-probs by", "mean error", "99 of 100 below", "largest", "of 511 tokens", "off by over 1 %", "KL, mean",
+        "KL, largest",
+    )  # fmt: skip
+    return markdown(columns, (
+        [row["variant"], *(f"{row[name]:.2g}" for name in ("mean_error", "p99_error", "max_error", "text_error")),
+         f"{100 * row['off_by_1_percent']:.1f} %",
+         *("–" if row[name] is None else f"{row[name]:.2g}" for name in ("kl_mean", "kl_max"))]
+        for row in rows
+    ))  # fmt: skip
+
+
 def bridges_table(rows: Rows) -> str:
     """The bridges beside the function that each wraps."""
     return markdown(("step", "time [ms]", "over its native step", "host busy [ms]"), (
@@ -220,6 +234,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
         "portable": (portable_table, [read("portable.json")["rows"]]),
         "architectures": (architectures_table, [read("architectures.json")["rows"]]),
         "tpu": (tpu_table, [read("tpu.json")["rows"]]),
+        "rl": (rl_table, [read("rl.json")["rows"]]),
     }  # fmt: skip
     FIGURES.mkdir(parents=True, exist_ok=True)
     for name, (table, rows) in tables.items():
