@@ -209,15 +209,15 @@ def gist(result: dict[str, Any], path: Path) -> None:
 # By the name of the file: the plot, the results file and the rows without which there is none.
 def rl(results: dict[str, Any], path: Path) -> None:
     """The share of tokens whose log-probability is off by more than a size, for every way to make it."""
-    figure, axis = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(10.0, 4.2), layout="constrained")
     for row in results["rows"]:
         sizes, line = row["quantiles"], "-" if row["variant"].startswith("logitless") else "--"
         shares = [1.0 - i / (len(sizes) - 1) for i in range(len(sizes))]
         axis.plot(sizes, shares, line, label=row["variant"])
-    axis.set(xscale="log", xlim=(1e-8, 1.0), xlabel="error of a token's log-probability [nats]",
-             ylabel="share of tokens with a larger error", title="SmolLM2-135M's head on text, beside float64")  # fmt: skip
+    axis.set(xscale="log", xlim=(1e-8, 1.0), xlabel="error of a token's log-probability [nats]")
+    axis.set(ylabel="share of tokens with a larger error", title="SmolLM2-135M's head on text, beside float64")
     axis.axvline(0.01, color="grey", ls=":")
-    axis.legend(fontsize=8, loc="lower left")
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
