@@ -6,8 +6,8 @@ the arithmetic's own: two samplers with one model differ by no less. Runs on a C
 
 A row has, in nats, the error of log p(target) of a token (mean, the 99th of 100, largest, and ``quantiles``) and of a
 piece of text (the sum over its tokens, largest); the share of tokens whose probability is off by more than 1 %; and, of
-what makes logits, KL(truth ‖ variant) = Σ p log(p / q) − p + q of a token's whole distribution (mean, largest). So it is
-at least 0, also where rounding took the sum of q from 1.
+what makes logits, KL(truth ‖ variant) = Σ p log(p / q) − p + q of a token's whole distribution (mean, largest). So it
+is at least 0, also where rounding took the sum of q from 1.
 """
 
 from __future__ import annotations
