@@ -525,3 +525,36 @@ def test_what_is_compared_are_steps_that_can_be_waited_for(
     for step in steps.values():
         step()
     wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities of a real head
+
+
+def test_errors_of_log_probs() -> None:
+    from bench import rl
+    from bench.report import rl_table
+
+    truth = np.full(2 * rl.PIECE, -3.0)
+    errors = np.zeros_like(truth)
+    errors[: rl.PIECE - 1], errors[-1] = 0.001, -0.5
+    row = rl.row_of("rounded", truth + errors, truth, kl=np.array([0.0, 0.5]))
+    assert row["mean_error"] == pytest.approx(np.abs(errors).mean())
+    assert row["max_error"] == pytest.approx(0.5)
+    assert row["text_error"] == pytest.approx((rl.PIECE - 1) * 0.001)
+    assert row["off_by_1_percent"] == 1 / len(truth)
+    assert row["quantiles"][0] == 0.0
+    assert row["quantiles"][-1] == 0.5
+    assert (row["kl_mean"], row["kl_max"]) == (0.25, 0.5)
+    assert rl_table([row]).splitlines()[-1] == "| rounded | 0.00099 | 0.001 | 0.5 | 0.51 | 0.1 % | 0.25 | 0.5 |"
+
+
+def test_of_logits_is_the_softmax_of_rounded_ones() -> None:
+    torch = pytest.importorskip("torch", reason="the variants are PyTorch's")
+    from bench import rl
+
+    z = torch.randn(3, 40) * 8
+    exact = torch.log_softmax(z.double(), dim=-1)
+    errors = {name: float((of(z).double() - exact).abs().max()) for name, of in rl.of_logits().items()}
+    assert errors["float32 logits"] < errors["float16 logits, float32 softmax"] / 100
+    assert errors["float16 logits, float32 softmax"] < errors["bfloat16 logits, float32 softmax"]
