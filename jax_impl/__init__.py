@@ -9,8 +9,11 @@ from logitless.jax_impl.given_ids.api import linear_token_log_probs, linear_top_
 from logitless.jax_impl.given_logits.api import cross_entropy
 from logitless.jax_impl.losses import clipped_policy_loss, dpo_loss, kto_loss
 from logitless.jax_impl.profiling import profile_losses, profile_saved_residuals
+from logitless.jax_impl.weight_grad.api import linear_cross_entropy_value_and_grad
+from logitless.jax_impl.weight_grad.deferred import DeferredWeightGrad
 
 __all__ = [
+    "DeferredWeightGrad",
     "clipped_policy_loss",
     "cross_entropy",
     "dense_distillation_loss",
@@ -19,6 +22,7 @@ __all__ = [
     "global_normalizer",
     "kto_loss",
     "linear_cross_entropy",
+    "linear_cross_entropy_value_and_grad",
     "linear_log_probs",
     "linear_token_log_probs",
     "linear_top_k",

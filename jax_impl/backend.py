@@ -24,7 +24,10 @@ Held = TypeVar("Held")
 
 
 class Backend(Protocol[Held]):
-    """``Held``: what a forward leaves for its backward, a pytree of arrays that only this backend reads."""
+    """``Held``: what a forward leaves for its backward, a pytree of arrays that only this backend reads.
+
+    Only plain operations are given ``inputs.into``, and give it with dW added in dW's place.
+    """
 
     def unavailable(self, device: jax.Device | None, dtype: str, /) -> str | None:
         """Why this backend cannot compute in ``dtype`` on that device, or None. Device None: tracing, not known."""

@@ -57,6 +57,7 @@ class Arrays(NamedTuple, Generic[Leaf]):
     class_weight: Leaf | None = None  # [V]
     normalizer: Leaf | None = None  # []
     temperature: Leaf | None = None  # [...]; None: one number for all tokens, which is among the options
+    accumulate_into: Leaf | None = None  # [V, D], what dW is added to
 
 
 RawArray = Array | NDArray[np.generic] | np.generic
@@ -177,6 +178,7 @@ class Inputs(NamedTuple):
     shared: Shared | None = None
     precision: Precision = Precision()
     temperature: Array | None = None  # [N] accumulation dtype, 1 where ignored; None: the options have it
+    into: Array | None = None  # [V, D] in its own dtype: dW is this plus dW; None: dW alone
 
     @staticmethod
     def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE) -> Inputs:
@@ -204,6 +206,7 @@ class Inputs(NamedTuple):
             shard=shard,
             precision=Precision(wide),
             temperature=None if temperature is None else jnp.where(valid, temperature, 1.0),
+            into=arrays.accumulate_into,
         )
 
     @property

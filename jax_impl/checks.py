@@ -5,9 +5,11 @@ Mirror of torch_impl/checks.py. An error names the argument, what came and what 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +19,25 @@ from numpy.typing import NDArray
 
 from logitless import objectives, spec
 from logitless.jax_impl.backend import BACKENDS, backend_named, chosen_backend, device_of, on_several_devices
-from logitless.jax_impl.call import Arrays, Call, Needs, RawArray, RawArrays, Request, as_jax
+from logitless.jax_impl.call import (
+    Arrays,
+    Call,
+    Needs,
+    RawArray,
+    RawArrays,
+    Request,
+    accumulation_dtype,
+    as_jax,
+)
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import Request as PlanRequest
 from logitless.planning import choose as choose_plan
 from logitless.spec import ArrayInfo, LossOptions
+
+NO_BUFFER = "its kernels add dW to no buffer"
+"""The reason of :func:`spec.unavailable_error` for accumulate_into."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A whole call
@@ -77,16 +91,24 @@ def usable_backend(name: str | None, raw: RawArrays, *, cut: bool = True) -> str
     def chosen(reason: str | None) -> str:
         return chosen_backend(name, raw.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
 
-    if not isinstance(raw, Arrays) or raw.temperature is None:
-        return chosen(reason)
-    if name is None and chosen(reason) == "pallas":
+    what, why = _plain_only(raw) if isinstance(raw, Arrays) else (None, None)
+    if what is not None and name is None and chosen(reason) == "pallas":
         warnings.warn(
-            f"temperature: got one per token; the Pallas kernels are not used, for {spec.ONE_TEMPERATURE}. Plain "
-            f"operations are; backend='xla' asks for them without this warning",
+            f"{what}; the Pallas kernels are not used, for {why}. Plain operations are; backend='xla' asks for them "
+            f"without this warning",
             RuntimeWarning,
             stacklevel=2,
         )
-    return chosen(reason or spec.ONE_TEMPERATURE)
+    return chosen(reason or why)
+
+
+def _plain_only(raw: RawArrays) -> tuple[str, str] | tuple[None, None]:
+    """What the kernels cannot do of a call, and why not."""
+    if raw.temperature is not None:
+        return "temperature: got one per token", spec.ONE_TEMPERATURE
+    if raw.accumulate_into is not None:
+        return "accumulate_into: got a buffer", NO_BUFFER
+    return None, None
 
 
 def shard_of(weight: RawArray, axis_name: AxisName | None, vocab: int | None, sequence_parallel: bool) -> Shard:
@@ -100,6 +122,7 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
     tokens, dtype, budget = math.prod(raw.target.shape), str(hidden.dtype), request.memory_budget
     if isinstance(request.plan, ChunkPlan):
         check_plan_sizes(request.plan, tokens, size, vocab, dtype)
+        check_adds(request.plan, raw.accumulate_into, raw.hidden)
         return request.plan
     # A call can hold its exponentials for an upstream gradient per token, if a budget allows it.
     hold = options.separable and budget is not None and not (request.log_probs and request.statistics)
@@ -120,7 +143,25 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
         hold=hold and not shard.active and not request.lse,
         prefer=request.plan or "balanced",
     )
-    return choose_plan(wanted)
+    plan = choose_plan(wanted)
+    if _rounds_chunks(plan, raw.accumulate_into, hidden):
+        plan = choose_plan(dataclasses.replace(wanted, one_pass=False, order="vocab"))
+    return plan
+
+
+def _rounds_chunks(plan: ChunkPlan, into: RawArray | None, hidden: RawArray) -> bool:
+    """Whether a buffer would round what it has after each of several chunks."""
+    narrow = into is not None and into.dtype != accumulation_dtype(hidden.dtype)
+    return narrow and len(plan.token_slices) > 1
+
+
+def check_adds(plan: ChunkPlan, into: RawArray | None, hidden: RawArray) -> None:
+    """Raise ValueError if a narrow buffer would round a gradient more than once: it takes one addition per entry."""
+    if into is not None and _rounds_chunks(plan, into, hidden):
+        raise ValueError(
+            f"plan: got one of {len(plan.token_slices)} chunks of tokens beside accumulate_into of {into.dtype}, "
+            f"allowed is one chunk of tokens or order='vocab': each chunk would be rounded"
+        )
 
 
 def _planned(options: LossOptions, plan: ChunkPlan, request: Request, name: str, shard: Shard) -> Call:
@@ -166,15 +207,39 @@ def check_arrays(raw: RawArrays, shard: Shard) -> None:
     """Check types, sizes and dtypes, and how the arrays lie on the devices of an axis."""
     arrays = raw._asdict()
     del arrays["normalizer"]
-    check_types(arrays, ("bias", "token_weight", "class_weight", "temperature"))
+    check_types(arrays, ("bias", "token_weight", "class_weight", "temperature", "accumulate_into"))
     hidden = parallel.gathered_info(info(raw.hidden), shard)
     others = raw.bias, raw.token_weight, raw.class_weight, raw.temperature
     optional = (None if array is None else info(array) for array in others)
     # Weights in float32 beside narrower hidden states, as mixed-precision training has them.
     mixed = str(raw.weight.dtype) == "float32" and hidden.dtype in ("bfloat16", "float16")
     spec.check_arrays(hidden, info(raw.weight), info(raw.target), *optional, mixed_dtypes=mixed)
+    if raw.accumulate_into is not None:
+        check_buffer(raw.accumulate_into, info(raw.weight), raw.hidden)
     _check_uncut(raw)
     _check_placement(shard, raw)
+
+
+def check_buffer(into: object, weight: ArrayInfo, hidden: RawArray) -> None:
+    """Raise unless dW may be added to ``into``: [V, D], in the accumulation dtype or the weight's."""
+    check_types({"accumulate_into": into})
+    made, wide = info(cast(RawArray, into)), str(accumulation_dtype(hidden.dtype))
+    if made.shape != weight.shape:
+        raise ValueError(f"accumulate_into: got shape {made.shape}, allowed is weight's {weight.shape}")
+    if made.dtype not in (wide, weight.dtype):
+        raise TypeError(f"accumulate_into: got dtype {made.dtype}, allowed are {wide} and weight's {weight.dtype}")
+
+
+def check_upstream(upstream: object, reduction: str, shape: tuple[int, ...]) -> None:
+    """Check the gradient of what is minimised with respect to the loss: a finite number, or an array like the loss."""
+    if not isinstance(upstream, jax.Array | np.ndarray | np.generic):
+        spec.check_number("upstream", upstream, also="an array of the loss's shape")
+        return
+    check_types({"upstream": upstream})
+    spec.check_dtype("upstream", info(upstream), spec.FLOAT_DTYPES)
+    allowed = shape if reduction == "none" else ()
+    if upstream.shape != allowed:
+        raise ValueError(f"upstream: got shape {upstream.shape}, allowed is a number or the loss's shape {allowed}")
 
 
 def check_counted(target: RawArray, token_weight: RawArray | None, class_weight: RawArray | None) -> None:
@@ -308,6 +373,8 @@ def _check_placement(shard: Shard, raw: RawArrays) -> None:
     wanted = {"weight": True, "target": False, "token_weight": False, "normalizer": False, "temperature": False}
     if shard.sequence_parallel:
         wanted["hidden"] = True
+    if raw.accumulate_into is not None:
+        wanted["accumulate_into"] = True
     for name, differs in wanted.items():
         array = getattr(raw, name)
         if not isinstance(array, jax.Array):

@@ -109,6 +109,23 @@ def put(array: Array, part: Array, start: Index, axis: int = 0) -> Array:
     return _moved(lambda a, part, start: lax.dynamic_update_slice_in_dim(a, part, start, axis), array, part, at=start)
 
 
+def add_to(array: Array, part: Array, start: Index) -> Array:
+    """array with ``part`` added at ``start``: the sum is taken in the part's dtype and rounded to the array's.
+
+    The array is one that a loop carries and changes, so nothing ties it to its place: that (_stay) would copy it.
+    """
+    size = part.shape[0]
+
+    def total(part: Array, _: Index, __: int) -> Array:
+        old = _moved(lambda array, start: lax.dynamic_slice_in_dim(array, start, size), array, at=start)
+        return old.astype(part.dtype) + part
+
+    # 16 bits: a slice and an update that are fused read and write the array at once, and XLA copies it. The ragged rest
+    # of a loop, which is all of this one, is fused with nothing.
+    part = for_slices(1, 2, total, part) if _is_low(array) else total(part, 0, size)
+    return put(array, part.astype(array.dtype), start)
+
+
 def rows_at(array: Array, indices: Array) -> Array:
     """array[indices] along the first axis."""
     array, indices = _stay(array, indices)

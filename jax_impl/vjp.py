@@ -161,29 +161,34 @@ def _outputs(call: Call, arrays: Arrays[Array], inputs: Inputs, sums: TokenSums,
     return loss, jnp.where(inputs.valid, sums.lse, 0.0).reshape(shape) if call.lse else None, stats
 
 
-def _loss_from_sums(call: Call, arrays: Arrays[Array]) -> tuple[LossAndLse, Known]:
-    inputs = _inputs(call, arrays)
+def loss_and_sums(
+    call: Call, arrays: Arrays[Array], needs: Needs, upstream: Array | None = None
+) -> tuple[LossAndLse, Known, object]:
+    """(loss, lse, statistics), what gradients can be computed from anew, and those that wait, or None.
+
+    ``upstream``: the upstream scalar where it is known already. Then 1 must arrive at the gradients that wait.
+    """
+    inputs, backend, held = _inputs(call, arrays), backend_named(call.backend), None
     norm = normalizer(inputs, call.options, arrays.normalizer)
-    sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan, call.statistics)
-    return _outputs(call, arrays, inputs, sums, norm), Known(arrays, sums, inputs.shared)
+    if (call.one_pass or call.holds) and any(needs):
+        factor = norm if upstream is None else norm * upstream
+        g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(factor))
+        make = backend.token_gradients if call.holds else backend.loss_gradients
+        sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics)
+    else:
+        sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
+    return _outputs(call, arrays, inputs, sums, norm), Known(arrays, sums, inputs.shared), held
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(call: Call, arrays: Arrays[Array]) -> LossAndLse:
-    return _loss_from_sums(call, arrays)[0]
+    return loss_and_sums(call, arrays, NOTHING)[0]
 
 
 def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[LossAndLse, object]:
     """(loss, lse, statistics), and what :func:`loss_gradients` needs."""
-    if not ((call.one_pass or call.holds) and any(needs)):
-        return _loss_from_sums(call, arrays)
-    inputs = _inputs(call, arrays)
-    norm = normalizer(inputs, call.options, arrays.normalizer)
-    g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(norm))
-    backend = backend_named(call.backend)
-    make = backend.token_gradients if call.holds else backend.loss_gradients
-    sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics)
-    return _outputs(call, arrays, inputs, sums, norm), held
+    output, known, held = loss_and_sums(call, arrays, needs)
+    return output, known if held is None else held
 
 
 def _loss_forward(call: Call, primals: Arrays[CustomVJPPrimal]) -> tuple[LossAndLse, Packed]:

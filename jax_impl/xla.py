@@ -34,7 +34,7 @@ from logitless.jax_impl.chunk import (
     slope,
     temperature_column,
 )
-from logitless.jax_impl.slices import Index, for_slices, put, rows_at, take, take_block
+from logitless.jax_impl.slices import Index, add_to, for_slices, put, rows_at, take, take_block
 from logitless.planning import ChunkPlan
 from logitless.scratch import ANCHOR_ROWS
 from logitless.spec import LOWEST_GAP, LossOptions
@@ -148,7 +148,7 @@ def _smoothing_of(inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> Smoo
 
 
 State = tuple[Gradients, Array]
-"""The gradients so far, and Σ_i g_i x_i for label smoothing."""
+"""The gradients so far, and Σ_i g_i x_i for label smoothing; beside a caller's buffer that of the last chunk alone."""
 
 
 class _Accumulators:
@@ -169,22 +169,25 @@ class _Accumulators:
         self.dtype, self.hidden_dtype = inputs.accumulation_dtype, hidden_dtype
         self.low = inputs.hidden.dtype != self.dtype
         # Several chunks add to dW in the accumulation dtype. A single chunk finishes each block in the weight's dtype.
-        self.direct = plan.weight_accumulator or not self.low
+        # A buffer of the caller's takes each block of each chunk once it is whole: with its unit and smoothing's share.
+        self.adds = inputs.into is not None
+        self.direct = (plan.weight_accumulator or not self.low) and not self.adds
         # Low-precision operands: the matrix is divided by the largest factor, and the products are multiplied by it in
         # float32. float16 could not hold it (loss scaling, class weights). 1/N would round all targets' elements to the
         # same side.
         self.unit = unit if self.low and plan.tokens else None
 
     def start(self) -> State:
-        """Zeros for the wanted gradients, and for Σ_i g_i x_i."""
+        """Zeros, or the caller's buffer, for the wanted gradients, and zeros for Σ_i g_i x_i."""
         vocab, size = self.inputs.weight.shape
         weight_dtype = self.dtype if self.direct or self.inputs.precision.wide_weight else self.inputs.weight.dtype
-        zeros = Gradients(
+        weight = jnp.zeros((vocab, size), weight_dtype) if self.inputs.into is None else self.inputs.into
+        begun = Gradients(
             hidden=jnp.zeros(self.inputs.hidden.shape, self.hidden_dtype) if self.needs.hidden else None,
-            weight=jnp.zeros((vocab, size), weight_dtype) if self.needs.weight else None,
+            weight=weight if self.needs.weight else None,
             bias=jnp.zeros(vocab, self.dtype) if self.needs.bias else None,
         )
-        return zeros, jnp.zeros(size, self.dtype)
+        return begun, jnp.zeros(size, self.dtype)
 
     def add_chunk(
         self, state: State, first: Index, x: Array, factor: Array, matrix: Callable[[Index, int], Array]
@@ -194,7 +197,8 @@ class _Accumulators:
         tokens = x.shape[0]
         g = take(self.g, first, tokens)
         if self.smoothing is not None:
-            smooth_x = smooth_x + g @ x.astype(self.dtype)
+            share = g @ x.astype(self.dtype)
+            smooth_x = share if self.adds else smooth_x + share
         # float32 operands: the factor goes to the rows of dX and of x, never to the matrix. Low-precision operands: the
         # matrix is rounded once, with the factor in it, and x stays as it is.
         element_factor = factor if self.unit is None else factor / self.unit
@@ -211,11 +215,12 @@ class _Accumulators:
                 hidden_part = hidden_part + product(operand, rows, self.dtype)
             if weight is not None:
                 part = product(operand.T, scaled_x, self.dtype)
-                if self.direct:
-                    part = take(weight, start, size) + part
+                if not self.direct:
+                    part = self._finish_weight(part, smooth_x, start, size)
+                if self.direct or self.adds:
+                    weight = add_to(weight, part, start)
                 else:
-                    part = self._finish_weight(part, smooth_x, start, size).astype(weight.dtype)
-                weight = put(weight, part, start)
+                    weight = put(weight, part.astype(weight.dtype), start)
             return Gradients(hidden_part, weight, bias)
 
         carry = gradients._replace(hidden=jnp.zeros(x.shape, self.dtype) if self.needs.hidden else None)
@@ -236,7 +241,7 @@ class _Accumulators:
         return part
 
     def _finish_weight(self, part: Array, smooth_x: Array, start: Index, size: int) -> Array:
-        """A block of dW with its unit and smoothing's share, once all tokens are in it."""
+        """A block of dW with its unit and smoothing's share, once all tokens of ``smooth_x`` are in it."""
         if self.unit is not None:
             part = part * self.unit
         if self.smoothing is not None:

@@ -47,6 +47,7 @@ ROWS = HEAD | {"hidden": Array((2, 5, D), optional=False), "target": Array((2, 5
 FACTORS = {"token_weight": PER_TOKEN, "class_weight": Array((V,), "weights")}
 ARRAYS: dict[str, dict[str, Array]] = {
     "linear_cross_entropy": HEAD | FACTORS | {"accumulate_into": Array((V, D), "into")},
+    "linear_cross_entropy_value_and_grad": HEAD | FACTORS,
     "linear_log_probs": HEAD,
     "linear_token_log_probs": {name: array for name, array in HEAD.items() if name != "target"}
     | {"ids": Array((N, 3), "index", optional=False, fixed=False)},

@@ -64,7 +64,8 @@ def outcome(made: Made, function: Any, arguments: dict[str, Any]) -> list[Any]:
     import jax
 
     floats = {key: value for key, value in arguments.items() if getattr(value, "dtype", None) == np.float32}
-    differentiable = {key: value for key, value in floats.items() if key in ("hidden", "weight", "logits", "input")}
+    names = () if function.__name__.endswith("value_and_grad") else ("hidden", "weight", "logits", "input")
+    differentiable = {key: value for key, value in floats.items() if key in names}
     rest = {key: value for key, value in arguments.items() if key not in differentiable}
 
     def results(chosen: dict[str, Any]) -> list[Any]:
