@@ -93,9 +93,10 @@ def test_repeated_steps_have_the_same_bits(
 class Fixed:
     """A problem whose arguments stay where they are, and a step of it."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], tokens: int = 700) -> None:
         self.options = options
-        self.x, self.w, _, self.y = tensors()
+        x, self.w, _, y = tensors()
+        self.x, self.y = x.detach()[:tokens].requires_grad_(), y[:tokens]
 
     def step(self, seed: int) -> tuple[Any, ...]:
         """Values and gradients for other arguments."""
@@ -117,11 +118,12 @@ class Fixed:
         return torch.autograd.grad(values, (self.x, self.w), [torch.full_like(value, 0.5) for value in values])
 
 
+@pytest.mark.parametrize("tokens", [700, 120], ids=["apart", "lent"])  # exponentials, of as many tokens as hidden units
 @pytest.mark.parametrize(
     "options", [{}, {"reduction": "none"}, {"return_lse": True}, {"with_entropy": True}, {"memory_budget": 20 * 2**20}],
     ids=str,
 )  # fmt: skip
-def test_repeated_steps_become_graphs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_steps_become_graphs(options: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the memory is the same again, the kernels are launched as a CUDA graph, and give the same bits: on another
     stream, while results of earlier steps are kept, and with two forwards before their backwards."""
     pytest.importorskip("triton", reason="these are Triton's kernels")
@@ -129,7 +131,7 @@ def test_repeated_steps_become_graphs(options: dict[str, Any], monkeypatch: pyte
 
     monkeypatch.setattr(replay, "programs", {})
     monkeypatch.setattr(graphs, "alive", type(graphs.alive)())
-    fixed = Fixed(options)
+    fixed = Fixed(options, tokens)
 
     def shown(*values: Any) -> tuple[Any, ...]:
         return tuple(value.detach().cpu() for value in values)
