@@ -50,7 +50,6 @@ class DeferredWeightGrad:
 
         r = hidden weightᵀ + bias; of reduction="none", d_ij = upstream_i · ∂loss_i / ∂r_ij.
 
-
         The logits are made anew, block by block within the call's plan: 4·N·D·V flops, where a backward that is not
         cut in two takes 2 for dW.
 
