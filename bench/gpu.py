@@ -105,15 +105,19 @@ def forget(framework: str) -> None:
         importlib.import_module("torch").cuda.empty_cache()
 
 
+def _plan_takes(argument: str) -> bool:
+    """Whether the checkout's plan, which may be an older one, takes the argument."""
+    return argument in inspect.signature(plan).parameters
+
+
 def kernel_plans(arrays: Arrays, fastest: bool = False) -> dict[str, ChunkPlan]:
     """The kernels' plans by a variant's name: the default, the fastest and the leanest, and one for each budget.
     ``fastest``: that one as the default, without the others."""
     planned = functools.partial(plan, **arrays.shape.sizes(), fused=True, padded=arrays.padded)
-    known = inspect.signature(plan).parameters  # of a checkout that may be older
-    chosen = {arrays.kernels: planned(lends=True) if "lends" in known and arrays.lends else planned()}
-    if "prefer" in known and fastest:
+    chosen = {arrays.kernels: planned(lends=True) if _plan_takes("lends") and arrays.lends else planned()}
+    if _plan_takes("prefer") and fastest:
         chosen = {arrays.kernels: planned(prefer="fast")}
-    elif "prefer" in known:
+    elif _plan_takes("prefer"):
         chosen |= {f"{arrays.kernels}, {name}": planned(prefer=name) for name in ("fast", "lean")}
     return chosen | {f"{arrays.kernels}, {b // MIB} MiB": planned(memory_budget=b) for b in arrays.budgets}
 
@@ -131,7 +135,7 @@ def kernel_steps(arrays: Arrays, fastest: bool = False) -> dict[str, Planned]:
         name: (step_of(arrays, chosen, arrays.kernels), chosen) for name, chosen in plans.items()
     }
     if arrays.shape.extras:
-        named = {"plan": "fast"} if fastest and "prefer" in inspect.signature(plan).parameters else {}
+        named = {"plan": "fast"} if fastest and _plan_takes("prefer") else {}
         loss = functools.partial(arrays.loss, backend=arrays.kernels, **named)
         steps[f"{arrays.kernels}, half ignored"] = arrays.step(loss, target=arrays.half_ignored()), None
         steps[f"{arrays.kernels}, forward only"] = arrays.forward(loss), None

@@ -13,7 +13,6 @@ import dataclasses
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from logitless.objectives import DistillationOptions
 from logitless.spec import ALPHA_FLOOR, RESCUE_NATS, STATISTICS, LossOptions, TokenStats, check_shift
 
 Array = NDArray[np.float64]
@@ -334,8 +333,8 @@ def sparse_distillation_loss(
     teacher[rows, place] = p
     counted = known.any(1).reshape(tokens)
     return _distilled(
-        _Distillation(hidden, weight, bias, target, mask, temperature, ignore_index),
-        DistillationOptions(beta, 1.0, reduction, logit_scale, softcap, nll_coef=nll_coef),  # type: ignore[arg-type]
+        _Distillation(hidden, weight, bias, target, mask, temperature, ignore_index, beta, nll_coef),
+        LossOptions(reduction, logit_scale=logit_scale, softcap=softcap),  # type: ignore[arg-type]
         _TeacherClasses(teacher[:, :vocab], classes, counted), normalizer, upstream,
     )  # fmt: skip
 
@@ -362,8 +361,8 @@ def dense_distillation_loss(
     """The divergence from all probabilities of every token, [..., V]."""
     p = _float64(teacher).reshape(-1, np.shape(teacher)[-1])
     return _distilled(
-        _Distillation(hidden, weight, bias, target, mask, temperature, ignore_index),
-        DistillationOptions(beta, 1.0, reduction, logit_scale, softcap, nll_coef=nll_coef),  # type: ignore[arg-type]
+        _Distillation(hidden, weight, bias, target, mask, temperature, ignore_index, beta, nll_coef),
+        LossOptions(reduction, logit_scale=logit_scale, softcap=softcap),  # type: ignore[arg-type]
         _TeacherClasses(np.exp(p) if log_teacher else p, np.tile(np.arange(p.shape[1]), (len(p), 1)),
                         np.ones(np.shape(hidden)[:-1], bool)),
         normalizer, upstream,
@@ -372,7 +371,7 @@ def dense_distillation_loss(
 
 @dataclasses.dataclass(frozen=True)
 class _Distillation:
-    """The student's side."""
+    """The student's side, and what is asked for."""
 
     hidden: ArrayLike
     weight: ArrayLike
@@ -381,6 +380,8 @@ class _Distillation:
     mask: ArrayLike | None
     temperature: ArrayLike
     ignore_index: int
+    beta: float
+    nll_coef: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,7 +394,7 @@ class _TeacherClasses:
 
 
 def _distilled(
-    student: _Distillation, options: DistillationOptions, teacher: _TeacherClasses, normalizer: ArrayLike | None,
+    student: _Distillation, options: LossOptions, teacher: _TeacherClasses, normalizer: ArrayLike | None,
     upstream: ArrayLike,
 ) -> DistillationResult:  # fmt: skip
     counted = teacher.known
@@ -404,17 +405,17 @@ def _distilled(
         counted = counted & (y != student.ignore_index)
     scored = np.where(counted, y, -1)
     inputs = _inputs(student.hidden, student.weight, scored, student.bias, None, None, -1)
-    tempered, inputs = _tempered(options.logits(teacher=False), inputs, student.temperature)
-    tau = inputs.tau * options.logits(teacher=False).logit_scale / tempered.logit_scale
+    tempered, inputs = _tempered(options, inputs, student.temperature)
+    tau = inputs.tau * options.logit_scale / tempered.logit_scale
     x = np.where(inputs.valid[:, None], inputs.x, 0.0)
     part = _anchored(x @ inputs.w.T + inputs.b, inputs.y, tempered, inputs.tau)
-    losses, dz = _class_divergence(teacher, part.z, options.beta)
+    losses, dz = _class_divergence(teacher, part.z, student.beta)
     if student.target is not None:
-        hard = _anchored(x @ inputs.w.T + inputs.b, inputs.y, options.logits(teacher=False), np.ones(len(x)))
-        losses = losses + options.nll_coef * hard.nll
+        hard = _anchored(x @ inputs.w.T + inputs.b, inputs.y, options, np.ones(len(x)))
+        losses = losses + student.nll_coef * hard.nll
         d_hard = hard.e / (hard.s + hard.e_target)[:, None]
         d_hard[np.arange(len(x)), inputs.y] = -hard.s / (hard.s + hard.e_target)
-        dz = dz + options.nll_coef * tau[:, None] * d_hard
+        dz = dz + student.nll_coef * tau[:, None] * d_hard
     norm = 1.0
     if options.reduction == "mean":
         norm = 1.0 / (max(1, int(counted.sum())) if normalizer is None else float(_float64(normalizer)))

@@ -306,8 +306,7 @@ def counted_target(target: RawArray, mask: RawArray | None, ignore_index: int) -
         if isinstance(counted, np.ndarray | np.generic):
             masked = np.where(counted, target, ignore_index).astype(target.dtype)
             return masked, jnp.asarray(counted)  # type: ignore[return-value]  # what takes an Array takes NumPy's too
-        # An id that int32 cannot hold stays outside the vocabulary, instead of wrapping into it.
-        target = np.where(target == target.astype(np.int32), target, np.iinfo(np.int32).max).astype(np.int32)
+        target = narrow(target)
     return jnp.where(counted, jnp.asarray(target), jnp.asarray(ignore_index, target.dtype)), jnp.asarray(counted)
 
 

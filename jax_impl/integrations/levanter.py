@@ -10,8 +10,6 @@ its gradient on the way out. That may be a copy of H × V each way, beyond ``mem
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable
 from typing import cast
 
 import jax.numpy as jnp
@@ -20,12 +18,12 @@ from jax.lax import Precision, PrecisionLike
 from jax.typing import DTypeLike
 
 from logitless.jax_impl.api import linear_cross_entropy
-from logitless.jax_impl.integrations.options import limits
+from logitless.jax_impl.integrations.options import NAME, implementations, limits, take_back
 from logitless.spec import TokenStats
 
 __all__ = ["linear_softmax_cross_entropy_loss", "register_levanter", "unregister_levanter"]
 
-REGISTRY, NAME = "levanter.kernels.pallas.fused_cross_entropy_loss", "logitless"
+REGISTRY = "levanter.kernels.pallas.fused_cross_entropy_loss"
 
 
 def linear_softmax_cross_entropy_loss(
@@ -80,15 +78,9 @@ def register_levanter(*, memory_budget: int | None = None, backend: str | None =
     Raises ImportError without a levanter that has these kernels; ValueError and TypeError for the arguments.
     """
     entry = functools.partial(linear_softmax_cross_entropy_loss, **limits(memory_budget, backend))
-    _implementations()[NAME] = entry
+    implementations(REGISTRY)[NAME] = entry
 
 
 def unregister_levanter() -> None:
     """Take back :func:`register_levanter`. Raises RuntimeError where there is nothing to take back."""
-    if _implementations().pop(NAME, None) is None:
-        raise RuntimeError("levanter: has no entry of ours, allowed is unregister_levanter after register_levanter")
-
-
-def _implementations() -> dict[str, Callable[..., object]]:
-    found: dict[str, Callable[..., object]] = importlib.import_module(REGISTRY).IMPLEMENTATIONS
-    return found
+    take_back("levanter", REGISTRY)

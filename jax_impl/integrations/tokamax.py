@@ -10,19 +10,17 @@ its gradient on the way out. That may be a copy of H × V each way, beyond ``mem
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable
 from typing import cast
 
 from jax import Array
 
 from logitless.jax_impl.api import linear_cross_entropy
-from logitless.jax_impl.integrations.options import limits
+from logitless.jax_impl.integrations.options import NAME, implementations, limits, take_back
 from logitless.spec import Reduction, TokenStats
 
 __all__ = ["linear_softmax_cross_entropy_loss", "register_tokamax", "unregister_tokamax"]
 
-REGISTRY, NAME = "tokamax._src.ops.linear_softmax_cross_entropy_loss.api", "logitless"
+REGISTRY = "tokamax._src.ops.linear_softmax_cross_entropy_loss.api"
 
 
 def linear_softmax_cross_entropy_loss(
@@ -65,15 +63,9 @@ def register_tokamax(*, memory_budget: int | None = None, backend: str | None = 
     Raises ImportError without tokamax; ValueError and TypeError for the arguments.
     """
     entry = functools.partial(linear_softmax_cross_entropy_loss, **limits(memory_budget, backend))
-    _implementations()[NAME] = entry
+    implementations(REGISTRY)[NAME] = entry
 
 
 def unregister_tokamax() -> None:
     """Take back :func:`register_tokamax`. Raises RuntimeError where there is nothing to take back."""
-    if _implementations().pop(NAME, None) is None:
-        raise RuntimeError("tokamax: has no entry of ours, allowed is unregister_tokamax after register_tokamax")
-
-
-def _implementations() -> dict[str, Callable[..., object]]:
-    found: dict[str, Callable[..., object]] = importlib.import_module(REGISTRY).IMPLEMENTATIONS
-    return found
+    take_back("tokamax", REGISTRY)
