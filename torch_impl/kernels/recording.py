@@ -40,11 +40,13 @@ EMPTY = frozenset(
     (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default)
 )
 ZEROS = frozenset((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default))
-# Bytes at whose multiples buffers begin, and those of a few numbers: Triton compiles for addresses that 16 divides.
+# A buffer begins at a multiple of so many bytes; one of a few numbers at a multiple of the second. Triton has compiled
+# the kernels for addresses that are multiples of 16.
 BOUNDARY, SHORT_BOUNDARY = 128, 16
 # The span of a buffer that is needed all the time.
 ALWAYS = -1, 2**31
-# Memory that could be freed earlier is a piece of its own if it is larger [bytes]: a piece takes the host's time.
+# Scratch that a part's end frees is a piece of its own if it has more bytes. Smaller scratch lies with what is held
+# longer: each piece costs the host an allocation.
 SMALL = 2**20
 
 
@@ -58,7 +60,7 @@ class Buffer:
     source: str
     """"given", "empty" or "zeros"."""
     storage: StorageWeakRef
-    """Keeps what it was known by from being another storage's."""
+    """While it is kept, no other storage has the same key in ``of_storage``."""
 
     @property
     def is_scratch(self) -> bool:
@@ -248,7 +250,7 @@ class Recorder(TorchDispatchMode):
         ended, zeros = self.ended[number], {i for i, b in enumerate(self.buffers) if b.source == "zeros"}
         new = [i for i, b in enumerate(self.buffers) if b.is_scratch and first.get(i) == number]
         results = [(i, self.buffers[i].origin) for i in new if i in returned]
-        # What is zeroed is small; so is what is saved, and lives longest.
+        # What is zeroed, and what is saved, is small. It may live longest, so it has a piece of its own.
         lasting = [i for i in new if i not in returned and (i in ended.saved or i in zeros)]
         lasting.sort(key=lambda i: i not in zeros)
         rest = [i for i in new if i not in returned and i not in lasting]
