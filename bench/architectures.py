@@ -57,7 +57,8 @@ TOKENS, HIDDEN, VOCAB = 512, 256, 2048
 PER_CHUNK, PER_SLICE = {"order": "tokens", "chunk": 128}, {"order": "vocab", "chunk": 512}
 EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "logit_scale": 2.0, "return_stats": True}
 # Options of linear_cross_entropy, or of another "function". Of them "plan" makes one of logitless.plan's,
-# "class_weight" and "bias" make arrays, "into" a buffer of that dtype, and "hidden" is another size of it.
+# "class_weight" and "bias" make arrays, "into" a buffer of that dtype, "layout" a weight that lies so in memory, and
+# "hidden" is another size of it.
 CALLS: dict[str, dict[str, Any]] = {
     "one chunk": {},
     "in dW's rows": {"hidden": TOKENS, "bias": True},
@@ -68,6 +69,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "everything in slices": {"class_weight": True, "bias": True, "plan": PER_SLICE, **EVERYTHING},
     "smoothing in chunks": {"label_smoothing": 0.1, "plan": PER_CHUNK},
     "per token": {"reduction": "none", "memory_budget": 2**40},
+    "a weight [D, V]": {"layout": "dv", "bias": True},
+    "a weight [D, V], in dW's rows": {"layout": "dv", "hidden": TOKENS},
+    "a weight [D, V] in chunks": {"layout": "dv", "label_smoothing": 0.1, "plan": PER_CHUNK},
+    "a weight [D, V] in slices": {"layout": "dv", "plan": PER_SLICE},
+    "a weight [D, V], into float32": {"layout": "dv", "into": "float32"},
     "into float32": {"into": "float32"},
     "into its own dtype": {"into": "own"},
     "no gradient": {"return_stats": True, "gradients": False},
@@ -168,14 +174,16 @@ def call(options: dict[str, Any], dtype: Any) -> None:
     size, wanted = options.pop("hidden", HIDDEN), options.pop("plan", None)
     gradients, into = options.pop("gradients", True), options.pop("into", None)
     new = functools.partial(torch.zeros, dtype=dtype, requires_grad=gradients)
-    arrays = [new(TOKENS, VOCAB)] if name == "cross_entropy" else [new(TOKENS, size), new(VOCAB, size)]
+    turned = options.pop("layout", "vd") == "dv"
+    weight = new(size, VOCAB).T if turned else new(VOCAB, size)
+    arrays = [new(TOKENS, VOCAB)] if name == "cross_entropy" else [new(TOKENS, size), weight]
     target = torch.zeros(TOKENS, dtype=torch.int64)
     if options.pop("bias", False):
         options["bias"] = new(VOCAB)
     if options.pop("class_weight", False):
         options["class_weight"] = torch.ones(VOCAB)
     if into is not None:
-        options["accumulate_into"] = torch.zeros(VOCAB, size, dtype=dtype if into == "own" else torch.float32)
+        options["accumulate_into"] = torch.zeros_like(weight, dtype=dtype if into == "own" else torch.float32)
     if wanted is not None:
         sizes = {"tokens": TOKENS, "hidden": size, "vocab": VOCAB, "dtype": str(dtype).removeprefix("torch.")}
         options["plan"] = plan(**sizes, **wanted, fused=True)

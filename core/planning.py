@@ -96,6 +96,7 @@ class Request:
     device: Device = "gpu"
     lends: bool = False
     prefer: Preference = "balanced"
+    turned: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("tokens", 0), ("hidden", 1), ("vocab", 1)):
@@ -147,7 +148,7 @@ class Request:
     def plan(self, order: Order, one_pass: bool, token_chunk: int, vocab_chunk: int, lends: bool = False) -> ChunkPlan:
         """One of the plans to choose from."""
         sizes = (self.tokens, self.hidden, self.vocab, self.dtype)
-        return ChunkPlan(*sizes, order, one_pass, token_chunk, vocab_chunk, self.kind, lends)
+        return ChunkPlan(*sizes, order, one_pass, token_chunk, vocab_chunk, self.kind, lends, self.turned)
 
 
 def plan(

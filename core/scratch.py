@@ -23,7 +23,8 @@ VOCAB_TILE = 128
 # Rows of a held matrix start on such a boundary, so that an odd vocabulary runs at full speed.
 ROW_ALIGNMENT_BYTES = 128
 
-# The Pallas kernels work on matrices whose sizes are multiples of these.
+# The Pallas kernels work on matrices whose sizes are multiples of these: 64 along rows, 8 along columns of a weight. A
+# turned weight's rows go along the vocabulary.
 PADDED_HIDDEN, PADDED_VOCAB = 64, 8
 
 # If several chunks add up to dW, the rows of its lower bits (one byte per element) start on such a boundary.
@@ -78,6 +79,8 @@ class Cut:
     lends: bool = False
     """Whether the exponentials of all tokens lie in dW's rows until the last product makes dW there, and so take no
     scratch (PyTorch on Hopper)."""
+    turned: bool = False
+    """Whether the weight lies in memory as [D, V]."""
 
     @property
     def kernels(self) -> bool:
@@ -198,7 +201,8 @@ def _triton(cut: Cut) -> int:
     if cut.splits_hidden:
         vectors += HOPPER.multiprocessors * math.prod(HOPPER.tile) * 4
     if cut.one_pass:
-        return matrix + operand + lines + sums + smoothing + vectors
+        kept = operand if cut.turned else 0  # the weight's rows of the targets
+        return matrix + operand + kept + lines + sums + smoothing + vectors
     # If lse is known and there is one chunk of tokens, dX's buffer holds the operand until dX is written.
     lent = cut.token_chunk >= cut.tokens and cut.hidden * item % 16 == 0 and not cut.lends
     backward = matrix + (max(sums, operand) if lent else sums + operand)
@@ -209,12 +213,15 @@ def _pallas(cut: Cut) -> int:
     """As :func:`_triton`, in whole tiles. Arrays whose sizes are no multiples of a tile are copied."""
     item = ITEMSIZE[cut.dtype]
     rows, size = round_up(cut.token_chunk, HOPPER.tile[0]), round_up(cut.hidden, HOPPER.tile[1])
-    hidden, vocab = round_up(cut.hidden, PADDED_HIDDEN), round_up(cut.vocab, PADDED_VOCAB)
+    along_vocab = PADDED_HIDDEN if cut.turned else PADDED_VOCAB
+    hidden, vocab = round_up(cut.hidden, PADDED_HIDDEN), round_up(cut.vocab, along_vocab)
     copies = 0
     if (hidden, vocab) != (cut.hidden, cut.vocab):
         copies += 2 * vocab * hidden * item  # the weight, and its gradient before it is cut
     if hidden != cut.hidden:
         copies += 2 * cut.tokens * hidden * item
+    if cut.turned and cut.token_chunk < cut.tokens:
+        copies += vocab * hidden * item  # dW is summed as [V, D], and turned at the end
     matrix = round_up(cut.token_chunk, 8) * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
     operand = rows * size * item
     lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * rows * 4

@@ -12,7 +12,7 @@ from logitless.jax_impl.call import Arrays, RawArrays, Request, taking_wrappers,
 from logitless.jax_impl.distributed.parallel import AxisName
 from logitless.jax_impl.vjp import log_probs_and_entropy, loss_and_stats
 from logitless.planning import ChunkPlan, Preference
-from logitless.spec import Reduction, TokenStats
+from logitless.spec import Reduction, TokenStats, WeightLayout
 
 
 @taking_wrappers
@@ -38,6 +38,7 @@ def linear_cross_entropy(
     return_stats: bool = False,
     return_lse: bool = False,
     shift: int = 0,
+    weight_layout: WeightLayout = "vd",
     axis_name: AxisName | None = None,
     vocab: int | None = None,
     sequence_parallel: bool = False,
@@ -88,6 +89,9 @@ def linear_cross_entropy(
         shift: position i is scored against target[..., i + shift], and the last ``shift`` positions are ignored: 1
             for a causal model whose hidden [..., T, D] and target [..., T] come from the same tokens. Less than T.
             Nothing is copied but the target; token_weight, results and gradients stay at hidden's positions.
+        weight_layout: "vd", or "dv" for a weight that is [D, V], as a Flax kernel is; its gradient is [D, V] too. It is
+            read as it lies, without a copy. The kernels sum dW as [V, D] where a plan has several chunks of tokens, and
+            turn the sum at the end; the plan's scratch counts it.
         axis_name: inside of jax.shard_map, the mesh axis (or axes) over which the vocabulary is cut: weight, bias and
             class_weight are this device's part of it in the axis's order, hidden and target are the same on all its
             devices, and ids count through the whole vocabulary. The results are those of the whole vocabulary, the same
@@ -109,11 +113,12 @@ def linear_cross_entropy(
     """
     # A normalizer may be a number.
     own, number = temperatures(temperature)
+    weight = checks.laid_out(weight, hidden, weight_layout)
     raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer, own)  # type: ignore[arg-type]
     request = Request(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
         logit_scale=logit_scale, softcap=softcap, temperature=number, plan=plan, memory_budget=memory_budget,
-        backend=backend, statistics=return_stats, lse=return_lse, shift=shift,
+        backend=backend, statistics=return_stats, lse=return_lse, shift=shift, turned=weight_layout == "dv",
     )  # fmt: skip
     arrays, call = checks.ready(raw, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
     results = tuple(value for value in loss_and_stats(call, arrays) if value is not None)
@@ -135,6 +140,7 @@ def linear_log_probs(
     plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    weight_layout: WeightLayout = "vd",
     axis_name: AxisName | None = None,
     vocab: int | None = None,
     sequence_parallel: bool = False,
@@ -151,10 +157,12 @@ def linear_log_probs(
     Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
     """
     own, number = temperatures(temperature)
+    weight = checks.laid_out(weight, hidden, weight_layout)
     raw: RawArrays = Arrays(hidden, weight, bias, target, temperature=own)
     request = Request(
         reduction="none", ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=number,
         plan=plan, memory_budget=memory_budget, backend=backend, statistics=with_entropy, log_probs=True,
+        turned=weight_layout == "dv",
     )  # fmt: skip
     arrays, call = checks.ready(raw, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
     log_prob, entropy = log_probs_and_entropy(call, arrays)

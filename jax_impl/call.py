@@ -124,6 +124,8 @@ class Request:
     """Whether a loss comes with every token's lse, differentiable too."""
     shift: int = 0
     """How many positions the target is moved to the front."""
+    turned: bool = False
+    """Whether the weight came as [D, V]; its array here is the transpose of that."""
 
 
 @jax.tree_util.register_static
@@ -179,9 +181,10 @@ class Inputs(NamedTuple):
     precision: Precision = Precision()
     temperature: Array | None = None  # [N] accumulation dtype, 1 where ignored; None: the options have it
     into: Array | None = None  # [V, D] in its own dtype: dW is this plus dW; None: dW alone
+    turned_weight: Array | None = None  # [D, V], where the weight came so: then this is read
 
     @staticmethod
-    def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE) -> Inputs:
+    def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE, turned: bool = False) -> Inputs:
         """The arrays flattened, ignored and outside ids marked, all in the dtypes of the computation."""
         hidden, weight = arrays.hidden, arrays.weight
         vocab = shard.vocab if shard.active else weight.shape[0]
@@ -207,6 +210,7 @@ class Inputs(NamedTuple):
             precision=Precision(wide),
             temperature=None if temperature is None else jnp.where(valid, temperature, 1.0),
             into=arrays.accumulate_into,
+            turned_weight=weight.T.astype(hidden.dtype) if turned else None,  # XLA sees that two transposes are none
         )
 
     @property

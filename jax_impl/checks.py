@@ -34,7 +34,7 @@ from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import Request as PlanRequest
 from logitless.planning import choose as choose_plan
-from logitless.spec import ArrayInfo, LossOptions
+from logitless.spec import ArrayInfo, LossOptions, WeightLayout
 
 NO_BUFFER = "its kernels add dW to no buffer"
 """The reason of :func:`spec.unavailable_error` for accumulate_into."""
@@ -123,7 +123,7 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
     if isinstance(request.plan, ChunkPlan):
         check_plan_sizes(request.plan, tokens, size, vocab, dtype)
         check_adds(request.plan, raw.accumulate_into, raw.hidden)
-        return request.plan
+        return dataclasses.replace(request.plan, turned=request.turned)
     # A call can hold its exponentials for an upstream gradient per token, if a budget allows it.
     hold = options.separable and budget is not None and not (request.log_probs and request.statistics)
     if budget is not None and shard.active:
@@ -142,6 +142,7 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
         kind="pallas" if backend == "pallas" else "xla",
         hold=hold and not shard.active and not request.lse,
         prefer=request.plan or "balanced",
+        turned=request.turned,
     )
     plan = choose_plan(wanted)
     if _rounds_chunks(plan, raw.accumulate_into, hidden):
@@ -182,6 +183,14 @@ def _planned(options: LossOptions, plan: ChunkPlan, request: Request, name: str,
 
 def info(array: RawArray) -> ArrayInfo:
     return ArrayInfo(tuple(array.shape), str(array.dtype))
+
+
+def laid_out(weight: Array, hidden: Array, layout: WeightLayout) -> Array:
+    """A weight as [V, D]. XLA makes no copy of the transpose, and the kernels read what it was made from."""
+    if layout == "vd" or not all(isinstance(array, jax.Array | np.ndarray) for array in (weight, hidden)):
+        return weight  # another type is refused later
+    spec.check_weight_layout(layout, tuple(weight.shape), tuple(hidden.shape))
+    return weight.T
 
 
 def check_types(arrays: Mapping[str, object], optional: tuple[str, ...] = ()) -> None:

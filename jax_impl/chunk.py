@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from logitless import numerics
 from logitless.jax_impl.call import XP, Gradients, Inputs, Needs, Statistics, TokenSums
 from logitless.jax_impl.distributed.parallel import Shard
-from logitless.jax_impl.slices import Index, for_slices, put, take
+from logitless.jax_impl.slices import Index, for_slices, put, rows_at, take
 from logitless.objectives import Tile
 from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
 
@@ -64,10 +64,22 @@ def temperature_column(inputs: Inputs, first: Index, tokens: int) -> Array | Non
 def logits_block(x: Array, inputs: Inputs, first: Index, start: Index, size: int, options: LossOptions) -> Array:
     """z[:, start:start + size] of the rows x, in the accumulation dtype. ``first``: x's first token."""
     dtype = inputs.accumulation_dtype
-    z = product(x, take(inputs.weight, start, size).T, dtype)
+    z = product(x, weight_rows(inputs, start, size).T, dtype)
     if inputs.bias is not None:
         z = z + take(inputs.bias, start, size).astype(dtype)
     return capped(z, options, temperature_column(inputs, first, x.shape[0]))
+
+
+def weight_rows(inputs: Inputs, start: Index, size: int) -> Array:
+    """The weight's rows of the entries from ``start``, [size, D]."""
+    turned = inputs.turned_weight
+    return take(inputs.weight, start, size) if turned is None else take(turned, start, size, axis=1).T
+
+
+def weight_at(inputs: Inputs, entries: Array) -> Array:
+    """The weight's rows of these entries, [..., D]."""
+    turned = inputs.turned_weight
+    return rows_at(inputs.weight, entries) if turned is None else rows_at(turned, entries, axis=1).T
 
 
 def rows_of(inputs: Inputs, first: Index, size: int) -> Array:

@@ -87,10 +87,10 @@ def _stay(array: Array, where: Position) -> tuple[Array, Position]:
     return lax.optimization_barrier((array, where)) if _is_low(array) else (array, where)
 
 
-def take(array: Array, start: Index, size: int) -> Array:
-    """array[start:start + size]."""
+def take(array: Array, start: Index, size: int, axis: int = 0) -> Array:
+    """array[start:start + size], or along another axis."""
     array, start = _stay(array, start)
-    return _moved(lambda array, start: lax.dynamic_slice_in_dim(array, start, size), array, at=start)
+    return _moved(lambda array, start: lax.dynamic_slice_in_dim(array, start, size, axis), array, at=start)
 
 
 def take_block(matrix: Array, rows: int, start: Index, size: int) -> Array:
@@ -109,27 +109,27 @@ def put(array: Array, part: Array, start: Index, axis: int = 0) -> Array:
     return _moved(lambda a, part, start: lax.dynamic_update_slice_in_dim(a, part, start, axis), array, part, at=start)
 
 
-def add_to(array: Array, part: Array, start: Index) -> Array:
+def add_to(array: Array, part: Array, start: Index, axis: int = 0) -> Array:
     """array with ``part`` added at ``start``: the sum is taken in the part's dtype and rounded to the array's.
 
     The array is one that a loop carries and changes, so nothing ties it to its place: that (_stay) would copy it.
     """
-    size = part.shape[0]
+    size = part.shape[axis]
 
     def total(part: Array, _: Index, __: int) -> Array:
-        old = _moved(lambda array, start: lax.dynamic_slice_in_dim(array, start, size), array, at=start)
+        old = _moved(lambda array, start: lax.dynamic_slice_in_dim(array, start, size, axis), array, at=start)
         return old.astype(part.dtype) + part
 
     # 16 bits: a slice and an update that are fused read and write the array at once, and XLA copies it. The ragged rest
     # of a loop, which is all of this one, is fused with nothing.
     part = for_slices(1, 2, total, part) if _is_low(array) else total(part, 0, size)
-    return put(array, part.astype(array.dtype), start)
+    return put(array, part.astype(array.dtype), start, axis)
 
 
-def rows_at(array: Array, indices: Array) -> Array:
-    """array[indices] along the first axis."""
+def rows_at(array: Array, indices: Array, axis: int = 0) -> Array:
+    """array[indices], or along another axis."""
     array, indices = _stay(array, indices)
-    return _moved(lambda array, indices: array[indices], array, at=indices)
+    return _moved(lambda array, indices: array[indices] if axis == 0 else array[:, indices], array, at=indices)
 
 
 def run_sums(ids: Array, values: Array) -> tuple[Array, Array]:

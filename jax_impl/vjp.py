@@ -79,7 +79,7 @@ def likes_of(arrays: Arrays[Array]) -> Likes:
 def _inputs(call: Call, arrays: Arrays[Array], shared: Shared | None = None) -> Inputs:
     """The flat arrays, and what the devices share before the first product. ``shared``: if it is known already."""
     shard, options = call.shard, call.options
-    inputs = Inputs.of(arrays, options.ignore_index, shard)
+    inputs = Inputs.of(arrays, options.ignore_index, shard, call.plan.turned)
     if not shard.active:
         return inputs
     if options.label_smoothing or inputs.class_weight is not None:

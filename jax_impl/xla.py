@@ -33,8 +33,10 @@ from logitless.jax_impl.chunk import (
     rows_of,
     slope,
     temperature_column,
+    weight_at,
+    weight_rows,
 )
-from logitless.jax_impl.slices import Index, add_to, for_slices, put, rows_at, take, take_block
+from logitless.jax_impl.slices import Index, add_to, for_slices, put, take, take_block
 from logitless.planning import ChunkPlan
 from logitless.scratch import ANCHOR_ROWS
 from logitless.spec import LOWEST_GAP, LossOptions
@@ -64,7 +66,7 @@ def _row_logits(x: Array, inputs: Inputs, first: Index, target: Array, options: 
     dtype, tokens = inputs.accumulation_dtype, x.shape[0]
 
     def part(dots: Array, start: Index, size: int) -> Array:
-        rows = rows_at(inputs.weight, take(target, start, size)).astype(dtype)
+        rows = weight_at(inputs, take(target, start, size)).astype(dtype)
         return put(dots, (rows * take(x, start, size).astype(dtype)).sum(axis=1), start)
 
     dots = for_slices(tokens, ANCHOR_ROWS, part, jnp.zeros(tokens, dtype))
@@ -133,7 +135,7 @@ def _smoothing_of(inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> Smoo
     dtype, k = inputs.accumulation_dtype, inputs.class_weight
 
     def add(rows: Array, start: Index, size: int) -> Array:
-        block = take(inputs.weight, start, size).astype(dtype)
+        block = weight_rows(inputs, start, size).astype(dtype)
         return rows + (block.sum(axis=0) if k is None else take(k, start, size) @ block)
 
     def sums() -> tuple[Array, Array]:
@@ -182,6 +184,7 @@ class _Accumulators:
         vocab, size = self.inputs.weight.shape
         weight_dtype = self.dtype if self.direct or self.inputs.precision.wide_weight else self.inputs.weight.dtype
         weight = jnp.zeros((vocab, size), weight_dtype) if self.inputs.into is None else self.inputs.into
+        weight = weight.T if self.plan.turned else weight  # dW lies as the weight does
         begun = Gradients(
             hidden=jnp.zeros(self.inputs.hidden.shape, self.hidden_dtype) if self.needs.hidden else None,
             weight=weight if self.needs.weight else None,
@@ -211,16 +214,17 @@ class _Accumulators:
                 bias = put(bias, take(bias, start, size) + e.T @ factor, start)
             operand = (e * element_factor[:, None]).astype(x.dtype) if self.low else e
             if hidden_part is not None:
-                rows = take(self.inputs.weight, start, size)
+                rows = weight_rows(self.inputs, start, size)
                 hidden_part = hidden_part + product(operand, rows, self.dtype)
             if weight is not None:
                 part = product(operand.T, scaled_x, self.dtype)
                 if not self.direct:
                     part = self._finish_weight(part, smooth_x, start, size)
+                part, axis = (part.T, 1) if self.plan.turned else (part, 0)
                 if self.direct or self.adds:
-                    weight = add_to(weight, part, start)
+                    weight = add_to(weight, part, start, axis)
                 else:
-                    weight = put(weight, part.astype(weight.dtype), start)
+                    weight = put(weight, part.astype(weight.dtype), start, axis)
             return Gradients(hidden_part, weight, bias)
 
         carry = gradients._replace(hidden=jnp.zeros(x.shape, self.dtype) if self.needs.hidden else None)
@@ -253,6 +257,8 @@ class _Accumulators:
     def finish(self, state: State) -> Gradients:
         gradients, smooth_x = state
         weight, bias = gradients.weight, gradients.bias
+        if weight is not None and self.plan.turned:
+            weight = weight.T
         if weight is not None and self.direct:
             weight = self._finish_weight(weight, smooth_x, 0, self.plan.vocab)
         if bias is not None and self.smoothing is not None:

@@ -28,7 +28,7 @@ def compiled() -> dict[str, Any]:
     architecture.chip_of = lambda index: "42.0"  # type: ignore[assignment]
     found = architecture.architecture_of(torch.bfloat16, 0, True)
     products, tiles = found.products(), found.tiles[WEIGHT]
-    kind = WeightKind(final=True, parted=False, reads=False, smooth=False, targets=False, lent=False)
+    kind = WeightKind(final=True, parted=False, reads=False, smooth=False, targets=False, lent=False, turned=False)
     asked: Any = SimpleNamespace(tma=True, precision="ieee")
     own = products.weight(asked, tiles, kind, None, True)
     kernel = products.weight_kernel

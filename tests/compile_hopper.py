@@ -157,7 +157,7 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     unread = [pointer for option, pointers in READS.items() if not constants.get(option, True) for pointer in pointers]
     fixed = {"anchor_ptr", "row_target_ptr"}
     constants |= {name: None for name in (*unread, *what["none"]) if name in names and name not in fixed}
-    own = {name: "*" + what["dtype"] for name in ("w_ptr", "all_w_ptr", "bias_ptr", "hidden_ptr")}
+    own = {name: "*" + what["dtype"] for name in ("w_ptr", "target_w_ptr", "bias_ptr", "hidden_ptr")}
     whole = ("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "progress_ptr")
     whole += ("counter_ptr", "key_ptr", "token_ptr", "bounds_ptr")
     narrow = constants.get("FINAL") and t is not HOPPER.tiles[WEIGHT_SUM]

@@ -57,7 +57,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "backend": ("cuda", 1, ["eager"], True),
     "return_stats": NO_FLAGS, "return_lse": NO_FLAGS, "with_entropy": NO_FLAGS, "sequence_parallel": NO_FLAGS,
     "defer_weight_grad": NO_FLAGS, "accumulate_into": (3, "array", [1.0]), "upstream": NO_NUMBERS,
-    "shift": (*NO_INTEGERS, -1, 4, 100),
+    "shift": (*NO_INTEGERS, -1, 4, 100), "weight_layout": WORDS,
     "inplace_backward": NO_FLAGS, "averaged": NO_FLAGS,
     "process_group": (1, "world", [0]), "axis_name": (1.5, [1]), "vocab": (1.5, "7", 0, -1, True, [7]),
     "pad_to_multiple": (*NO_INTEGERS, 0, -1), "k": (*NO_INTEGERS, 0, -1, 100),

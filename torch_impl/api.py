@@ -15,7 +15,7 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.planning import ChunkPlan, Preference, check_plan_argument
-from logitless.spec import Reduction, TokenStats
+from logitless.spec import Reduction, TokenStats, WeightLayout
 from logitless.torch_impl import autograd, checks
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.call import Arrays, Request, temperatures
@@ -46,6 +46,7 @@ def linear_cross_entropy(
     return_stats: bool = False,
     return_lse: bool = False,
     shift: int = 0,
+    weight_layout: WeightLayout = "vd",
     process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     accumulate_into: Tensor | None = None,
@@ -92,6 +93,9 @@ def linear_cross_entropy(
         shift: position i is scored against target[..., i + shift], and the last ``shift`` positions are ignored: 1
             for a causal model whose hidden [..., T, D] and target [..., T] come from the same tokens. Less than T.
             Nothing is copied but the target; token_weight, results and gradients stay at hidden's positions.
+        weight_layout: "vd", or "dv" for a weight that is [D, V], as a Flax kernel is; then its gradient and
+            accumulate_into are [D, V] too. It is read as it lies, without a copy. So is any weight whose transpose is
+            contiguous: give other functions ``weight.T``.
         process_group: the torch.distributed ranks that share the vocabulary: weight, bias and class_weight are this
             rank's consecutive entries [V_r, ...], in the order of the ranks, of any sizes; hidden and target are the
             same on every rank, ids count from the first rank's first entry, and so must be the upstream gradient. Loss
@@ -124,6 +128,11 @@ def linear_cross_entropy(
         defer_weight_grad=defer_weight_grad,
     )  # fmt: skip
     each, number = temperatures(temperature)
+    weight = checks.laid_out(weight, hidden, weight_layout)
+    if weight_layout == "dv":
+        if defer_weight_grad:
+            raise ValueError("defer_weight_grad: got True beside weight_layout='dv', allowed is False")
+        accumulate_into = accumulate_into.T if isinstance(accumulate_into, Tensor) else accumulate_into
     arrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, each)
     request = Request(
         reduction, ignore_index, label_smoothing, z_loss, logit_scale, softcap, number, _fields(plan),
@@ -155,6 +164,7 @@ def linear_log_probs(
     plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    weight_layout: WeightLayout = "vd",
     process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -173,6 +183,7 @@ def linear_log_probs(
     check_plan_argument(plan, memory_budget)
     spec.check_flags(with_entropy=with_entropy, sequence_parallel=sequence_parallel)
     each, number = temperatures(temperature)
+    weight = checks.laid_out(weight, hidden, weight_layout)
     arrays = Arrays.of_head(hidden, weight, bias, target, each)
     request = Request(
         "none", ignore_index, 0.0, 0.0, logit_scale, softcap, number, _fields(plan), memory_budget, backend,

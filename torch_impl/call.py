@@ -229,6 +229,20 @@ class Inputs:
         return 1.0 if self.class_weight is None else self.shard.max(self.class_weight.abs().amax().reshape(1))
 
 
+def is_turned(weight: Tensor) -> bool:
+    """Whether a weight [V, D] lies in memory as a matrix [D, V]: each element behind that of the entry before."""
+    vocab, size = weight.shape
+    return bool(weight.stride(0) == 1 and size > 1 and weight.stride(1) >= vocab > 1)  # no symbol
+
+
+def empty_like_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new matrix [V, D] without gaps that lies in memory as the weight does."""
+    vocab, size = weight.shape
+    turned = is_turned(weight)
+    matrix = weight.new_empty((size, vocab) if turned else (vocab, size), dtype=dtype)
+    return matrix.T if turned else matrix
+
+
 @dataclasses.dataclass(frozen=True)
 class Needs:
     """The dtype of each gradient that is wanted, else None; a product that serves none of them is not run."""
@@ -270,5 +284,7 @@ class Gradients:
         return self
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
-        """The gradients of these names, which are all wanted."""
-        return [getattr(self, name).contiguous() for name in names]
+        """The gradients of these names, all of them wanted, as they lie in memory: a turned weight's is [D, V]."""
+        weight = self.weight
+        lying = self if weight is None or not is_turned(weight) else dataclasses.replace(self, weight=weight.T)
+        return [getattr(lying, name).contiguous() for name in names]

@@ -20,9 +20,9 @@ from logitless.planning import ChunkPlan, Preference, check_plan_sizes
 from logitless.planning import Request as PlanRequest
 from logitless.planning import choose as choose_plan
 from logitless.scratch import Kind
-from logitless.spec import ArrayInfo, LossOptions, Reduction
+from logitless.spec import ArrayInfo, LossOptions, Reduction, WeightLayout
 from logitless.torch_impl.backend import backend_named, chosen_backend
-from logitless.torch_impl.call import TENSORS, Arrays, Call, LatePlan, Request
+from logitless.torch_impl.call import TENSORS, Arrays, Call, LatePlan, Request, is_turned
 from logitless.torch_impl.compiled import tracing
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int 
     check_plan_sizes(plan, tokens, size, own if vocab is None else vocab, dtype_name(dtype))
     if plan.lends and vocab is not None:
         raise ValueError(NO_FREE_ROWS)
-    return plan
+    return dataclasses.replace(plan, turned=is_turned(arrays.weight))
 
 
 def planner(arrays: Arrays, dtype: torch.dtype, backend: Kind, vocab: int | None = None) -> Callable[..., ChunkPlan]:
@@ -152,6 +152,7 @@ def planner(arrays: Arrays, dtype: torch.dtype, backend: Kind, vocab: int | None
         dtype=dtype_name(dtype),
         device="cpu" if arrays.hidden.device.type == "cpu" else "gpu",
         kind=backend,
+        turned=is_turned(arrays.weight),
     )
     return lambda **more: choose_plan(request(**more))
 
@@ -350,6 +351,14 @@ def known_constant(name: str, tensor: Tensor, shapes: dict[str, tuple[int, ...]]
     if tensor.requires_grad:
         raise ValueError(f"{name}: got a tensor that requires grad, allowed is a constant: detach it")
     return tensor
+
+
+def laid_out(weight: Tensor, hidden: Tensor, layout: WeightLayout) -> Tensor:
+    """A weight as [V, D]: a view of one that came as [D, V]."""
+    if layout == "vd" or not (isinstance(weight, Tensor) and isinstance(hidden, Tensor)):
+        return weight  # another type is refused later
+    spec.check_weight_layout(layout, tuple(weight.shape), tuple(hidden.shape))
+    return weight.T
 
 
 def info(tensor: Tensor) -> ArrayInfo:

@@ -17,7 +17,7 @@ from logitless import numerics
 from logitless.objectives import Tile
 from logitless.scratch import ANCHOR_ROWS
 from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
-from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype
+from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype, empty_like_weight
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
 
@@ -182,7 +182,7 @@ def tile_gradients(
     """
     (vocab, size), dtype = inputs.weight.shape, inputs.accumulation_dtype
     dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=dtype) if needs[0] else None
-    dw = inputs.weight.new_empty((vocab, size), dtype=weight_dtype) if needs[1] else None
+    dw = empty_like_weight(inputs.weight, weight_dtype) if needs[1] else None
     db = inputs.weight.new_zeros(vocab, dtype=dtype) if needs[2] else None
     for start, stop in tile.vocab_slices:
         part = inputs.weight.new_zeros((stop - start, size), dtype=dtype)

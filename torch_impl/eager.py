@@ -34,6 +34,8 @@ from logitless.torch_impl.call import (
     Needs,
     TokenSums,
     accumulation_dtype,
+    empty_like_weight,
+    is_turned,
 )
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.chunk import losses as losses
@@ -126,13 +128,14 @@ class _Accumulators:
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
         weight_dtype = dtype if plan.weight_accumulator else needs.weight
-        make = torch.empty if tokens else torch.zeros
         # The ranks' parts of dX are added before they are rounded.
         hidden_dtype = dtype if inputs.shard.split else needs.hidden
         self.hidden = torch.empty_like(inputs.hidden, dtype=hidden_dtype) if needs.hidden else None
         self.weight = needs.into
-        if needs.weight and needs.into is None:
-            self.weight = make((vocab, size), dtype=weight_dtype, device=device)
+        if weight_dtype and needs.weight and needs.into is None:
+            self.weight = empty_like_weight(inputs.weight, weight_dtype)
+            if not tokens:
+                self.weight.zero_()
         self.works: list[Any] = []  # sums of dX over the ranks that are under way
         self.bias = torch.zeros(vocab, dtype=dtype, device=device) if needs.bias else None
         self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
@@ -293,15 +296,17 @@ def token_gradients(
 def held_layout(
     tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
 ) -> Layout:
-    """Shape and dtype of the gradients that wait for the upstream scalar, by name; ``tokens`` may be a symbol."""
+    """Shape in memory and dtype of the gradients that wait for the upstream scalar, by name; ``tokens`` may be a
+    symbol."""
     del options, token_chunk
-    wide = accumulation_dtype(dtype)
-    vocab, size = arrays.weight.shape
+    wide, weight = accumulation_dtype(dtype), arrays.weight
+    vocab, size = weight.shape
     layout: Layout = {}
     if needs.hidden:
         layout["hidden"] = ((tokens, size), wide)
     if needs.weight:
-        layout["weight"] = ((vocab, size), wide if dtype.itemsize < wide.itemsize else needs.weight)
+        lying = (size, vocab) if is_turned(weight) else (vocab, size)
+        layout["weight"] = (lying, wide if dtype.itemsize < wide.itemsize else needs.weight)
     if needs.bias:
         layout["bias"] = ((vocab,), wide)
     return layout
@@ -312,13 +317,14 @@ def held_gradients(
     plan: ChunkPlan, needs: Needs, tensors: list[Tensor], upstream: Tensor,
 ) -> Gradients:  # fmt: skip
     """What :meth:`Gradients.finish` gives, from ``Gradients.tensors``, none of which is written to."""
-    del make_inputs, arrays, options, dtype, plan
+    del make_inputs, options, dtype, plan
     left = iter(tensors)
 
     def finished(wanted: torch.dtype | None) -> Tensor | None:
         return None if wanted is None else (next(left) * upstream).to(wanted)
 
-    return Gradients(finished(needs.hidden), finished(needs.weight), finished(needs.bias))
+    hidden, weight, bias = finished(needs.hidden), finished(needs.weight), finished(needs.bias)
+    return Gradients(hidden, weight.T if weight is not None and is_turned(arrays.weight) else weight, bias)
 
 
 def _known_block(

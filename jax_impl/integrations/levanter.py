@@ -3,8 +3,7 @@
     register_levanter()
     fused_cross_entropy_loss_and_logsumexp_penalty(x, labels, w, implementation="logitless")
 
-levanter holds the weight as [H, V], and the functions here take [V, H]. So the weight is transposed on the way in and
-its gradient on the way out. That may be a copy of H × V each way, beyond ``memory_budget``.
+levanter holds the weight as [H, V], which is read as it lies.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def linear_softmax_cross_entropy_loss(
             f"precision: got {precision!r}, allowed is None: jax.default_matmul_precision sets it for the products here"
         )
     found = linear_cross_entropy(
-        x, w.T, labels, reduction="none", softcap=logit_soft_cap, return_lse=True, return_stats=return_argmax,
-        memory_budget=memory_budget, backend=backend,
+        x, w, labels, reduction="none", softcap=logit_soft_cap, return_lse=True, return_stats=return_argmax,
+        memory_budget=memory_budget, backend=backend, weight_layout="dv",
     )  # fmt: skip
     if not return_argmax:
         return cast(tuple[Array, Array], found)

@@ -3,9 +3,9 @@
 MaxText's trainer calls ``vocab_tiling_nnx_loss(model, hidden_states, data, config, is_train)`` where
 ``num_vocab_tiling`` is above 1. How far above has no effect here.
 
-An own head (``logits_via_embedding=False``) is [D, V] in MaxText, and the functions here take [V, D]. So it is
-transposed on the way in and its gradient on the way out. That may be a copy of D × V each way, beyond
-``memory_budget``. A tied head is [V, D] already.
+An own head (``logits_via_embedding=False``) is [D, V] in MaxText. One device reads it as it lies. On several it is
+transposed on the way in and its gradient on the way out, which may be a copy of D × V each way, beyond
+``memory_budget``. A tied head is [V, D] everywhere.
 """
 
 from __future__ import annotations

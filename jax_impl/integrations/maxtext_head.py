@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from logitless.jax_impl.api import linear_cross_entropy
 from logitless.jax_impl.distributed.parallel import names_of
 from logitless.jax_impl.distributed.sharding import sharded_linear_cross_entropy
-from logitless.spec import TokenStats
+from logitless.spec import TokenStats, WeightLayout
 
 LOGITS = ("activation_embed_and_logits_batch", "activation_length", "activation_vocab")
 
@@ -62,6 +62,7 @@ class Head(TypedDict):
     """Arguments of the loss that belong to the head."""
 
     weight: Array
+    weight_layout: WeightLayout
     bias: Array | None
     logit_scale: float
     softcap: float | None
@@ -77,7 +78,14 @@ def loss_on(mesh: Mesh, config: Config) -> Callable[..., Array | tuple[Array | T
     batch, length, vocab = (names_of(axes) for axes in spec)
     if any(mesh.shape[name] > 1 for name in length):
         raise NotImplementedError(f"mesh: got one that cuts sequences over {length}, allowed is a cut of the batch")
-    return sharded_linear_cross_entropy(mesh, vocab_axis=vocab or None, data_axis=batch or None)
+    sharded = sharded_linear_cross_entropy(mesh, vocab_axis=vocab or None, data_axis=batch or None)
+
+    def loss(
+        hidden: Array, *, weight: Array, weight_layout: WeightLayout, **options: Any
+    ) -> Array | tuple[Array | TokenStats[Array], ...]:
+        return sharded(hidden, weight.T if weight_layout == "dv" else weight, **options)
+
+    return loss
 
 
 def head_of(model: Model, config: Config) -> tuple[DTypeLike, Head]:
@@ -88,6 +96,7 @@ def head_of(model: Model, config: Config) -> tuple[DTypeLike, Head]:
         )
     if config.parameter_memory_host_offload:
         raise NotImplementedError("parameter_memory_host_offload: got True, allowed is False: a head on the device")
+    layout: WeightLayout = "vd" if config.logits_via_embedding else "dv"
     if config.logits_via_embedding:
         scale = config.emb_dim**-0.5 if config.normalize_embedding_logits else 1.0
         dtype, weight, bias = config.dtype, model.token_embedder.embedding[...], None
@@ -96,8 +105,8 @@ def head_of(model: Model, config: Config) -> tuple[DTypeLike, Head]:
         dense, scale, softcap = model.decoder.logits_dense, 1.0, None
         if getattr(dense, "kernel_scale", None) is not None:
             raise NotImplementedError("logits_dense: got a kernel with a scale (fp8), allowed is one without")
-        dtype, weight = dense.dtype, dense.kernel[...].T
+        dtype, weight = dense.dtype, dense.kernel[...]
         bias = None if dense.bias is None else dense.bias[...]
     if weight.dtype != jnp.float32:  # which is taken beside narrower hidden states as it is
         weight = weight.astype(dtype)
-    return dtype, {"weight": weight, "bias": bias, "logit_scale": scale, "softcap": softcap}
+    return dtype, {"weight": weight, "weight_layout": layout, "bias": bias, "logit_scale": scale, "softcap": softcap}

@@ -3,8 +3,7 @@
     register_tokamax()
     tokamax.linear_softmax_cross_entropy_loss(x, labels, weights, implementation="logitless")
 
-tokamax holds the weight as [H, V], and the functions here take [V, H]. So the weight is transposed on the way in and
-its gradient on the way out. That may be a copy of H × V each way, beyond ``memory_budget``.
+tokamax holds the weight as [H, V], which is read as it lies.
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ def linear_softmax_cross_entropy_loss(
     Raises as :func:`logitless.jax_impl.linear_cross_entropy`, which names hidden, weight and target for x, w, labels.
     """
     found = linear_cross_entropy(
-        x, w.T, labels, reduction=reduction, return_stats=return_residuals, memory_budget=memory_budget, backend=backend
-    )
+        x, w, labels, reduction=reduction, return_stats=return_residuals, memory_budget=memory_budget, backend=backend,
+        weight_layout="dv",
+    )  # fmt: skip
     if not isinstance(found, tuple):
         return found
     loss, stats = cast(tuple[Array, TokenStats[Array]], found)

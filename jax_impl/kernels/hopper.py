@@ -56,13 +56,17 @@ from logitless.jax_impl.slices import Index
 Begun = TypeVar("Begun")
 TILE_ROWS, STEP, MULTIPLYING, TILING = HOPPER.tile_rows, HOPPER.step, HOPPER.multiplying, HOPPER.tiling
 WARPGROUP_ROWS = HOPPER.warpgroup_rows
+# How a piece of a tile lies in registers that is stored transposed.
+TURNED_LAYOUT = plgpu.Layout.WGMMA_TRANSPOSED
 # Columns of a tile that are stored at a time: of e, and of gradients, which may come with float32 sums. 128 bytes each.
 STAGED, STAGED_FLOAT32 = 64, 32
 
 
-def _scalar(r: References, name: str) -> Array:
-    """The first row of a chunk, or the first entry of a slice of the vocabulary: a multiple of what moves together."""
-    return pl.multiple_of(r[name][0], TILING)
+def _scalar(r: References, name: str, turned: bool = False) -> Array:
+    """The first row of a chunk, or the first entry of a slice of the vocabulary: a multiple of what moves together.
+
+    ``turned``: the entries are a matrix' columns, of which more move together."""
+    return pl.multiple_of(r[name][0], STEP if turned else TILING)
 
 
 def _along_rows(vector: Array, shape: tuple[int, ...]) -> Array:
@@ -91,7 +95,8 @@ class _Operand:
     depth_first: bool
     """Whether its first axis is the product's depth."""
     start: Index = 0
-    """Where along its first axis the product begins."""
+    """Where along one of its axes the product begins."""
+    start_axis: int = 0
 
     def shape(self, width: int) -> tuple[int, int]:
         """Of the block that one step reads."""
@@ -99,9 +104,12 @@ class _Operand:
 
     def block(self, width: int, tile: Array, k: Index) -> Ref:
         """The part of the matrix that step k of a tile reads."""
+        begins, sizes = [tile * width, k * STEP], [width, STEP]
         if self.depth_first:
-            return self.reference.at[pl.ds(self.start + k * STEP, STEP), pl.ds(tile * width, width)]
-        return self.reference.at[pl.ds(self.start + tile * width, width), pl.ds(k * STEP, STEP)]
+            begins, sizes = begins[::-1], sizes[::-1]
+        begins[self.start_axis] = self.start + begins[self.start_axis]
+        rows, columns = map(pl.ds, begins, sizes)
+        return self.reference.at[rows, columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,11 +364,13 @@ def _pieces(tile: _Tile, size: int, width: int) -> int:
 
 
 def _store(
-    tile: _Tile, piece: Callable[[int, int], Array], width: int, staging: References, to: References, size: int
-) -> None:
+    tile: _Tile, piece: Callable[[int, int], Array], width: int, staging: References, to: References, size: int,
+    turned: bool = False,
+) -> None:  # fmt: skip
     """Store a warpgroup's part of a tile by TMA ``to`` its part of a matrix of ``size`` columns.
 
     It goes piece(column, width) by piece, rounded to "out", or to "out" and "low" (:func:`arithmetic.parted`).
+    ``turned``: the matrix lies transposed, and so does what is staged.
     """
     pieces = _pieces(tile, size, width)
     for number in range(pieces):
@@ -371,10 +381,14 @@ def _store(
         # number of pieces is odd.
         plgpu.wait_smem_to_gmem(0 if number == 0 and pieces % 2 else 1, wait_read_only=True)
         for name, part in zip(to, parts, strict=True):
-            staging[name][tile.warpgroup, slot] = part
+            if turned:
+                transposed(staging[name].at[tile.warpgroup, slot])[...] = plgpu.layout_cast(part, TURNED_LAYOUT)
+            else:
+                staging[name][tile.warpgroup, slot] = part
         plgpu.commit_smem()
         for name, matrix in to.items():
-            place = matrix.at[:, pl.ds(number * width, width)]
+            columns = pl.ds(number * width, width)
+            place = matrix.at[columns, :] if turned else matrix.at[:, columns]
             last = name == tuple(to)[-1]
             plgpu.copy_smem_to_gmem(staging[name].at[tile.warpgroup, slot], place, commit_group=last)
 
@@ -408,6 +422,8 @@ class Logits:
     """The largest logit of every row, the first column that has it, and the smallest logit."""
     sum_logits: bool = False
     group: int = HOPPER.logits.group
+    turned: bool = False
+    """Whether the weight is [D, V]."""
 
     @property
     def tiles(self) -> Tiles:
@@ -444,7 +460,8 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
         tiles: [1 + ⌈C / 128⌉] int32: how many row tiles, then which.
         start: [1] int32: the first vocabulary entry.
         limit: [1] int32, or none: entries from there on count as past the end.
-        x: [C, D]; w: [V, D]; bias: [tiles of V] float32, or none; target: [rows] int32; anchor: [rows] float32.
+        x: [C, D]; w: [V, D], or [D, V] with config.turned; bias: [tiles of V] float32, or none.
+        target: [rows] int32; anchor: [rows] float32.
         hits: [rows / config.shape[0], column tiles] int32: how many targets lie in a warpgroup's part of a tile.
         class_weight: [tiles of V] float32, where logits are summed, or beside sigma.
         log_total, factor, element: [rows] float32, for KNOWN; alpha, gamma, sigma, too, if they are not trivial.
@@ -453,7 +470,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
     """
 
     def body(r: References) -> None:
-        start = _scalar(r, "start")
+        start = _scalar(r, "start", config.turned)
         end: Index = config.columns
         if "limit" in r:
             end = jnp.minimum(end, r["limit"][0] - start)
@@ -497,7 +514,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
 
         _product(
             _Operand(r["x"], depth_first=False),
-            _Operand(r["w"], depth_first=False, start=start),
+            _Operand(r["w"], depth_first=config.turned, start=start, start_axis=int(config.turned)),
             (r["tiles"][0], config.column_tiles),
             pl.cdiv(r["x"].shape[1], STEP),
             tiles=config.tiles,
@@ -650,16 +667,19 @@ def _staged_columns(staged: dict[str, DTypeLike], adds: bool) -> int:
     return STAGED if narrow and len(staged) == 1 and not adds else STAGED_FLOAT32
 
 
-def _gradient_scratch(staged: dict[str, DTypeLike], width: int, added: dict[str, DTypeLike]) -> Scratch:
+def _gradient_scratch(
+    staged: dict[str, DTypeLike], width: int, added: dict[str, DTypeLike], turned: bool = False
+) -> Scratch:
     """Shared memory for pieces of a gradient's tile, ``width`` columns each, and for what is added: dtypes by name."""
-    scratch: Scratch = {f"staging_{name}": _staging(dtype, width) for name, dtype in staged.items()}
+    shape = (WARPGROUP_ROWS, width) if turned else (width, WARPGROUP_ROWS)
+    scratch: Scratch = {f"staging_{name}": _staging(dtype, *shape) for name, dtype in staged.items()}
     scratch |= {f"loading_{name}": _staging(dtype, STAGED_FLOAT32) for name, dtype in added.items()}
     if added:
         scratch["arrived"] = plgpu.Barrier(num_arrivals=len(added), num_barriers=2 * MULTIPLYING)
     return scratch
 
 
-def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool) -> dict[str, Array]:
+def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -> dict[str, Array]:
     """dX of a chunk from S vocabulary entries, by position.
 
         value = e w        with factor: factor ⊙ (e w) + rest ⊙ target_rows, for what e's target's element lacks
@@ -667,7 +687,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool) -> dict[str, Ar
         low precision:     out[first + r] = scale · (value + smooth_r · weighted_rows)
 
     Arguments:
-        tiles: [1 + …] int32 as for :func:`logits`; first, start: [1] int32; e: [C, S]; w: [V, D].
+        tiles: [1 + …] int32 as for :func:`logits`; first, start: [1] int32; e: [C, S]; w: [V, D], or turned [D, V].
         factor, rest: [rows] float32, target_rows: [rows, tiles of D] w_y, in one pass.
         scale: [1] float32; smooth: [rows], weighted_rows: [tiles of D] float32, with label smoothing.
     ``outputs`` (or a reference, as with ``adds``): out [≥ first + C, D].
@@ -677,7 +697,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool) -> dict[str, Ar
 
     def body(r: References) -> None:
         out, first = r["out"], _scalar(r, "first")
-        size = r["w"].shape[1]
+        size = r["w"].shape[0 if turned else 1]
         columns = gradient_columns(r["tiles"].shape[0] - 1, size)
 
         def part_of(matrix: Ref, tile: _Tile) -> Ref:
@@ -709,7 +729,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool) -> dict[str, Ar
 
         _product(
             _Operand(r["e"], depth_first=False),
-            _Operand(r["w"], depth_first=True, start=_scalar(r, "start")),
+            _Operand(r["w"], depth_first=not turned, start=_scalar(r, "start", turned), start_axis=int(turned)),
             (r["tiles"][0], pl.cdiv(size, columns)),
             r["e"].shape[1] // STEP,
             tiles=dataclasses.replace(HOPPER.hidden_sum if adds else HOPPER.hidden, columns=columns),
@@ -722,7 +742,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool) -> dict[str, Ar
     return launch(body, arguments, outputs, name="hidden", grid=None, scratch=scratch)
 
 
-def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool) -> dict[str, Array]:
+def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, turned: bool) -> dict[str, Array]:
     """dW of vocabulary entries start ≤ j < start + columns from a chunk.
 
         without scale:  sum = eᵀ x (+ sum with ``adds``)
@@ -737,7 +757,7 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool) -
         smooth_x: [tiles of D], class_weight: [tiles of V] float32, with label smoothing.
         listed: [places, D], bounds, numbers, or none of them: see :class:`_Listed`.
     ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Where e has no rows, sums stay as
-    they are.
+    they are. ``turned``: out is [D, V]; a sum is not.
     """
     final = "scale" in arguments
     parts = {"out": {**outputs, **arguments}["out"].dtype, "low": jnp.int8}
@@ -745,7 +765,7 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool) -
     staged_columns = _staged_columns(staged, adds)
 
     def body(r: References) -> None:
-        out, start = r["out"], _scalar(r, "start")
+        start = _scalar(r, "start", turned)
         rows = r["rows"][0]
         row_tiles: Index = pl.cdiv(columns, TILE_ROWS)
         tile_columns = gradient_columns(pl.cdiv(columns, TILE_ROWS), r["x"].shape[1])
@@ -753,7 +773,8 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool) -
             row_tiles = jnp.where(rows > 0, row_tiles, 0)
 
         def part_of(matrix: Ref, tile: _Tile) -> Ref:
-            return matrix.at[pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
+            rows, columns = pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)
+            return matrix.at[columns, rows] if turned else matrix.at[rows, columns]
 
         begin, add = _with_sums(r, part_of, ("out", "low"))
 
@@ -771,7 +792,8 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool) -
                 return part * r["scale"][0] if final else part
 
             to = {name: part_of(r[name], tile) for name in staged}
-            _store(tile, piece, staged_columns, {name: r[f"staging_{name}"] for name in staged}, to, out.shape[1])
+            staging, width = {name: r[f"staging_{name}"] for name in staged}, r["x"].shape[1]
+            _store(tile, piece, staged_columns, staging, to, width, turned)
 
         _product(
             _Operand(r["e"], depth_first=True),
@@ -785,5 +807,5 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool) -
             listed=_Listed(r["listed"], r["bounds"], r["numbers"]) if "listed" in r else None,
         )
 
-    scratch = _gradient_scratch(staged, staged_columns, parts if adds else {})
+    scratch = _gradient_scratch(staged, staged_columns, parts if adds else {}, turned)
     return launch(body, arguments, outputs, name="weight", grid=None, scratch=scratch)

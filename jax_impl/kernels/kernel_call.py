@@ -33,16 +33,20 @@ class KernelCall:
         self.hidden_dtype = jnp.float32 if inputs.shard.active else self.dtype
         self.tokens, (self.vocab, self.size) = inputs.hidden.shape[0], inputs.weight.shape
         self.padded_size = round_up(self.size, PADDED_HIDDEN)
-        self.padded_vocab = round_up(self.vocab, PADDED_VOCAB)
+        self.turned = inputs.turned_weight is not None
+        self.padded_vocab = round_up(self.vocab, PADDED_HIDDEN if self.turned else PADDED_VOCAB)
         more = self.padded_size - self.size
         self.hidden = jnp.pad(inputs.hidden, ((0, 0), (0, more)))
-        self.weight = jnp.pad(inputs.weight, ((0, self.padded_vocab - self.vocab), (0, more)))
+        paddings = (0, self.padded_vocab - self.vocab), (0, more)
+        # As it lies: [V, D], or [D, V] if it is turned.
+        lying = inputs.weight if inputs.turned_weight is None else inputs.turned_weight
+        self.weight = jnp.pad(lying, paddings[::-1] if self.turned else paddings)
         self.bias = self._along_vocab(inputs.bias)
         self.class_weight = self._along_vocab(inputs.class_weight)
         limit = inputs.shard.limit()
         self.limit = None if limit is None else limit.reshape(1)
         self.chunk = _rounded_down(plan.token_chunk, self.tokens)
-        self.columns = _rounded_down(plan.fused_columns, self.vocab)
+        self.columns = _rounded_down(plan.fused_columns, self.vocab, HOPPER.step if self.turned else HOPPER.tiling)
         self.rows = round_up(self.chunk, HOPPER.tile_rows)
         self.chunks = -(-self.tokens // self.chunk)
         self.group = min(64, max(8, GROUP_BYTES // (HOPPER.tile_rows * self.padded_size * 2)))
@@ -53,6 +57,10 @@ class KernelCall:
         if values is None:
             return None
         return jnp.pad(values.astype(jnp.float32), (0, round_up(self.vocab, 256) + 256 - self.vocab))
+
+    def weight_rows(self, entries: Array) -> Array:
+        """The weight's rows of these vocabulary entries, [len(entries), D]."""
+        return self.weight[:, entries].T if self.turned else self.weight[entries]
 
     def along_size(self, values: Array) -> Array:
         """A vector along D in whole tiles, however wide they are."""
@@ -102,7 +110,8 @@ class KernelCall:
     def config(self, mode: str, columns: int | None = None, **more: bool) -> hopper.Logits:
         """Of a first product; ``more``: what its epilogue sums."""
         o = self.options
-        return hopper.Logits(mode, columns or self.vocab, o.logit_scale, o.softcap, group=self.group, **more)
+        columns, turned = columns or self.vocab, self.turned
+        return hopper.Logits(mode, columns, o.logit_scale, o.softcap, group=self.group, turned=turned, **more)
 
     def line(self, config: hopper.Logits) -> jax.ShapeDtypeStruct:
         """Shape of partial sums that a first product writes."""
@@ -127,6 +136,6 @@ def as_index(value: Index) -> Array:
     return jnp.asarray(value, jnp.int32).reshape(1)
 
 
-def _rounded_down(size: int, length: int) -> int:
+def _rounded_down(size: int, length: int, together: int = HOPPER.tiling) -> int:
     """A chunk's size: all of ``length``, or a multiple of what is moved together."""
-    return max(1, length) if size >= length else max(HOPPER.tiling, size // HOPPER.tiling * HOPPER.tiling)
+    return max(1, length) if size >= length else max(together, size // together * together)

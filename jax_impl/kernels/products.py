@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class State(NamedTuple):
     """dX by position, dW and db as far as they are; None where not wanted or not begun."""
 
     hidden: Array | None = None  # [≥ N, D]
-    weight: Array | None = None  # [V, D], or the upper 16 bits of its sum
+    weight: Array | None = None  # [V, D] (or turned, [D, V]), or the upper 16 bits of its sum
     low: Array | None = None  # [V, D] int8: the next 8
     bias: Array | None = None  # [V] float32
 
@@ -36,6 +37,8 @@ class GradientProducts:
 
     def __init__(self, c: KernelCall, needs: Needs, g: Array, unit: Array) -> None:
         self.call, self.needs, self.g, self.unit = c, needs, g / unit, unit
+        # Several chunks add up to [V, D] all the same: their sum is read as it is written.
+        self.turned = c.turned and c.chunks == 1
         self.smoothing = s = smoothing_of(c)
         self.smooth: Array | None = None
         self.smooth_x: Array | None = None
@@ -59,7 +62,7 @@ class GradientProducts:
         if factors is not None:
             width = hopper.gradient_columns(rows.tiles.shape[0] - 1, c.padded_size)
             more = round_up(c.padded_size, width) - c.padded_size
-            target_rows = jnp.pad(c.weight[jnp.maximum(rows.target, 0)], ((0, 0), (0, more)))
+            target_rows = jnp.pad(c.weight_rows(jnp.maximum(rows.target, 0)), ((0, 0), (0, more)))
             arguments |= {"factor": factors.factor, "rest": factors.rest, "target_rows": target_rows}
         if scale is not None:
             arguments["scale"] = scale.reshape(1)
@@ -69,7 +72,8 @@ class GradientProducts:
         length = round_up(c.chunk, 8) if c.chunks == 1 else round_up(c.chunks * c.chunk, 8)
         shape = jax.ShapeDtypeStruct((length, c.padded_size), jnp.float32 if scale is None else c.dtype)
         adds = state.hidden is not None and not whole
-        results = _into(lambda a, o: hopper.hidden(a, o, adds=adds), arguments, {"out": state.hidden}, {"out": shape})
+        kernel = functools.partial(hopper.hidden, adds=adds, turned=c.turned)
+        results = _into(kernel, arguments, {"out": state.hidden}, {"out": shape})
         return state._replace(hidden=results["out"])
 
     def weight(
@@ -84,10 +88,12 @@ class GradientProducts:
         if not self.needs.weight:
             return state
         arguments = {"rows": rows.number, "start": as_index(start), "e": e, "x": x} | (listed or {})
-        outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(c.weight.shape, c.dtype)}
+        size = (c.padded_vocab, c.padded_size)
+        shape = size[::-1] if self.turned else size
+        outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(shape, c.dtype)}
         adds = state.low is not None
         if scale is None:
-            outs["low"], shapes["low"] = state.low, jax.ShapeDtypeStruct(c.weight.shape, jnp.int8)
+            outs["low"], shapes["low"] = state.low, jax.ShapeDtypeStruct(size, jnp.int8)
         else:
             arguments["scale"] = scale.reshape(1)
             if state.low is not None:
@@ -96,7 +102,8 @@ class GradientProducts:
                 arguments["smooth_x"] = c.along_size(self.smooth_x)
                 if c.class_weight is not None:
                     arguments["class_weight"] = c.class_weight
-        results = _into(lambda a, o: hopper.weight(a, o, columns=columns, adds=adds), arguments, outs, shapes)
+        kernel = functools.partial(hopper.weight, columns=columns, adds=adds, turned=self.turned)
+        results = _into(kernel, arguments, outs, shapes)
         return state._replace(weight=results["out"], low=results.get("low"))
 
     def bias(self, state: State, rows: Rows, e: Array, start: Index, columns: int, factor: Array | None) -> State:
@@ -126,7 +133,9 @@ class GradientProducts:
         """
         c = self.call
         hidden = None if state.hidden is None else self._hidden_by_token(state.hidden, scale, lent)
-        weight = None if state.weight is None else state.weight[: c.vocab, : c.size]
+        weight = state.weight
+        if weight is not None:
+            weight = (weight.T if self.turned else weight)[: c.vocab, : c.size]
         bias = state.bias
         if bias is not None:
             if self.smoothing is not None:

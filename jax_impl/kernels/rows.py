@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless.jax_impl.call import Inputs
-from logitless.jax_impl.chunk import capped
+from logitless.jax_impl.chunk import capped, weight_at
 from logitless.spec import LossOptions
 
 
@@ -37,9 +37,9 @@ def dots(a: Array, b: Array) -> Array:
     return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(axis=-1)
 
 
-def row_logits(x: Array, weight: Array, bias: Array | None, target: Array, options: LossOptions) -> Array:
-    """z_{i, target_i} of the rows x."""
-    z = dots(x, weight[target])
+def row_logits(x: Array, rows: Array, bias: Array | None, target: Array, options: LossOptions) -> Array:
+    """z_{i, target_i} of the hidden states x and the weight's rows of their targets."""
+    z = dots(x, rows)
     if bias is not None:
         z = z + bias[target].astype(jnp.float32)
     return capped(z, options)
@@ -49,5 +49,6 @@ def own_target_logits(inputs: Inputs, options: LossOptions) -> Array:
     """The anchors [N] of the targets whose rows are on this device, 0 elsewhere."""
     place = inputs.shard.place(inputs.target)
     x = jnp.where(inputs.valid[:, None], inputs.hidden, 0)
-    z = row_logits(x, inputs.weight, inputs.bias, jnp.maximum(place, 0), options)
+    wanted = jnp.maximum(place, 0)
+    z = row_logits(x, weight_at(inputs, wanted), inputs.bias, wanted, options)
     return jnp.where(place >= 0, z, 0.0)

@@ -27,7 +27,7 @@ from logitless.scratch import Kind, Order
 from logitless.spec import STATISTICS, LossOptions, TokenStats
 from logitless.torch_impl import steps
 from logitless.torch_impl.backend import Waiting, WaitingLoss, backend_named
-from logitless.torch_impl.call import Arrays, Call, Gradients, LatePlan, Layout, Needs, accumulation_dtype
+from logitless.torch_impl.call import Arrays, Call, Gradients, LatePlan, Layout, Needs, accumulation_dtype, is_turned
 from logitless.torch_impl.checks import plain, planner
 
 _ARRAYS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? token_weight, Tensor? class_weight"
@@ -56,9 +56,11 @@ class Recipe:
     """The plan's vocab_chunk; or, for a plan that is chosen later, the memory budget."""
     prefer: Preference
     """For a plan that is chosen later."""
+    turned: bool
+    """Whether the operation's weight, and its gradient, is [D, V]."""
 
     @staticmethod
-    def of(call: Call, needs: Needs) -> Recipe:
+    def of(call: Call, needs: Needs, turned: bool) -> Recipe:
         plan = call.plan
         return Recipe(
             options=dataclasses.astuple(call.options),
@@ -72,6 +74,7 @@ class Recipe:
             one_pass=plan.one_pass,
             limit=plan.memory_budget if isinstance(plan, LatePlan) else plan.vocab_chunk,
             prefer=plan.prefer if isinstance(plan, LatePlan) else "balanced",
+            turned=turned,
         )
 
     def text(self) -> str:
@@ -86,6 +89,11 @@ class Recipe:
     @property
     def loss_options(self) -> LossOptions:
         return LossOptions(*self.options)
+
+    def arrays(self, tensors: Sequence[Any]) -> Arrays:
+        """An operation's tensors, with the weight as [V, D] again."""
+        arrays = Arrays(*tensors)
+        return arrays._replace(weight=arrays.weight.contiguous().T) if self.turned else arrays
 
     def needs(self, arrays: Arrays) -> Needs:
         """The dtypes of the wanted gradients: their arguments' own."""
@@ -125,7 +133,8 @@ def _recipe(text: str) -> Recipe:
 def _loss(*arguments: Any) -> list[Tensor]:
     """[loss, lse and the eight statistics if asked for, and for the backward: what waits, or the known sums]."""
     *tensors, normalizer, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
+    recipe = _recipe(text)
+    arrays = plain(recipe.arrays(tensors))
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     step = steps.loss(arrays, normalizer, call, needs)
     saved = list(step.saved)
@@ -137,7 +146,8 @@ def _loss(*arguments: Any) -> list[Tensor]:
 @_loss.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     *tensors, _, text, token_chunk = arguments
-    arrays, recipe = Arrays(*tensors), _recipe(text)
+    recipe = _recipe(text)
+    arrays = recipe.arrays(tensors)
     dtype, shape = accumulation_dtype(recipe.dtype), arrays.target.shape
     results = [_new(arrays, shape if recipe.loss_options.reduction == "none" else (), dtype)]
     if recipe.lse:
@@ -160,11 +170,12 @@ def _(*arguments: Any) -> list[Tensor]:
 def _loss_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_loss` left for them."""
     *tensors, saved, upstream, g_lse, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays(*tensors)), _recipe(text)
+    recipe = _recipe(text)
+    arrays = plain(recipe.arrays(tensors))
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
     if recipe.held:
-        return _present(steps.held_gradients(arrays, call, needs, saved, upstream))
-    return _present(steps.loss_gradients(arrays, call, needs, tuple(saved), None, upstream, g_lse))
+        return _present(steps.held_gradients(arrays, call, needs, saved, upstream), recipe)
+    return _present(steps.loss_gradients(arrays, call, needs, tuple(saved), None, upstream, g_lse), recipe)
 
 
 @torch.library.custom_op(
@@ -175,7 +186,8 @@ def _loss_gradients(*arguments: Any) -> list[Tensor]:
 def _log_probs(*arguments: Any) -> list[Tensor]:
     """[log p, entropy if asked for, and for the backward the known sums]."""
     *tensors, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays.of_head(*tensors)), _recipe(text)
+    recipe = _recipe(text)
+    arrays = plain(recipe.arrays(Arrays.of_head(*tensors)))
     step = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
     return [value for value in (step.log_prob, step.entropy, *step.saved) if value is not None]
 
@@ -183,7 +195,8 @@ def _log_probs(*arguments: Any) -> list[Tensor]:
 @_log_probs.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     *tensors, text, _ = arguments
-    arrays, recipe = Arrays.of_head(*tensors), _recipe(text)
+    recipe = _recipe(text)
+    arrays = recipe.arrays(Arrays.of_head(*tensors))
     dtype, kinds = accumulation_dtype(recipe.dtype), 2 if recipe.statistics else 1
     results = [_new(arrays, arrays.target.shape, dtype) for _ in range(kinds)]
     if recipe.needs(arrays).any:
@@ -199,9 +212,10 @@ def _(*arguments: Any) -> list[Tensor]:
 def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_log_probs` left for them."""
     *tensors, saved, g_log_prob, g_entropy, text, token_chunk = arguments
-    arrays, recipe = plain(Arrays.of_head(*tensors)), _recipe(text)
+    recipe = _recipe(text)
+    arrays = plain(recipe.arrays(Arrays.of_head(*tensors)))
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
-    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(saved), None, g_log_prob, g_entropy))
+    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(saved), None, g_log_prob, g_entropy), recipe)
 
 
 @_loss_gradients.register_fake
@@ -221,8 +235,9 @@ def _held_layout(arrays: Arrays, recipe: Recipe, token_chunk: int) -> Layout:
     return backend.held_layout(arrays.target.numel(), arrays, recipe.loss_options, recipe.dtype, token_chunk, needs)
 
 
-def _present(gradients: Gradients) -> list[Tensor]:
-    every = (gradients.hidden, gradients.weight, gradients.bias)
+def _present(gradients: Gradients, recipe: Recipe) -> list[Tensor]:
+    weight = gradients.weight
+    every = (gradients.hidden, weight if weight is None or not recipe.turned else weight.T, gradients.bias)
     return [gradient.contiguous() for gradient in every if gradient is not None]
 
 
@@ -230,9 +245,16 @@ def _present(gradients: Gradients) -> list[Tensor]:
 # The steps
 
 
-def _named(gradients: list[Tensor], needs: Needs) -> Gradients:
+def _named(gradients: list[Tensor], needs: Needs, turned: bool) -> Gradients:
     left = iter(gradients)
-    return Gradients(*(next(left) if dtype else None for dtype in (needs.hidden, needs.weight, needs.bias)))
+    hidden, weight, bias = (next(left) if dtype else None for dtype in (needs.hidden, needs.weight, needs.bias))
+    return Gradients(hidden, weight.T if turned and weight is not None else weight, bias)
+
+
+def _lying(arrays: Arrays) -> tuple[Arrays, bool]:
+    """A call's arrays with the weight as it lies in memory, and whether that is [D, V]."""
+    turned = is_turned(arrays.weight)
+    return arrays._replace(weight=arrays.weight.T) if turned else arrays, turned
 
 
 def _chunk(call: Call) -> int:
@@ -244,7 +266,8 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: N
     dtype, device = accumulation_dtype(call.compute_dtype), arrays.hidden.device
     if normalizer is not None and not isinstance(normalizer, Tensor):  # a number here may be a symbol
         normalizer = torch.full((), normalizer, dtype=dtype, device=device)
-    results = torch.ops.logitless.loss(*arrays, normalizer, Recipe.of(call, needs).text(), _chunk(call))
+    arrays, turned = _lying(arrays)
+    results = torch.ops.logitless.loss(*arrays, normalizer, Recipe.of(call, needs, turned).text(), _chunk(call))
     own = call.differentiable
     first = own + call.fields
     stats = tuple(results[own:first]) if call.statistics else (None,) * len(TokenStats._fields)
@@ -257,16 +280,18 @@ def loss_gradients(
 ) -> Gradients:  # fmt: skip
     """:func:`steps.loss_gradients`; what waits is in ``saved``, and may be used more than once."""
     del waiting
-    recipe = Recipe.of(call, needs)
+    lying, turned = _lying(arrays)
+    recipe = Recipe.of(call, needs, turned)
     if recipe.held and not backend_named(call.backend).PRODUCTS_WAIT:
         return steps.held_gradients(arrays, call, needs, list(saved), upstream)
-    gradients = torch.ops.logitless.loss_gradients(*arrays, list(saved), upstream, g_lse, recipe.text(), _chunk(call))
-    return _named(gradients, needs)
+    gradients = torch.ops.logitless.loss_gradients(*lying, list(saved), upstream, g_lse, recipe.text(), _chunk(call))
+    return _named(gradients, needs, turned)
 
 
 def log_probs(arrays: Arrays, call: Call, needs: Needs) -> steps.LogProbs:
     """:func:`steps.log_probs`."""
-    results = torch.ops.logitless.log_probs(*arrays.head, Recipe.of(call, needs).text(), _chunk(call))
+    arrays, turned = _lying(arrays)
+    results = torch.ops.logitless.log_probs(*arrays.head, Recipe.of(call, needs, turned).text(), _chunk(call))
     kinds = 2 if call.statistics else 1
     return steps.LogProbs(results[0], results[1] if call.statistics else None, tuple(results[kinds:]), None)
 
@@ -277,8 +302,9 @@ def log_probs_gradients(
 ) -> Gradients:  # fmt: skip
     """:func:`steps.log_probs_gradients`."""
     del waiting
-    recipe = Recipe.of(call, needs).text()
+    arrays, turned = _lying(arrays)
+    recipe = Recipe.of(call, needs, turned).text()
     gradients = torch.ops.logitless.log_probs_gradients(
         *arrays.head, list(saved), g_log_prob, g_entropy, recipe, _chunk(call)
     )
-    return _named(gradients, needs)
+    return _named(gradients, needs, turned)

@@ -133,10 +133,11 @@ def _check_buffer(into: object, weight: Tensor, dtype: torch.dtype, backend: Kin
         raise TypeError(f"accumulate_into: got dtype {into.dtype}, allowed are {wide} and weight's {weight.dtype}")
     if into.device != weight.device:
         raise ValueError(f"accumulate_into: got device {into.device}, allowed is weight's {weight.device}")
-    if into.requires_grad or not into.is_contiguous() or into.data_ptr() % backend_named(backend).BUFFER_ALIGNMENT:
+    plain = into.is_contiguous() or into.T.is_contiguous()
+    if into.requires_grad or not plain or into.data_ptr() % backend_named(backend).BUFFER_ALIGNMENT:
         raise ValueError(
-            "accumulate_into: got a tensor that requires grad, is not contiguous or (triton) does not start on 16 "
-            "bytes, allowed is a plain buffer"
+            "accumulate_into: got a tensor that requires grad, is not contiguous (nor the transpose of one that is) or "
+            "(triton) does not start on 16 bytes, allowed is a plain buffer"
         )
     if torch.is_grad_enabled() and not weight.requires_grad:
         raise ValueError("accumulate_into: got a buffer beside a weight that requires no grad, allowed is None")

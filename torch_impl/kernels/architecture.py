@@ -48,10 +48,13 @@ class Architecture:
     """Whether tiles are read and written by descriptor. Else by pointers, for chips without tensor memory access."""
     in_place: bool = False
     """Whether dW's product can read exponentials that lie where it writes."""
+    turned: bool = True
+    """Whether it takes a weight that lies in memory as [D, V]. Tiles that it would make spill registers do not."""
 
-    def takes(self, arithmetic: str, chip: str | None, aligned: bool) -> bool:
+    def takes(self, arithmetic: str, chip: str | None, aligned: bool, turned: bool) -> bool:
         here = self.chips is None or (chip is not None and chip.startswith(self.chips))
-        return here and arithmetic == self.arithmetic and (aligned or not self.aligned)
+        fits = (aligned or not self.aligned) and (self.turned or not turned)
+        return here and arithmetic == self.arithmetic and fits
 
     @property
     def precision(self) -> str:
@@ -79,8 +82,8 @@ def _tiles(logits: Tiles, more: Tiles, hidden: Tiles, weight: Tiles) -> dict[str
 def _by_pointers(
     name: str, chips: tuple[str, ...], tiles: dict[str, Tiles], aligned: bool = True, arithmetic: str = "half"
 ) -> Architecture:
-    """The portable products."""
-    return Architecture(name, _portable, tiles, arithmetic, chips, aligned, descriptors=False)
+    """The portable products. The tiles that read rows on 16 bytes are too large for a turned weight."""
+    return Architecture(name, _portable, tiles, arithmetic, chips, aligned, descriptors=False, turned=not aligned)
 
 
 # Chips, by what their names begin with: Hopper, on which every kernel was run and measured, and the others, for which
@@ -153,8 +156,9 @@ ARCHITECTURES = [
         arithmetic="half",
         chips=("10.",),
         aligned=True,
+        turned=False,
     ),
-    # Where rows start anywhere, elements are read one by one, through registers.
+    # Where rows start anywhere, or the weight is turned, elements are read one by one, through registers.
     _by_pointers(
         "unaligned",
         OTHERS,
@@ -265,13 +269,15 @@ def has_products(architecture_products: Callable[[], Products]) -> bool:
     return True
 
 
-def architecture_of(dtype: torch.dtype, index: int | None, aligned: bool) -> Architecture:
+def architecture_of(dtype: torch.dtype, index: int | None, aligned: bool, turned: bool = False) -> Architecture:
     """The first record that takes operands of this dtype on the device.
 
-    aligned: whether every operand's rows start on 16 bytes.
+    aligned: whether every operand's rows start on 16 bytes; turned: whether the weight lies in memory as [D, V].
     """
     chip = chip_of(index)
     arithmetic = arithmetic_of(dtype, chip)
     return next(
-        found for found in ARCHITECTURES if found.takes(arithmetic, chip, aligned) and has_products(found.products)
+        found
+        for found in ARCHITECTURES
+        if found.takes(arithmetic, chip, aligned, turned) and has_products(found.products)
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 from logitless.planning import ChunkPlan
 from logitless.tolerances import FIRST_CALL
 from logitless.torch_impl import autograd
-from logitless.torch_impl.call import Arrays, Call
+from logitless.torch_impl.call import Arrays, Call, is_turned
 from logitless.torch_impl.kernels import architecture
 
 REPORT = "please report this with the output of `python -m logitless doctor`"
@@ -95,7 +95,8 @@ def _kind(arrays: Arrays, call: Call) -> Kind:
     plan, weight = call.chunk_plan, arrays.weight
     flags = (plan.order, plan.one_pass, plan.chunks > 1, call.statistics, call.log_probs, call.lse, call.differentiate)
     into = None if call.into is None else call.into.dtype
-    layout = (weight.shape[1], weight.stride(0) % 16, weight.data_ptr() % 16, arrays.hidden.requires_grad)
+    steps = tuple(stride % 16 for stride in weight.stride())
+    layout = (weight.shape[1], steps, is_turned(weight), weight.data_ptr() % 16, arrays.hidden.requires_grad)
     return arrays.hidden.device, call.compute_dtype, present, chosen, flags, layout, weight.requires_grad, into
 
 
@@ -109,6 +110,12 @@ def _small(arrays: Arrays, call: Call) -> tuple[Arrays, ChunkPlan]:
         """[rows, ...] random numbers with the array's alignment."""
         if array is None:
             return None
+        if array.dim() > 1 and is_turned(array):
+            # A row of memory is as long as ``rows``, with the gap behind it that the array's have.
+            gap = (array.stride(1) - array.shape[0]) % 16
+            turned = like(array.new_empty(0).as_strided((1, rows), (rows + gap, 1)), array.shape[1], scale)
+            assert turned is not None
+            return turned.T
         width = array.shape[-1] if array.dim() > 1 else 1
         stride = max(array.stride(-2), width) if array.dim() > 1 and array.stride(-1) == 1 else width
         first = array.data_ptr() % 16 // array.element_size()

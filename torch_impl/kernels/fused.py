@@ -23,7 +23,7 @@ from logitless import spec
 from logitless.planning import ChunkPlan
 from logitless.scratch import SMOOTHING_BLOCK
 from logitless.spec import LossOptions
-from logitless.torch_impl.call import XP, Gradients, KnownRows, Needs, TokenSums
+from logitless.torch_impl.call import XP, Gradients, KnownRows, Needs, TokenSums, is_turned
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels import architecture
 from logitless.torch_impl.kernels.held import Held, HeldTokens, held_gradients, held_layout
@@ -95,7 +95,7 @@ def lends(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether exponentials can lie in dW's rows: where the products can work in place, and dW has their dtype."""
     if weight.dtype != dtype:
         return False
-    found = architecture.architecture_of(dtype, weight.device.index, aligned_rows(weight))
+    found = architecture.architecture_of(dtype, weight.device.index, aligned_rows(weight), is_turned(weight))
     beside = cdiv(weight.shape[1], found.tiles[WEIGHT].bn)
     return found.in_place and beside <= architecture.multiprocessors(weight.device.index)
 
@@ -118,6 +118,7 @@ def loss_gradients(
 ) -> tuple[TokenSums, Held]:
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
     c = KernelCall(inputs, options, plan)
+    c.keep_target_weight()
     sums = Sums(c, statistics)
     factors = relative_factors(c)
     products = GradientProducts(c, needs, sums.smoothing, factors.g, norm * inputs.summary[1])
@@ -142,8 +143,9 @@ def token_gradients(
 ) -> tuple[TokenSums, HeldTokens]:
     """Sums, and exponentials that wait for an upstream gradient per token: 6·N·D·V flops, in a plan of one chunk."""
     c = KernelCall(inputs, options, plan)
+    c.keep_target_weight()
     sums, factors = Sums(c, statistics), relative_factors(c)
-    weight = c.empty(c.vocab, c.size, c.dtype) if plan.lends else None
+    weight = c.like_weight(c.dtype) if plan.lends else None
     with c.on_device():
         x, e = c.operand(), matrix_of(c, c.vocab, weight)
         sums.gather(0, x)

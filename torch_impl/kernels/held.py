@@ -10,20 +10,24 @@ from torch import Tensor
 
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions
-from logitless.torch_impl.call import Arrays, Gradients, Layout, Needs
+from logitless.torch_impl.call import Arrays, Gradients, Layout, Needs, is_turned
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels.kernel_call import KernelCall, padded_length, row_stride
 from logitless.torch_impl.kernels.products import GradientProducts, is_parted, low_layout
 from logitless.torch_impl.kernels.rows import Rows
 from logitless.torch_impl.kernels.sums import Factors
 
+# What lies in memory as the weight does.
+LIKE_WEIGHT = ("weight", "weight_sum", "high", "low")
+
 
 def held_layout(
     tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
 ) -> Layout:
-    """Shape and dtype of everything in :class:`Held` that its end reads, by name; no array's values, nor a plan's
-    other numbers, matter. ``tokens`` and ``token_chunk`` may be symbols, as long as their order is known."""
-    (vocab, size), cast = arrays.weight.shape, arrays.weight.dtype != dtype
+    """Shape in memory and dtype of everything in :class:`Held` that its end reads, by name; no array's values, nor a
+    plan's other numbers, matter. ``tokens`` and ``token_chunk`` may be symbols, as long as their order is known."""
+    (vocab, size), cast, turned = arrays.weight.shape, arrays.weight.dtype != dtype, is_turned(arrays.weight)
+    matrix = (size, vocab) if turned else (vocab, size)
     chunk, full, whole = max(1, token_chunk), torch.float32, torch.int32
     padded, several = padded_length(tokens, chunk), tokens > chunk
     layout: Layout = {
@@ -37,15 +41,17 @@ def held_layout(
         "e": ((chunk, row_stride(vocab, dtype)), dtype),
     }
     if cast and needs.hidden:
-        layout["weight"] = ((vocab, size), dtype)
+        layout["weight"] = (matrix, dtype)
+    if turned and needs.hidden:
+        layout["target_weight"] = ((chunk, row_stride(size, dtype)), dtype)
     if options.label_smoothing:
         layout |= {"weighted_rows": ((size,), full), "weighted_bias": ((), full), "smooth_x": ((size,), full)}
     if several and needs.hidden:
         layout["hidden_sum"] = ((tokens, size), full)
     if is_parted(needs, several):
-        layout |= {"high": ((vocab, size), torch.int16), "low": low_layout(vocab, size)}
+        layout |= {"high": (matrix, torch.int16), "low": low_layout(vocab, size, turned)}
     elif several and needs.weight:
-        layout["weight_sum"] = ((vocab, size), full)
+        layout["weight_sum"] = (matrix, full)
     if several and needs.bias:
         layout["bias"] = ((vocab,), full)
     return layout
@@ -74,9 +80,11 @@ class Held:
             "e": _whole_rows(self.e), "weight": c.weight, "smooth_x": p.smooth_x, "hidden_sum": p.hidden_sum,
             "weight_sum": p.weight_sum, "high": p.high, "low": p.low, "bias": p.bias,
         }  # fmt: skip
+        if c.target_weight is not None:
+            every["target_weight"] = _whole_rows(c.target_weight)
         if s is not None:
             every |= {"weighted_rows": s.weighted_rows, "weighted_bias": s.weighted_bias}
-        return [every[name] for name in layout]
+        return [every[name].T if name in LIKE_WEIGHT and c.turned else every[name] for name in layout]
 
 
 def _whole_rows(matrix: Tensor) -> Tensor:
@@ -92,6 +100,8 @@ def held_gradients(
     """What :meth:`Held.finish` gives, from ``Held.tensors``, none of which is written to."""
     layout = held_layout(plan.tokens, arrays, options, dtype, plan.token_chunk, needs)
     held = dict(zip(layout, tensors, strict=True))
+    if is_turned(arrays.weight):
+        held |= {name: tensor.T for name, tensor in held.items() if name in LIKE_WEIGHT}
     c = KernelCall(make_inputs(held.get("weight")), options, plan, held)
     smoothing = None
     if options.label_smoothing:

@@ -46,6 +46,7 @@ from logitless.torch_impl.kernels.portable import (
     tile_of,
     turns_of,
     upper_bits,
+    weight_place,
 )
 from logitless.torch_impl.kernels.tiles import SQUARE_GROUP, HiddenLaunch, WeightLaunch
 
@@ -239,37 +240,37 @@ def piece_of(tile, INDEX: gl.constexpr, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def put(desc, stage, piece, row, column, INDEX: gl.constexpr, PIECES: gl.constexpr, ADD: gl.constexpr):
-    """A piece of a tile on its way to memory (or to be added to it), which starts at ``column``: it is staged, and what
-    is staged leaves when the stage is full."""
+def put(
+    desc, stage, piece, row, column, INDEX: gl.constexpr, PIECES: gl.constexpr, ADD: gl.constexpr, TURNED: gl.constexpr
+):
+    """A piece of a tile on its way to memory (or to be added to it); the tile starts at (row, column).
+
+    It is staged, and what is staged leaves when the stage is full. TURNED: it is staged transposed, as memory has it.
+    """
     WIDTH: gl.constexpr = piece.shape[1]
-    FULL: gl.constexpr = stage.shape[1] // WIDTH
+    FULL: gl.constexpr = stage.shape[0 if TURNED else 1] // WIDTH
     if INDEX % FULL == 0:
         tma.store_wait(0)  # until what was staged before has been read
-    piece = piece.to(desc.dtype)
-    if FULL == 1:
-        stage.store(piece)
-    else:
-        stage.slice(INDEX % FULL * WIDTH, WIDTH, dim=1).store(piece)
+    stage_piece(stage, piece.to(desc.dtype), INDEX % FULL, TURNED)
     if INDEX % FULL == FULL - 1:
         fence_async_shared()
         place = column + (INDEX // FULL) * (FULL * WIDTH)
         if ADD:
-            tma_add(desc, [row, place], stage)
+            tma_add(desc, [place, row] if TURNED else [row, place], stage)
         else:
-            tma_store(desc, [row, place], stage)
+            tma_store(desc, [place, row] if TURNED else [row, place], stage)
 
 
 @gluon.jit
-def put_turned(desc, stage, piece, row, column, INDEX: gl.constexpr, PIECES: gl.constexpr):
-    """:func:`put` of a whole tile, transposed: ``row`` and ``column`` are where the transposed tile begins."""
+def stage_piece(stage, piece, INDEX: gl.constexpr, TURNED: gl.constexpr):
+    """A piece to its place in a stage, which holds one or several."""
     WIDTH: gl.constexpr = piece.shape[1]
-    if INDEX == 0:
-        tma.store_wait(0)  # until what was staged before has been read
-    stage.slice(INDEX * WIDTH, WIDTH, dim=0).permute((1, 0)).store(piece.to(desc.dtype))
-    if INDEX == PIECES - 1:
-        fence_async_shared()
-        tma_store(desc, [row, column], stage)
+    if TURNED:
+        stage.slice(INDEX * WIDTH, WIDTH, dim=0).permute((1, 0)).store(piece)
+    elif stage.shape[1] == WIDTH:
+        stage.store(piece)
+    else:
+        stage.slice(INDEX * WIDTH, WIDTH, dim=1).store(piece)
 
 
 @gluon.jit
@@ -436,6 +437,7 @@ def logits_tiles(
     HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, LENT: gl.constexpr,
+    TURNED: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`logits_kernel`: products, then everything kernels.logits_kernel makes of them."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -457,7 +459,7 @@ def logits_tiles(
             target_value = gl.load(target_value_ptr + row, mask=row < rows, other=0.0)
         turns = tile // PROGRAMS
         whole = multiply(
-            x_smem, w_smem, ready, free, turn, turns, turns * steps, steps, HALF, False, False, BM, BN, STAGES, SKEW,
+            x_smem, w_smem, ready, free, turn, turns, turns * steps, steps, HALF, False, TURNED, BM, BN, STAGES, SKEW,
             layout,
         )  # fmt: skip
         # Few tiles hold a target or the end of the vocabulary: the others skip two comparisons an element.
@@ -512,10 +514,7 @@ def logits_tiles(
                 if HAS_CAP and MODE == ANCHORED:
                     e = e * (1.0 - (z / cap) * (z / cap))
             if MODE != SUMS:
-                if LENT:
-                    put_turned(e_desc, staging.index(HALF), e, n * BN, top, q, PIECES)
-                else:
-                    put(e_desc, staging.index(HALF), e, top, n * BN, q, PIECES, False)
+                put(e_desc, staging.index(HALF), e, top, n * BN, q, PIECES, False, LENT)
         if MODE != KNOWN:
             line = n * chunk + row
             gl.store(sum_ptr + line, sums, mask=inside)
@@ -540,7 +539,7 @@ def logits_kernel(
     HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr,
     HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr,
-    PIECES: gl.constexpr, LENT: gl.constexpr,
+    PIECES: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """kernels.logits_kernel: z = f(x wᵀ + b) for entries start ≤ j < start + columns, never stored; sums and e of it.
 
@@ -548,7 +547,7 @@ def logits_kernel(
     eᵀ, which lies in dW's rows (products.matrix_of).
     """
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, BM // 2, BK], x_desc.layout)
-    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN] if TURNED else [STAGES, BN, BK], w_desc.layout)
     staging = x_smem
     if MODE != SUMS:
         staging = gl.allocate_shared_memory(e_desc.dtype, [2, BN, BM // 2] if LENT else [2, BM // 2, BN], e_desc.layout)
@@ -561,7 +560,7 @@ def logits_kernel(
                 log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
                 count_ptr, first, chunk, size, start, columns, scale, cap, 0,
                 MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED,
             )),
             (logits_tiles, (
                 e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr,
@@ -569,11 +568,11 @@ def logits_kernel(
                 log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
                 count_ptr, first, chunk, size, start, columns, scale, cap, 1,
                 MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED,
             )),
             (load_tiles, (
                 x_desc, w_desc, x_smem, w_smem, ready, free, None, count_ptr, first, chunk, size, columns, False,
-                False, False, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
+                False, TURNED, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -585,11 +584,17 @@ def logits_kernel(
 
 
 @gluon.jit
-def scale_rows(value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr, w_stride):
+def scale_rows(
+    value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, target_w_ptr, target_w_stride,
+    TURNED: gl.constexpr,
+):  # fmt: skip
     """factor ⊙ value + target_value ⊙ w_y: the row factors, and the target's element, which is 0 in e."""
     value = value * gl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
     target = gl.load(row_target_ptr + row, mask=exists, other=0).to(gl.int64)
-    w_place = all_w_ptr + gl.maximum(target, 0)[:, None] * w_stride + column[None, :]
+    entry = gl.maximum(target, 0)
+    if TURNED:
+        entry = row.to(gl.int64)
+    w_place = target_w_ptr + entry[:, None] * target_w_stride + column[None, :]
     share = gl.load(target_value_ptr + row, mask=exists, other=0.0)
     return value + share[:, None] * gl.load(w_place, mask=mask, other=0.0).to(gl.float32)
 
@@ -597,9 +602,9 @@ def scale_rows(value, row, column, mask, exists, factor_ptr, target_value_ptr, r
 @gluon.jit
 def hidden_piece(
     value, m, n, inner_top, inner_left, rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
+    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, first, size, target_w_stride,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, SPLIT: gl.constexpr,
+    BN: gl.constexpr, SPLIT: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """A piece of the tile (m, n), stored if it is a part's or finished; else what is to be summed.
 
@@ -616,8 +621,9 @@ def hidden_piece(
     else:
         if ROWS:
             value = scale_rows(
-                value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, all_w_ptr, w_stride
-            )
+                value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, target_w_ptr,
+                target_w_stride, TURNED,
+            )  # fmt: skip
         if FINAL:
             position = first + row
             if ADD:
@@ -635,12 +641,12 @@ def hidden_piece(
 @gluon.jit
 def hidden_tiles(
     sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
-    count_ptr, first, chunk, columns, size, w_stride, HALF: gl.constexpr,
+    row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, parts_ptr,
+    count_ptr, first, chunk, columns, size, target_w_stride, HALF: gl.constexpr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr, PACE: gl.constexpr,
-    LENT: gl.constexpr,
+    LENT: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`hidden_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -653,8 +659,8 @@ def hidden_tiles(
         m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
         turns = unit // programs
         whole = multiply(
-            e_smem, w_smem, ready, free, turn, turns, turns * steps, depth, HALF, LENT, True, BM, BN, STAGES, SKEW,
-            layout,
+            e_smem, w_smem, ready, free, turn, turns, turns * steps, depth, HALF, LENT, not TURNED, BM, BN, STAGES,
+            SKEW, layout,
         )  # fmt: skip
         part = parts_ptr
         if SPLIT:
@@ -664,11 +670,11 @@ def hidden_tiles(
             value = hidden_piece(
                 piece_of(whole, q, PIECES), m, n, gl.to_tensor(HALF * (BM // 2)), gl.to_tensor(q * (BN // PIECES)),
                 rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
-                scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
-                ADD, FINAL, ROWS, SMOOTH, BM, BN, SPLIT,
+                scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, first, size, target_w_stride,
+                ADD, FINAL, ROWS, SMOOTH, BM, BN, SPLIT, TURNED,
             )  # fmt: skip
             if not FINAL and not (SPLIT and is_part):
-                put(sum_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADD)
+                put(sum_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADD, False)
     if not FINAL:
         tma.store_wait(0)
 
@@ -677,11 +683,11 @@ def hidden_tiles(
 def hidden_kernel(
     e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
-    first, chunk, columns, size, w_stride, all_w_ptr, parts_ptr, sum_desc, progress_ptr,
+    first, chunk, columns, size, target_w_stride, target_w_ptr, parts_ptr, sum_desc, progress_ptr,
     ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
-    SPLIT: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr, LENT: gl.constexpr,
+    SPLIT: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """kernels.hidden_kernel, with the same arguments: dX of a chunk from S vocabulary entries.
 
@@ -692,7 +698,7 @@ def hidden_kernel(
     e_smem = gl.allocate_shared_memory(
         e_desc.dtype, [2 * STAGES, BK, BM // 2] if LENT else [2 * STAGES, BM // 2, BK], e_desc.layout
     )
-    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BK, BN], w_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK] if TURNED else [STAGES, BK, BN], w_desc.layout)
     staging = e_smem
     if not FINAL:
         staging = gl.allocate_shared_memory(gl.float32, [2, BM // 2, BN // PARTS], sum_desc.layout)
@@ -701,19 +707,19 @@ def hidden_kernel(
         [
             (hidden_tiles, (
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
-                count_ptr, first, chunk, columns, size, w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE, LENT,
+                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, parts_ptr,
+                count_ptr, first, chunk, columns, size, target_w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE, LENT, TURNED,
             )),
             (hidden_tiles, (
                 sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, parts_ptr,
-                count_ptr, first, chunk, columns, size, w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE, LENT,
+                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, parts_ptr,
+                count_ptr, first, chunk, columns, size, target_w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE, LENT, TURNED,
             )),
             (load_tiles, (
                 e_desc, w_desc, e_smem, w_smem, ready, free, progress_ptr, count_ptr, first, chunk, columns,
-                size, False, LENT, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT, PACE,
+                size, False, LENT, not TURNED, BM, BN, BK, GROUP, PROGRAMS, STAGES, SPLIT, PACE,
             )),
         ],
         [4, 1], [REGISTERS, 24],
@@ -788,16 +794,11 @@ def multiply_targets(
 
 
 @gluon.jit
-def put_aside(stage, staged, emptied, turns, piece, INDEX: gl.constexpr, PIECES: gl.constexpr):
+def put_aside(stage, staged, emptied, turns, piece, INDEX: gl.constexpr, PIECES: gl.constexpr, TURNED: gl.constexpr):
     """A piece of a tile into shared memory, for :func:`store_over` to store; ``turns``: tiles before this one."""
-    WIDTH: gl.constexpr = piece.shape[1]
     if INDEX == 0:
         mbarrier.wait(emptied, (turns & 1) ^ 1)
-    piece = piece.to(stage.dtype)
-    if PIECES == 1:
-        stage.store(piece)
-    else:
-        stage.slice(INDEX * WIDTH, WIDTH, dim=1).store(piece)
+    stage_piece(stage, piece.to(stage.dtype), INDEX, TURNED)
     if INDEX == PIECES - 1:
         fence_async_shared()
         mbarrier.arrive(staged)
@@ -807,7 +808,7 @@ def put_aside(stage, staged, emptied, turns, piece, INDEX: gl.constexpr, PIECES:
 def store_over(
     out_desc, staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
     LENT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    PROGRAMS: gl.constexpr,
+    PROGRAMS: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """The storing warp of dW in place. A half of a tile is stored over rows of eᵀ when the programs of all column tiles
     have read them: each counts itself in ``counter`` [2 · row tiles] when its last step's operands have come.
@@ -830,7 +831,8 @@ def store_over(
                 gl.inline_asm_elementwise(
                     "fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
                 )
-                tma_store(out_desc, [m * BM + half * (BM // 2), n * BN], staging.index(half))
+                top = m * BM + half * (BM // 2)
+                tma_store(out_desc, [n * BN, top] if TURNED else [top, n * BN], staging.index(half))
                 tma.store_wait(0)
                 mbarrier.arrive(emptied.index(half))
 
@@ -839,16 +841,17 @@ def store_over(
 def weight_tiles(
     out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent, staged,
     emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr,
-    counter_ptr, first, chunk, start, columns, size,
+    counter_ptr, first, chunk, start, columns, size, out_width,
     HALF: gl.constexpr, ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr,
     SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
-    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, LENT: gl.constexpr,
+    STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`weight_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     # A float32 buffer is added to by the memory, too; a narrow one is read, so that its sum is rounded once.
     IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
+    ADDS: gl.constexpr = (ADD and not FINAL) or IN_MEMORY
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
     tiles = row_tiles * column_tiles
@@ -865,8 +868,8 @@ def weight_tiles(
             later, _n = tile_of(gl.minimum(tile + PROGRAMS, tiles - 1), row_tiles, column_tiles, GROUP)
             next_begin, next_end = targets_of(bounds_ptr, later, BM)
         whole = multiply(
-            e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, not LENT, True, BM, BN, STAGES, SKEW,
-            layout,
+            e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, not LENT or TURNED, True, BM, BN,
+            STAGES, SKEW, layout,
         )  # fmt: skip
         if TARGETS:
             whole, target_steps = multiply_targets(
@@ -883,10 +886,10 @@ def weight_tiles(
                 column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
                 column += n * BN + q * (BN // PIECES)
                 mask = (entry < columns)[:, None] & (column < size)[None, :]
-                place = (start + entry).to(gl.int64)[:, None] * size + column[None, :]
+                place = weight_place((start + entry)[:, None], column[None, :], out_width, TURNED)
                 if PARTED and ADD:
                     high = gl.load(sum_ptr + place, mask=mask, other=0)
-                    low_place = (start + entry).to(gl.int64)[:, None] * low_stride(size) + column[None, :]
+                    low_place = weight_place((start + entry)[:, None], column[None, :], low_stride(out_width), TURNED)
                     value += joined(high, gl.load(low_ptr + low_place, mask=mask, other=0))
                 elif ADD and not INTO:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0)
@@ -901,26 +904,26 @@ def weight_tiles(
                 if INTO and not IN_MEMORY:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
             if LENT:
-                put_aside(staging.index(HALF), staged.index(HALF), emptied.index(HALF), turns, value, q, PIECES)
+                put_aside(staging.index(HALF), staged.index(HALF), emptied.index(HALF), turns, value, q, PIECES, TURNED)
             elif PARTED and not FINAL:
                 bits = rounded(value)
-                put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False)
-                put(low_desc, low_staging.index(HALF), lower_bits(bits), top, n * BN, q, PIECES, False)
+                put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False, TURNED)
+                put(low_desc, low_staging.index(HALF), lower_bits(bits), top, n * BN, q, PIECES, False, TURNED)
             else:
-                put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, (ADD and not FINAL) or IN_MEMORY)
+                put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADDS, TURNED)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr,
-    key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, counter_ptr, first, chunk, start, columns, size,
+    key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
     hidden_stride,
     ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
     HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
-    PIECES: gl.constexpr, PARTS: gl.constexpr, LENT: gl.constexpr,
+    PIECES: gl.constexpr, PARTS: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """kernels.weight_kernel, with the same arguments: dW of vocabulary entries from a chunk. A sum in one matrix is
     added to by the memory itself, so that no group waits for what it held.
@@ -928,17 +931,20 @@ def weight_kernel(
     With TARGETS a fourth group of warps gathers the hidden states of a tile's targets, a tile ahead of the products.
     ``filled[s]``: slot s of them was gathered; ``spent[s]``: both groups have multiplied it.
 
-    LENT: eᵀ lies in the result's own rows, and one more warp stores (:func:`store_over`). ``counter`` is 0 before.
+    LENT: eᵀ lies in the result's own rows, or e itself in those of a TURNED one, and one more warp stores
+    (:func:`store_over`). ``counter`` is 0 before.
     ``staged[h]``: half h of a tile waits in shared memory; ``emptied[h]``: it was stored.
     """
+    E_DEPTH_FIRST: gl.constexpr = not LENT or TURNED
+    STAGED: gl.constexpr = [2, BN // PARTS, BM // 2] if TURNED else [2, BM // 2, BN // PARTS]
     e_smem = gl.allocate_shared_memory(
-        e_desc.dtype, [2 * STAGES, BM // 2, BK] if LENT else [2 * STAGES, BK, BM // 2], e_desc.layout
+        e_desc.dtype, [2 * STAGES, BK, BM // 2] if E_DEPTH_FIRST else [2 * STAGES, BM // 2, BK], e_desc.layout
     )
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout)
-    staging = gl.allocate_shared_memory(out_desc.dtype, [2, BM // 2, BN // PARTS], out_desc.layout)
+    staging = gl.allocate_shared_memory(out_desc.dtype, STAGED, out_desc.layout)
     low_staging = staging
     if PARTED and not FINAL:
-        low_staging = gl.allocate_shared_memory(low_desc.dtype, [2, BM // 2, BN // PARTS], low_desc.layout)
+        low_staging = gl.allocate_shared_memory(low_desc.dtype, STAGED, low_desc.layout)
     ready, free, turn = barriers(STAGES)
     gathered = x_smem
     filled = ready
@@ -955,20 +961,20 @@ def weight_kernel(
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
                 staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
-                bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size,
+                bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
                 0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED,
             )),
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
                 staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
-                bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size,
+                bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
                 1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED,
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, None, count_ptr, first, chunk, columns, size,
-                True, not LENT, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
+                True, E_DEPTH_FIRST, True, BM, BN, BK, GROUP, PROGRAMS, STAGES, False, 0,
             )),
             (load_targets, (
                 gathered, filled, spent, token_ptr, bounds_ptr, hidden_ptr, hidden_stride, count_ptr, first, chunk,
@@ -976,7 +982,7 @@ def weight_kernel(
             )),
             (store_over, (
                 out_desc, staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
-                LENT, BM, BN, BK, GROUP, PROGRAMS,
+                LENT, BM, BN, BK, GROUP, PROGRAMS, TURNED,
             )),
         ],
         [4, 1, GATHERING_WARPS, 1], [REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
@@ -991,9 +997,9 @@ GROUP_REGISTERS = 232
 
 
 @functools.lru_cache
-def swizzled(bits):
-    """The layout in shared memory of a block of elements of so many bits."""
-    return NVMMASharedLayout(128, bits, 2)
+def swizzled(bits, columns):
+    """The layout in shared memory of a block of so many columns, whose elements have so many bits."""
+    return NVMMASharedLayout(min(128, bits * columns // 8), bits, 2)
 
 
 class Hopper:
@@ -1004,7 +1010,7 @@ class Hopper:
     weight_kernel = weight_kernel
 
     def describe(self, matrix, rows, columns):
-        layout = swizzled(8 * matrix.element_size())
+        layout = swizzled(8 * matrix.element_size(), columns)
         return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
 
     def logits(self, c, t, plain, known):
@@ -1029,7 +1035,7 @@ class Hopper:
         pieces = 8 if kind.parted else 4 if several else parts
         described = None
         if kind.parted and not kind.final:
-            described = self.describe(low, t.block_rows, t.block_columns)
+            described = c.describe_matrix(low, t.block_rows, t.block_columns)
         values = {"PARTS": parts, "PIECES": pieces, "low_desc": described}
         return WeightLaunch(self.constants(t) | self.registers(kind) | values, True)
 

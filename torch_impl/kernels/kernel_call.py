@@ -13,6 +13,7 @@ from torch import Tensor
 from logitless.planning import ChunkPlan
 from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, round_up
 from logitless.spec import LossOptions
+from logitless.torch_impl.call import is_turned
 from logitless.torch_impl.kernels.architecture import architecture_of, multiprocessors
 from logitless.torch_impl.kernels.launch import launch_named
 from logitless.torch_impl.kernels.rows import Rows, on_device
@@ -41,14 +42,18 @@ class KernelCall:
         self.inputs, self.options, self.plan = inputs, options, plan
         self.device, self.dtype = inputs.hidden.device, inputs.hidden.dtype
         self.hidden = inputs.hidden if inputs.hidden.stride(-1) == 1 else inputs.hidden.contiguous()
-        self.weight = inputs.weight if inputs.weight.stride(-1) == 1 else inputs.weight.contiguous()
+        self.turned = is_turned(inputs.weight)
+        plain = self.turned or inputs.weight.stride(-1) == 1
+        self.weight = inputs.weight if plain else inputs.weight.contiguous()
         self.bias = None if inputs.bias is None else inputs.bias.contiguous()
         self.class_weight = None if inputs.class_weight is None else inputs.class_weight.contiguous()
         self.tokens, self.size = self.hidden.shape
         self.vocab, self.shard = self.weight.shape[0], inputs.shard
         self.programs = multiprocessors(self.device.index)
-        aligned = aligned_rows(self.weight)
-        self.architecture = architecture_of(self.dtype, self.device.index, aligned)
+        # Slices of a turned weight begin within its rows.
+        inside = self.turned and plan.fused_columns < self.vocab
+        aligned = aligned_rows(self.weight) and not (inside and plan.fused_columns * self.dtype.itemsize % 16)
+        self.architecture = architecture_of(self.dtype, self.device.index, aligned, self.turned)
         self.tma = aligned and self.architecture.descriptors
         self.products = self.architecture.products()
         self.block = column_block(self.size, 1024)
@@ -58,6 +63,7 @@ class KernelCall:
         self.has_cap = options.softcap is not None
         self.precision = self.architecture.precision
         self.order, self.count, self.target = inputs.order, inputs.count, inputs.index
+        self.target_weight = None if held is None else held.get("target_weight")
         if held is not None:
             self.row_target = held["row_target"]
             return
@@ -93,7 +99,7 @@ class KernelCall:
             "hidden_ptr": self.hidden,
             "hidden_stride": self.hidden.stride(0),
             "w_ptr": self.weight,
-            "w_stride": self.weight.stride(0),
+            "w_stride": self.weight.stride(1 if self.turned else 0),
             "bias_ptr": self.bias,
             "class_weight_ptr": self.class_weight,
             "order_ptr": self.order,
@@ -112,6 +118,7 @@ class KernelCall:
             "PRECISION": self.precision,
             "POINTERS": not self.architecture.descriptors,
             "LENT": False,
+            "TURNED": self.turned,
         }
 
     def launch(self, kernel: Any, grid: int, **own: Any) -> None:
@@ -125,8 +132,10 @@ class KernelCall:
     def gather(self, first: int, x: Tensor, **own: Any) -> None:
         """A chunk's hidden states into x, and its targets; its anchors and label smoothing's sums where asked for.
 
-        ``own``: anchor_ptr, highest_ptr, flagged_ptr, weighted_rows_ptr and weighted_ptr of kernels.rows_kernel.
+        ``own``: anchor_ptr, highest_ptr, flagged_ptr, weighted_rows_ptr and weighted_ptr of kernels.rows_kernel. What
+        :meth:`keep_target_weight` made gets the weight's rows of the targets.
         """
+        kept = self.target_weight
         wanted: dict[str, Any] = dict.fromkeys(
             ("anchor_ptr", "highest_ptr", "flagged_ptr", "weighted_rows_ptr", "weighted_ptr")
         )
@@ -134,8 +143,14 @@ class KernelCall:
         self.launch(
             kernels.rows_kernel, self.chunk, **wanted, target_ptr=self.target, x_ptr=x, x_stride=x.stride(0),
             row_target_ptr=self.row_target[first:], first=first, DOTS=wanted["anchor_ptr"] is not None,
-            WEIGHTED=wanted["weighted_rows_ptr"] is not None, BLOCK=self.block,
+            WEIGHTED=wanted["weighted_rows_ptr"] is not None, KEEPS=kept is not None, target_w_ptr=kept,
+            target_w_stride=0 if kept is None else kept.stride(0), BLOCK=self.block,
         )  # fmt: skip
+
+    def keep_target_weight(self) -> None:
+        """Have :meth:`gather` keep the weight's rows of a chunk's targets, where they lie scattered."""
+        if self.turned:
+            self.target_weight = self.matrix(self.chunk, self.size)
 
     def logits(
         self, first: int, x: Tensor, e: Tensor | None, entries: slice, mode: int,
@@ -155,7 +170,7 @@ class KernelCall:
         self.launch(
             self.products.logits_kernel, self.programs, **partial, **vectors,
             x_desc=self.describe(x, t.block_rows, t.bk), w_desc=self.describe_weight(entries, (t.bn, t.bk)),
-            e_desc=None if e is None else self.describe_matrix(e, t.block_rows, t.block_columns), LENT=is_lent(e),
+            e_desc=None if e is None else self.describe_matrix(e, t.block_rows, t.block_columns), LENT=is_across(e),
             w_ptr=self.weight[entries],
             **addresses(x=x, e=e), row_target_ptr=self.row_target[first:], first=first, start=entries.start,
             columns=entries.stop - entries.start, MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits,
@@ -178,12 +193,19 @@ class KernelCall:
         """A matrix as the tensor memory accelerator sees it, in blocks of [rows, columns]; None where pointers do."""
         return self.products.describe(matrix, rows, columns) if self.architecture.descriptors else None
 
-    def describe_matrix(self, e: Tensor, rows: int, columns: int) -> object:
-        """:meth:`describe` of e. A lent matrix is described as it lies, transposed."""
-        return self.describe(e.T, columns, rows) if is_lent(e) else self.describe(e, rows, columns)
+    def describe_matrix(self, matrix: Tensor, rows: int, columns: int) -> object:
+        """:meth:`describe` of a matrix, as it lies."""
+        across = is_across(matrix)
+        return self.describe(matrix.T, columns, rows) if across else self.describe(matrix, rows, columns)
 
-    def describe_weight(self, rows: slice, block: tuple[int, int]) -> Any:
-        return self.describe(self.weight[rows], *block) if self.tma else None
+    def describe_weight(self, rows: slice, block: tuple[int, int]) -> object:
+        return self.describe_matrix(self.weight[rows], *block) if self.tma else None
+
+    def like_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A new matrix [V, D] that lies in memory as the weight does."""
+        shape = (self.size, self.vocab) if self.turned else (self.vocab, self.size)
+        matrix = self.empty(*shape, dtype)
+        return matrix.T if self.turned else matrix
 
 
 def addresses(**matrices: Tensor | None) -> dict[str, Tensor | int | None]:
@@ -193,17 +215,21 @@ def addresses(**matrices: Tensor | None) -> dict[str, Tensor | int | None]:
 
 
 def aligned_rows(weight: Tensor) -> bool:
-    """Whether the rows of the weight, and of matrices of its width, start on 16 bytes. A weight whose last axis has
-    steps is copied before it is read."""
-    _, size = weight.shape
-    copied = weight.stride(1) != 1
-    stride, start = (size, 0) if copied else (weight.stride(0), weight.data_ptr())
-    return (size * weight.itemsize) % 16 == 0 and (stride * weight.itemsize) % 16 == 0 and start % 16 == 0
+    """Whether the weight's rows (in memory), and those of matrices of its size, start on 16 bytes. A weight with steps
+    along both axes is copied before it is read."""
+    vocab, size = weight.shape
+    turned, start = is_turned(weight), weight.data_ptr()
+    widths = [size, weight.stride(0)]
+    if turned:
+        widths = [size, vocab, weight.stride(1)]
+    elif weight.stride(1) != 1:
+        widths, start = [size], 0
+    return all(width * weight.itemsize % 16 == 0 for width in widths) and start % 16 == 0
 
 
-def is_lent(e: Tensor | None) -> bool:
-    """Whether e [C, V] lies in dW's rows, its columns one behind the other."""
-    return e is not None and e.stride(1) != 1
+def is_across(matrix: Tensor | None) -> bool:
+    """Whether a matrix lies in memory transposed, as e [C, V] does in the rows of a dW [V, D]."""
+    return matrix is not None and matrix.stride(1) != 1
 
 
 def padded_length(tokens: int, chunk: int) -> int:
@@ -216,7 +242,8 @@ def row_stride(columns: int, dtype: torch.dtype) -> int:
 
 
 def at_end(memory: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] in the last bytes of ``memory``, from a boundary on."""
+    """[rows, columns] in the last bytes of ``memory``, a matrix without gaps, from a boundary on."""
+    memory = memory if memory.is_contiguous() else memory.T
     flat, size, boundary = memory.view(-1).view(dtype), rows * columns, ROW_ALIGNMENT_BYTES // dtype.itemsize
     place = (flat.numel() - size) // boundary * boundary
     return flat[place : place + size].view(rows, columns)

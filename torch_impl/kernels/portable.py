@@ -215,15 +215,16 @@ def loss_kernel(
 @triton.jit(do_not_specialize=["first", "chunk"])
 def rows_kernel(
     hidden_ptr, w_ptr, bias_ptr, target_ptr, order_ptr, count_ptr, weighted_rows_ptr,
-    x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, flagged_ptr,
-    first, chunk, hidden_stride, w_stride, x_stride, size, scale, cap,
+    x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, flagged_ptr, target_w_ptr,
+    first, chunk, hidden_stride, w_stride, x_stride, target_w_stride, size, scale, cap,
     DOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TURNED: tl.constexpr, KEEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program, one row: gather x, and make the anchor a = z_y (NaN for an id outside the vocabulary, which is −1; 0
     for ELSEWHERE).
 
     weighted = x · Σ_j k_j w_j, label smoothing's part of the loss. A row past the last one becomes zero.
+    KEEPS: target_w gets w_y, for :func:`put_hidden`.
     """
     row = tl.program_id(0)
     position = first + row
@@ -239,8 +240,10 @@ def rows_kernel(
         x = tl.load(hidden_ptr + token * hidden_stride + column, mask=mask, other=0.0)
         tl.store(x_ptr + row.to(tl.int64) * x_stride + column, x, mask=column < size)
         if DOTS:
-            w = tl.load(w_ptr + wanted * w_stride + column, mask=mask, other=0.0)
+            w = tl.load(w_ptr + weight_place(wanted, column, w_stride, TURNED), mask=mask, other=0.0)
             dot += x.to(tl.float32) * w.to(tl.float32)
+            if KEEPS:
+                tl.store(target_w_ptr + row.to(tl.int64) * target_w_stride + column, w, mask=column < size)
         if WEIGHTED:
             weighted += x.to(tl.float32) * tl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
     tl.store(row_target_ptr + row, target.to(tl.int32))
@@ -341,6 +344,28 @@ def load_tile(source, pointer, row, column, rows, columns, stride, R: tl.constex
 
 
 @triton.jit
+def load_weight(
+    source, pointer, entry, column, entries, columns, stride, R: tl.constexpr, S: tl.constexpr, TMA: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """[R, S] of the weight [entries, columns] from (entry, column). TURNED: it lies in memory as [columns, entries]."""
+    if TURNED:
+        return load_tile(source, pointer, column, entry, columns, entries, stride, S, R, TMA).T
+    else:
+        return load_tile(source, pointer, entry, column, entries, columns, stride, R, S, TMA)
+
+
+@triton.jit
+def weight_place(entry, column, stride, TURNED: tl.constexpr):
+    """Where the weight's elements (entry, column) lie, or those of a matrix like it. ``stride``: of its rows, or if it
+    is TURNED of its columns."""
+    if TURNED:
+        return column.to(tl.int64) * stride + entry
+    else:
+        return entry.to(tl.int64) * stride + column
+
+
+@triton.jit
 def store_block(
     desc, pointer, tile, row, column, rows, columns, stride, BN: tl.constexpr, SPLIT: tl.constexpr,
     POINTERS: tl.constexpr,
@@ -390,7 +415,7 @@ def logits_kernel(
     HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_GAMMA: tl.constexpr, HAS_SIGMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr,
-    POINTERS: tl.constexpr, PRECISION: tl.constexpr,
+    POINTERS: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """z = f(x wᵀ + b) for vocabulary entries start ≤ j < start + columns, never stored; one program owns every
     PROGRAMS-th tile [BM rows, BN entries], and of it the sums of its rows (column tile n writes line n of each [n, C]
@@ -405,7 +430,7 @@ def logits_kernel(
         z = tl.zeros((BM, BN), tl.float32)
         for k in range(steps):
             a = load_tile(x_desc, x_ptr, m * BM, k * BK, chunk, size, x_stride, BM, BK, not POINTERS)
-            b = load_tile(w_desc, w_ptr, n * BN, k * BK, columns, size, w_stride, BN, BK, TMA)
+            b = load_weight(w_desc, w_ptr, n * BN, k * BK, columns, size, w_stride, BN, BK, TMA, TURNED)
             z = dot(a, b.T, z, PRECISION)
         row = m * BM + tl.arange(0, BM)
         column = n * BN + tl.arange(0, BN)
@@ -612,7 +637,7 @@ def rescue_kernel(
     chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale, cap,
     MAXIMUM: tl.constexpr, STORE: tl.constexpr, STATISTICS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
+    PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The listed rows once more, by pointers: first (MAXIMUM) their largest logit, then sums and e relative to it.
 
@@ -633,7 +658,7 @@ def rescue_kernel(
             d = k + tl.arange(0, BK)
             a_place = x_ptr + row[:, None] * x_stride + d[None, :]
             a = tl.load(a_place, mask=exists[:, None] & (d < size)[None, :], other=0.0)
-            b_place = w_ptr + column.to(tl.int64)[None, :] * w_stride + d[:, None]
+            b_place = w_ptr + weight_place(column[None, :], d[:, None], w_stride, TURNED)
             b = tl.load(b_place, mask=here[None, :] & (d < size)[:, None], other=0.0)
             z = dot(a, b, z, PRECISION)
         if HAS_BIAS:
@@ -685,12 +710,13 @@ def programs_of(row_tiles, column_tiles, GROUP: tl.constexpr, PROGRAMS: tl.const
 @triton.jit
 def put_hidden(
     value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, scale_ptr,
-    smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
-    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+    smooth_ptr, weighted_rows_ptr, target_w_ptr, first, size, target_w_stride,
+    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """e w of some rows and columns of a chunk's dX, to where it goes:
 
-    with ROWS: value = factor ⊙ (e w) + target_value ⊙ w_y (the target's element, which is 0 in e)
+    with ROWS: value = factor ⊙ (e w) + target_value ⊙ w_y (the target's element, which is 0 in e). target_w is w; of a
+               TURNED weight, whose rows lie scattered, it has w_y in the chunk's rows
     not FINAL: sum[p] = value (+ sum[p] with ADD)          [N, D] float32, by position
     FINAL:     out[order[p]] = scale · (value + sum[p] with ADD + smooth_p Σ_j k_j w_j)
     """
@@ -699,7 +725,10 @@ def put_hidden(
     if ROWS:
         value = value * tl.load(factor_ptr + row, mask=exists, other=0.0)[:, None]
         target = tl.load(row_target_ptr + row, mask=exists, other=0).to(tl.int64)
-        w_place = all_w_ptr + tl.maximum(target, 0)[:, None] * w_stride + column[None, :]
+        entry = tl.maximum(target, 0)
+        if TURNED:
+            entry = row.to(tl.int64)
+        w_place = target_w_ptr + entry[:, None] * target_w_stride + column[None, :]
         share = tl.load(target_value_ptr + row, mask=exists, other=0.0)
         value += share[:, None] * tl.load(w_place, mask=mask, other=0.0).to(tl.float32)
     position = first + row
@@ -721,10 +750,11 @@ def put_hidden(
 def hidden_kernel(
     e_desc, w_desc, e_ptr, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr,
-    first, chunk, columns, size, e_stride, w_stride, all_w_ptr,
+    first, chunk, columns, size, e_stride, w_stride, target_w_ptr, target_w_stride,
     ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, TMA: tl.constexpr, POINTERS: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """dX of a chunk from S vocabulary entries; one program owns every PROGRAMS-th tile [BM rows, BN of D]."""
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
@@ -737,24 +767,24 @@ def hidden_kernel(
         part = tl.zeros((BM, BN), tl.float32)
         for k in range(steps):
             a = load_tile(e_desc, e_ptr, m * BM, k * BK, chunk, columns, e_stride, BM, BK, not POINTERS)
-            b = load_tile(w_desc, w_ptr, k * BK, n * BN, columns, size, w_stride, BK, BN, TMA)
+            b = load_weight(w_desc, w_ptr, k * BK, n * BN, columns, size, w_stride, BK, BN, TMA, TURNED)
             part = dot(a, b, part, PRECISION)
             value, part = add_part(value, part, k, DEEP)
         value += part
         put_hidden(
             value, m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), rows, sum_ptr, out_ptr, factor_ptr,
-            target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr,
-            first, size, w_stride, ADD, FINAL, ROWS, SMOOTH,
+            target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr,
+            first, size, target_w_stride, ADD, FINAL, ROWS, SMOOTH, TURNED,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def combine_hidden_kernel(
     parts_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
-    scale_ptr, smooth_ptr, weighted_rows_ptr, first, chunk, columns, size, w_stride, all_w_ptr,
+    scale_ptr, smooth_ptr, weighted_rows_ptr, first, chunk, columns, size, target_w_ptr, target_w_stride,
     ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    SLICE: tl.constexpr,
+    SLICE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """SLICE rows of a tile that hopper.hidden_kernel split: its parts, added in order, to where they go."""
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
@@ -772,8 +802,8 @@ def combine_hidden_kernel(
             value += tl.load(place + row[:, None] * BN + column[None, :])
         put_hidden(
             value, m * BM + row, n * BN + column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-            row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, all_w_ptr, first, size, w_stride,
-            ADD, FINAL, ROWS, SMOOTH,
+            row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, first, size,
+            target_w_stride, ADD, FINAL, ROWS, SMOOTH, TURNED,
         )  # fmt: skip
 
 
@@ -801,9 +831,9 @@ def finish_hidden_kernel(
 
 
 @triton.jit
-def low_stride(size):
-    """How far apart the rows are in the matrix of a sum's lower bits (products.low_layout)."""
-    return (size + LOW_ROW_ALIGNMENT - 1) // LOW_ROW_ALIGNMENT * LOW_ROW_ALIGNMENT
+def low_stride(width):
+    """How far apart the rows of ``width`` are in the matrix of a sum's lower bits (products.low_layout)."""
+    return (width + LOW_ROW_ALIGNMENT - 1) // LOW_ROW_ALIGNMENT * LOW_ROW_ALIGNMENT
 
 
 @triton.jit
@@ -855,13 +885,13 @@ def add_targets(total, begin, end, entry, column, key_ptr, token_ptr, value_ptr,
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def weight_kernel(
     e_desc, x_desc, e_ptr, x_ptr, sum_ptr, low_ptr, low_desc, out_desc, out_ptr, count_ptr, scale_ptr, class_weight_ptr,
-    smooth_x_ptr, key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, first, chunk, start, columns, size, e_stride,
-    x_stride, hidden_stride,
+    smooth_x_ptr, key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, first, chunk, start, columns, size, out_width,
+    e_stride, x_stride, hidden_stride,
     ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, PARTED: tl.constexpr, SMOOTH: tl.constexpr,
     HAS_CLASS: tl.constexpr, TARGETS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, POINTERS: tl.constexpr, PRECISION: tl.constexpr,
-    DEEP: tl.constexpr,
+    DEEP: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """dW of vocabulary entries start ≤ j < start + columns from a chunk; tiles [BM entries, BN of D].
 
@@ -870,6 +900,7 @@ def weight_kernel(
     INTO too:  out = sum + scale · (eᵀ x − k_j Σ_i smooth_i x_i), in sum's own dtype; sum is out
     PARTED:    the sum has 24 bits of float32, in two matrices: the upper 16 (sum) and the next 8 (low)
     TARGETS:   eᵀ x has Σ value_i hidden_i added, over the tokens of each entry (products.Targets): e is 0 there
+    TURNED:    sum, low and out lie in memory as [D, V]; out_width is V, else D
 
     low_desc is what hopper.py writes the lower bits through.
     """
@@ -896,9 +927,9 @@ def weight_kernel(
                 hidden_ptr, hidden_stride, size,
             )  # fmt: skip
         mask = (entry < columns)[:, None] & (column < size)[None, :]
-        place = (start + entry).to(tl.int64)[:, None] * size + column[None, :]
+        place = weight_place((start + entry)[:, None], column[None, :], out_width, TURNED)
         if PARTED:
-            low_place = (start + entry).to(tl.int64)[:, None] * low_stride(size) + column[None, :]
+            low_place = weight_place((start + entry)[:, None], column[None, :], low_stride(out_width), TURNED)
         if ADD and PARTED:
             high = tl.load(sum_ptr + place, mask=mask, other=0)
             value += joined(high, tl.load(low_ptr + low_place, mask=mask, other=0))
@@ -1015,7 +1046,7 @@ class Portable:
         return HiddenLaunch(constants, t.group)
 
     def weight(self, c, t, kind, low, aligned):
-        by_descriptor = c.tma and aligned and (kind.final or not kind.parted)
+        by_descriptor = c.tma and aligned and (kind.final or not kind.parted) and not kind.turned
         values = {"SPLIT": t.split, "TMA": by_descriptor, "DEEP": t.deep, "low_desc": None}
         return WeightLaunch(self.constants(c, t) | values, by_descriptor)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from logitless.scratch import LOW_ROW_ALIGNMENT, round_up
-from logitless.torch_impl.call import Gradients, Needs
+from logitless.torch_impl.call import Gradients, Needs, is_turned
 from logitless.torch_impl.chunk import Smoothing
-from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end, is_lent
+from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end, is_across
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.sums import Factors
 from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM, Tiles, WeightKind
@@ -36,9 +36,11 @@ def is_parted(needs: Needs, several: bool) -> bool:
     return several and needs.weight is not None and needs.into is None and needs.weight.itemsize == 2
 
 
-def low_layout(vocab: int, size: int) -> tuple[tuple[int, int], torch.dtype]:
-    """Shape and dtype of the matrix of the sum's lower 8 bits. A row is padded, so that it starts on a boundary."""
-    return (vocab, round_up(size, LOW_ROW_ALIGNMENT)), torch.int8
+def low_layout(vocab: int, size: int, turned: bool = False) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape in memory and dtype of the matrix of the sum's lower 8 bits. A row is padded, so that it starts on a
+    boundary."""
+    rows, width = (size, vocab) if turned else (vocab, size)
+    return (rows, round_up(width, LOW_ROW_ALIGNMENT)), torch.int8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,8 @@ NO_TARGETS: Mapping[str, Tensor | None] = dict.fromkeys(("key_ptr", "token_ptr",
 
 
 def matrix_of(c: KernelCall, columns: int, weight: Tensor | None) -> Tensor:
-    """e of a chunk [C, columns]; in a plan that lends, transposed in the first columns of dW's rows, ``weight``."""
+    """e of a chunk [C, columns]; in a plan that lends, in dW, ``weight``: as eᵀ in the first columns of its rows, or if
+    it is turned, in its first rows in memory."""
     if not c.plan.lends:
         return c.matrix(c.chunk, columns)
     assert weight is not None
@@ -104,17 +107,16 @@ class GradientProducts:
         self.low: Tensor | None = None
         self.parts: Tensor | None = None
         # Under sequence parallelism dX is what comes back from the sum over the ranks.
-        self.hidden = self._new(c.tokens, None if c.shard.sequence_parallel else needs.hidden)
-        if weight is None:
-            weight = self._new(c.vocab, needs.weight) if needs.into is None else needs.into
+        by_rank = c.shard.sequence_parallel
+        self.hidden = None if by_rank or needs.hidden is None else c.empty(c.tokens, c.size, needs.hidden)
+        if weight is None and needs.weight is not None:
+            weight = c.like_weight(needs.weight) if needs.into is None else needs.into
         self.weight = weight
+        self.turned = c.turned if weight is None else is_turned(weight)  # dW, which may be a given buffer
         self.works: list[Any] = []  # sums of dX over the ranks that are under way
         self.bias = torch.zeros(c.vocab, device=c.device) if needs.bias else None
         self.smooth_rows = None if smoothing is None else g * -smoothing.factor
         self.smooth_x = torch.zeros(c.size, device=c.device) if smoothing is not None else None
-
-    def _new(self, rows: int, dtype: torch.dtype | None) -> Tensor | None:
-        return None if dtype is None else self.call.empty(rows, self.call.size, dtype)
 
     @property
     def lent(self) -> Tensor | None:
@@ -171,7 +173,7 @@ class GradientProducts:
             self.add_hidden(first, e, entries, factors, None)
             if entries.stop == c.vocab:
                 self._start_sum(first)
-        early = is_lent(e)  # dW is made where e lies
+        early = c.plan.lends  # dW is made where e lies
         if self.needs.hidden and early:
             self.add_hidden(first, e, entries, factors, scale)
         # dW first: x may lie where dX will be.
@@ -198,6 +200,7 @@ class GradientProducts:
         c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN if scale is not None else HIDDEN_SUM)
         if scale is None and self.hidden_sum is None:
             self.hidden_sum = c.empty(c.tokens, c.size)
+        target_w = c.weight if c.target_weight is None else c.target_weight
         own = c.products.hidden(c, t, None if scale is not None else self.hidden_sum, self.parts, s is not None)
         self.parts = own.parts
         results: dict[str, Any] = {
@@ -211,7 +214,8 @@ class GradientProducts:
             "weighted_rows_ptr": s.weighted_rows if s else None,
             "first": first,
             "columns": entries.stop - entries.start,
-            "all_w_ptr": c.weight,
+            "target_w_ptr": target_w,
+            "target_w_stride": target_w.stride(0),
             "ADD": entries.start > 0,
             "FINAL": scale is not None,
             "ROWS": factors is not None,
@@ -221,7 +225,7 @@ class GradientProducts:
         c.launch(
             c.products.hidden_kernel, c.programs, **results, **own.values, w_ptr=c.weight[entries], **addresses(e=e),
             e_desc=c.describe_matrix(e, t.block_rows, t.bk), w_desc=c.describe_weight(entries, (t.bk, t.bn)),
-            LENT=is_lent(e),
+            LENT=is_across(e),
         )  # fmt: skip
         if own.parts is not None:
             rows = 32
@@ -237,26 +241,28 @@ class GradientProducts:
         parted = self.parted and (first > 0 or not final)
         t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
         reads = first > 0 if not into else out.dtype != torch.float32
-        kind = WeightKind(final, parted, reads, smooth, targets is not None, is_lent(e))
-        aligned = (c.size * out.element_size()) % 16 == 0
+        kind = WeightKind(final, parted, reads, smooth, targets is not None, c.plan.lends, self.turned)
+        width = c.vocab if self.turned else c.size
+        aligned = (width * out.element_size()) % 16 == 0
         own = c.products.weight(c, t, kind, self.low, aligned)
-        programs, placed = self._in_place(e, t)
+        programs, placed = self._in_place(t)
         c.launch(
             c.products.weight_kernel, programs, **placed, **own.values, **addresses(e=e, x=x),
             e_desc=c.describe_matrix(e, t.bk, t.block_rows), x_desc=c.describe(x, t.bk, t.bn),
             sum_ptr=out if into else self.high if parted else self.weight_sum, low_ptr=self.low if parted else None,
-            out_desc=c.describe(out[entries], t.block_rows, t.block_columns) if own.by_descriptor else None,
+            out_desc=c.describe_matrix(out[entries], t.block_rows, t.block_columns) if own.by_descriptor else None,
+            out_width=width, TURNED=self.turned,
             out_ptr=out, scale_ptr=scale, smooth_x_ptr=self.smooth_x_scaled if final and smooth else None,
             first=first, start=entries.start, columns=entries.stop - entries.start, ADD=first > 0 or into, FINAL=final,
             INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets is not None,
             **(NO_TARGETS if targets is None else targets.pointers),
         )  # fmt: skip
 
-    def _in_place(self, e: Tensor, t: Tiles) -> tuple[int, dict[str, object]]:
+    def _in_place(self, t: Tiles) -> tuple[int, dict[str, object]]:
         """How many programs make dW, and in which order. If e lies in its rows, the column tiles of a row of tiles are
         made at a time."""
         c = self.call
-        if not is_lent(e):
+        if not c.plan.lends:
             return c.programs, {"GROUP": t.group, "counter_ptr": None}
         beside = cdiv(c.size, t.bn)
         counter = torch.zeros(2 * cdiv(c.vocab, t.bm), dtype=torch.int32, device=c.device)
@@ -269,13 +275,14 @@ class GradientProducts:
         c, weight = self.call, self.weight
         if self.parted:
             if self.low is None and weight is not None:
-                shape, dtype = low_layout(c.vocab, c.size)
-                self.high, self.low = weight.view(torch.int16), c.empty(*shape, dtype)
+                shape, dtype = low_layout(c.vocab, c.size, self.turned)
+                low = c.empty(*shape, dtype)
+                self.high, self.low = weight.view(torch.int16), low.T if self.turned else low
             assert self.high is not None
             return self.high
         if self.weight_sum is None:  # a float32 result is its own accumulator
             whole = weight is not None and weight.dtype == torch.float32
-            self.weight_sum = weight if whole else c.empty(c.vocab, c.size)
+            self.weight_sum = weight if whole else c.like_weight()
         assert self.weight_sum is not None
         return self.weight_sum
 

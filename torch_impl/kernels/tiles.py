@@ -99,6 +99,8 @@ class WeightKind:
     """The targets' elements are added."""
     lent: bool
     """Exponentials lie where the result is written."""
+    turned: bool
+    """The result lies in memory as a matrix [D, V]."""
 
 
 class Operands(Protocol):
@@ -114,8 +116,14 @@ class Operands(Protocol):
     precision: str
     """Of float32 products: "ieee" or "tf32"."""
 
+    turned: bool
+    """Whether the weight lies in memory as a matrix [D, V]."""
+
     def empty(self, *shape: Any) -> Tensor:
         """A new tensor on the call's device: its shape, and a dtype behind it if that is not float32."""
+
+    def describe_matrix(self, matrix: Tensor, rows: int, columns: int) -> object:
+        """A matrix, whichever way it lies, in blocks of [rows, columns]; None where there are no descriptors."""
 
 
 class Products(Protocol):
