@@ -12,7 +12,7 @@ except ImportError as error:
 
 from logitless.torch_impl import patch
 
-VOCABULARY, STEPS = 4096, 30
+VOCABULARY, STEPS = 4096, 32
 
 
 class Module(lightning.LightningModule):
@@ -37,7 +37,7 @@ class Module(lightning.LightningModule):
 def main() -> float:
     torch.manual_seed(0)
     # A sequence to be learned: every id is followed by its successor times three.
-    ids = torch.randint(0, VOCABULARY, (16 * STEPS, 1)) * 3 ** torch.arange(33) % VOCABULARY
+    ids = torch.randint(0, VOCABULARY, (64, 1)).repeat(8, 1) * 3 ** torch.arange(33) % VOCABULARY
     trainer = lightning.Trainer(
         max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
     )

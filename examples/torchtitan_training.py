@@ -21,8 +21,8 @@ from logitless.torch_impl.integrations.torchtitan import LinearCrossEntropyLoss
 STEPS, LENGTH = 30, 32
 
 
-def main() -> float:
-    dist.init_process_group("gloo")
+def train() -> list[float]:
+    """The loss of every step, of all ranks' tokens."""
     rank, ranks, single = dist.get_rank(), dist.get_world_size(), torch.float32
     torch.manual_seed(0)
     config = model_registry("debugmodel").model
@@ -42,16 +42,23 @@ def main() -> float:
     # A sequence to be learned: every id is followed by its successor times three.
     ids = torch.randint(0, config.vocab_size, (16, 1)) * 3 ** torch.arange(LENGTH + 1) % config.vocab_size
     own = ids.chunk(ranks)[rank]
+    losses = []
     for step in range(STEPS):
         loss, _ = loss_fn(model(own[:, :-1]), own[:, 1:], torch.tensor(16.0 * LENGTH))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         dist.all_reduce(total := loss.detach().clone())
+        losses.append(total.item())
         if rank == 0 and (step % 10 == 0 or step == STEPS - 1):
-            print(f"step {step:3d}  loss {total.item():.4f}")
+            print(f"step {step:3d}  loss {losses[-1]:.4f}")
+    return losses
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    train()
     dist.destroy_process_group()
-    return total.item()
 
 
 if __name__ == "__main__":
