@@ -1,7 +1,7 @@
 """GRPO's loop with the head function that verl's models call: ``python examples/verl_training.py``.
 
 verl itself is not needed here. In verl ``patch_verl()`` puts the same function in the place of its own. The reward is
-the share of even ids in a text of eight, so it is about one half at first.
+the share of even ids in a text of four, so it is about one half at first.
 """
 
 import torch
@@ -13,7 +13,7 @@ except ImportError as error:
 
 from logitless.torch_impl.integrations.verl import linear_cross_entropy
 
-VOCABULARY, PROMPTS, GROUP, LENGTH, TEMPERATURE, STEPS = 4096, 4, 16, 8, 1.0, 30
+VOCABULARY, PROMPTS, GROUP, LENGTH, TEMPERATURE, STEPS = 4096, 4, 16, 4, 1.0, 20
 
 
 def log_probs_of(model: LlamaForCausalLM, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def main() -> float:
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4
     )
     model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     prompts = torch.randint(1, VOCABULARY, (PROMPTS, 4)).repeat_interleave(GROUP, 0)
     settings = {"max_new_tokens": LENGTH, "min_new_tokens": LENGTH, "do_sample": True, "temperature": TEMPERATURE}
     for step in range(STEPS):
