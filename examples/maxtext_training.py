@@ -1,4 +1,4 @@
-"""MaxText's trainer with its tiled loss computed by logitless: ``python examples/maxtext_training.py [option=value ...]``.
+"""MaxText's trainer with logitless' loss: ``python examples/maxtext_training.py [option=value ...]``.
 
 The options are MaxText's, and come after those below: a small model on synthetic data, which runs on a CPU.
 """
