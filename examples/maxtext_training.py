@@ -10,7 +10,7 @@ try:
     from absl import app
     from maxtext.trainers.pre_train import train
 except ImportError as error:
-    raise SystemExit(f"{error}: pip install maxtext") from None
+    raise SystemExit(f"{error}: pip install maxtext[cuda12] or maxtext[tpu]") from None
 
 from logitless.jax_impl.integrations.maxtext import patch_maxtext
 
