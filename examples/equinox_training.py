@@ -2,10 +2,14 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
+
+try:
+    import equinox as eqx
+    import optax
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install equinox optax") from None
 
 from logitless.jax_impl import linear_cross_entropy
 

@@ -2,10 +2,14 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
+
+try:
+    import flax.linen as nn
+    import optax
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install flax optax") from None
 
 from logitless.jax_impl import linear_cross_entropy
 

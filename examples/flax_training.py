@@ -4,8 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from flax import nnx
+
+try:
+    import optax
+    from flax import nnx
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install flax optax") from None
 
 from logitless.jax_impl import linear_cross_entropy
 

@@ -13,7 +13,11 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logitless.interop.demo.jax_model import train
+try:
+    from logitless.interop.demo.jax_model import train
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install optax") from None
+
 from logitless.interop.demo.settings import DemoSettings, initial_parameters
 from logitless.jax_impl import sharded_linear_cross_entropy
 

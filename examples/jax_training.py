@@ -4,7 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+
+try:
+    import optax
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install optax") from None
 
 from logitless.jax_impl import linear_cross_entropy
 

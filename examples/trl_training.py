@@ -2,11 +2,15 @@
 
 import tempfile
 
-import datasets
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
-from trl import SFTConfig, SFTTrainer
+
+try:
+    import datasets
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from trl import SFTConfig, SFTTrainer
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install trl") from None
 
 from logitless.torch_impl.integrations.trl import patch_trl, unpatch_trl
 

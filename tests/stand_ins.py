@@ -108,6 +108,7 @@ def tokamax() -> None:
         "tokamax._src.ops.linear_softmax_cross_entropy_loss.api", IMPLEMENTATIONS=implementations,
         linear_softmax_cross_entropy_loss=linear_softmax_cross_entropy_loss,
     )  # fmt: skip
+    put_in("tokamax", linear_softmax_cross_entropy_loss=linear_softmax_cross_entropy_loss)
 
 
 def levanter() -> None:

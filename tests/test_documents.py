@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import stand_ins
 
 from logitless.tolerances import BOUND
 
@@ -81,7 +86,7 @@ def test_blocks_of_the_losses_and_companions_run(code: str, capsys: pytest.Captu
     assert np.isfinite(float(names["loss"]))
 
 
-@pytest.mark.parametrize("code", MODEL_BLOCKS, ids=["model", "adapter", "trl", "peft", "liger", "cce", "sharded"])
+@pytest.mark.parametrize("code", MODEL_BLOCKS, ids=["model", "adapter", "trl", "liger", "cce", "sharded"])
 def test_blocks_of_the_models_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     for needed in ("torch", "transformers", "peft", "trl"):
         if f"\nfrom {needed} import" in code or f"import {needed}\n" in code:
@@ -133,25 +138,115 @@ def test_readme_is_short_and_has_a_block_per_framework() -> None:
     assert sorted(map(framework_of, BLOCKS)) == ["jax", "torch"]
 
 
+def example(name: str) -> str:
+    return str(ROOT / "examples" / f"{name}_training.py")
+
+
+@pytest.fixture
+def stand_in(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of the program that an example is for, where the tests have one and the package is not installed."""
+    name = request.node.callspec.params["name"]
+    with stand_ins.without(name, ""):
+        if name in ("levanter", "tokamax"):
+            getattr(stand_ins, name)()
+        yield
+
+
 @pytest.mark.parametrize(
     ("name", "needs"),
     [
-        ("torch", ()),
-        ("jax", ("optax",)),
-        ("jax_sharded", ("optax",)),
-        pytest.param("trl", (), marks=pytest.mark.slow),
-        pytest.param("flax", ("optax",), marks=pytest.mark.slow),
-        pytest.param("flax_linen", ("optax",), marks=pytest.mark.slow),
-        pytest.param("equinox", ("optax",), marks=pytest.mark.slow),
+        ("torch", "torch"),
+        ("jax", "jax optax"),
+        ("jax_sharded", "jax optax"),
+        ("accelerate", "torch accelerate transformers"),
+        ("cce", "torch"),
+        ("kernels", "torch kernels"),
+        ("levanter", "jax optax"),
+        ("liger", "torch"),
+        ("lightning", "torch lightning transformers"),
+        ("peft", "torch peft transformers"),
+        ("tokamax", "jax optax"),
+        ("transformers", "torch transformers accelerate"),
+        pytest.param("trl", "torch trl", marks=pytest.mark.slow),
+        pytest.param("flax", "flax optax", marks=pytest.mark.slow),
+        pytest.param("flax_linen", "flax optax", marks=pytest.mark.slow),
+        pytest.param("equinox", "equinox optax", marks=pytest.mark.slow),
     ],
 )
-def test_examples_learn(name: str, needs: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    for module in (name.split("_")[0], *needs):
+def test_examples_learn(name: str, needs: str, stand_in: None, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in needs.split():
         pytest.importorskip(module, reason="the example needs it")
-    last = runpy.run_path(str(ROOT / "examples" / f"{name}_training.py"))["main"]()
+    last = runpy.run_path(example(name))["main"]()
     first = float(capsys.readouterr().out.split("loss ")[1].split()[0])
     assert first == pytest.approx(np.log(4096), rel=BOUND["first loss of an example"])
     assert last < 0.7 * first
+
+
+def test_the_example_of_verl_earns_rewards() -> None:
+    for module in ("torch", "transformers"):
+        pytest.importorskip(module, reason="the example needs it")
+    assert runpy.run_path(example("verl"))["main"]() > 0.75  # half of the ids are rewarded at first
+
+
+def rank_run(rank: int, name: str) -> list[float]:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
+    losses: list[float] = runpy.run_path(example(name))["train"]()
+    return losses
+
+
+@pytest.mark.parametrize(("name", "vocabulary"), [("deepspeed", 4096), ("megatron", 4096), ("torchtitan", 2048)])
+def test_examples_learn_on_two_ranks(name: str, vocabulary: int) -> None:
+    pytest.importorskip("torch", reason="the ranks are torch's")
+    pytest.importorskip(name, reason="the example needs it")
+    from ranks import Ranks
+
+    with Ranks(2) as pool:  # of its own: the programs leave groups and settings behind
+        for losses in pool.run(rank_run, name):
+            assert losses[0] == pytest.approx(np.log(vocabulary), rel=BOUND["first loss of an example"])
+            assert losses[-1] < 0.7 * losses[0]
+
+
+# The package that an example is for, where its name is not the example's.
+PACKAGE = {"flax_linen": "flax", "jax": "optax", "jax_sharded": "optax", "verl": "transformers"}
+OPTIONAL = sorted(
+    path.stem.removesuffix("_training")
+    for path in (ROOT / "examples").glob("*.py")
+    if path.stem.split("_")[0] not in ("torch", "cce", "liger")
+)
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_an_example_without_its_package_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, text = PACKAGE.get(name, name), Path(example(name)).read_text()
+    for framework in ("torch", "jax"):
+        if f"\nimport {framework}\n" in text:
+            pytest.importorskip(framework, reason="the example needs it")
+    monkeypatch.delitem(sys.modules, "logitless.interop.demo.jax_model", raising=False)  # which has imported optax
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=rf"^[^\n]*: pip install [^\n]*{package}[^\n]*$"):
+        runpy.run_path(example(name))
+
+
+def test_the_configuration_for_axolotl_is_the_plugins() -> None:
+    """Axolotl itself is not run: the entries are checked by the plugin's model of them, the path by importing it."""
+    yaml = pytest.importorskip("yaml", reason="the configuration is YAML")
+    pytest.importorskip("trl", reason="the plugin imports TRL's adapter")
+    configuration = yaml.safe_load((ROOT / "examples" / "axolotl_training.yml").read_text())
+    ours = "logitless.torch_impl.integrations.axolotl"
+    with stand_ins.without("axolotl", ours):
+        stand_ins.axolotl()
+        module = importlib.import_module(ours)
+        assert configuration["plugins"] == [f"{ours}.{module.LogitlessPlugin.__name__}"]
+        entries = {name: value for name, value in configuration.items() if name.startswith("logitless_")}
+        assert module.LogitlessArgs(**entries).model_fields_set == set(entries) == {"logitless_memory_budget"}
+        module.LogitlessPlugin().pre_model_load(configuration)
+
+
+def test_every_example_is_named_on_a_page() -> None:
+    text = "".join((ROOT / page).read_text() for page in PAGES if page.startswith("docs"))
+    for path in (ROOT / "examples").iterdir():
+        if path.is_file():
+            assert f"`examples/{path.name}`" in text
 
 
 def test_the_readme_quotes_the_gpu_results() -> None:

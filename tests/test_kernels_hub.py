@@ -72,7 +72,8 @@ def test_by_kernels_itself(tmp_path: Path) -> None:
     text = "from logitless.torch_impl.integrations.kernels_hub import ForCausalLMLoss\n"
     (package / "__init__.py").write_text("from . import layers\n")
     (package / "layers.py").write_text(f"{text}__all__ = ['ForCausalLMLoss']\n")
-    metadata = {"name": "logitless", "id": "logitless", "version": 1, "license": "Apache-2.0", "python-depends": []}
+    # kernels imports it by its id, so that may not be the name of our package.
+    metadata = {"name": "a-loss", "id": "a_loss", "version": 1, "license": "Apache-2.0", "python-depends": []}
     (package / "metadata.json").write_text(json.dumps({**metadata, "backend": {"type": "cpu"}}))
 
     def own(*_: Any, **__: Any) -> Any:

@@ -113,6 +113,44 @@ def test_loss_gradients_and_logits_are_the_models_own(name: str) -> None:
     torch.testing.assert_close(made.logits, evaluated.logits.detach())
 
 
+def with_image(name: str) -> tuple[Any, dict[str, Any]]:
+    """A model of text and images, and inputs with one image of 8 × 8 in each text, whose tokens are 5."""
+    generator = torch.Generator().manual_seed(3)
+    tower = {"hidden_size": 32, "patch_size": 4}
+    if name == "LlavaForConditionalGeneration":
+        vision = transformers.CLIPVisionConfig(
+            **tower, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=8
+        )
+        text = transformers.LlamaConfig(**SIZES)
+        config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=5, image_seq_length=4)
+        inputs = {"pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}
+    else:
+        rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+        tower |= {"depth": 1, "embed_dim": 32, "num_heads": 4, "mlp_ratio": 1}
+        config = transformers.Qwen2VLConfig(
+            text_config={**SIZES, "rope_parameters": rope},
+            vision_config={**tower, "temporal_patch_size": 1, "spatial_merge_size": 1}, image_token_id=5,
+            vision_start_token_id=6, vision_end_token_id=7, video_token_id=8,
+        )  # fmt: skip
+        inputs = {
+            "pixel_values": torch.randn(8, 48, generator=generator), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
+            "mm_token_type_ids": torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 0]] * 2, dtype=torch.int32),
+        }  # fmt: skip
+    ids = ids_and_labels()[0].clamp(min=9)
+    ids[:, 1], ids[:, 2:6] = 6, 5
+    torch.manual_seed(0)
+    return getattr(transformers, name)(config).train(), {**inputs, "input_ids": ids}
+
+
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration"])
+def test_models_of_text_and_images(name: str) -> None:
+    model, inputs = with_image(name)
+    theirs = loss_and_gradients(model, **inputs)
+    assert any("vision" in key or "visual" in key for key in theirs[1])
+    assert_same(loss_and_gradients(patch(model), **inputs), theirs)
+    assert is_made(model(**inputs, labels=inputs["input_ids"]).logits) is False
+
+
 @pytest.mark.parametrize(
     "inputs",
     [

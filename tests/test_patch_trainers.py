@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="the models are those 
 
 from test_patch import V, ids_and_labels, is_made, make  # noqa: E402
 
-from logitless.tolerances import CANCELLED, CHAIN  # noqa: E402
+from logitless.tolerances import BOUND, CANCELLED, CHAIN  # noqa: E402
 from logitless.torch_impl import patch, unpatch  # noqa: E402
 from logitless.torch_impl.huggingface.lazy_logits import LazyLogits  # noqa: E402
 
@@ -93,6 +93,27 @@ def test_trainers_own_losses_warn(how: str, tmp_path: Any) -> None:
     with pytest.warns(UserWarning, match="without labels makes full logits in training") as caught:
         trainer.train()
     assert len([one for one in caught if "full logits" in str(one.message)]) == 1
+
+
+@pytest.mark.case(42)
+def test_label_smoothing_by_patch_is_trainers(tmp_path: Any) -> None:
+    """What the warning's page says to use instead of label_smoothing_factor: the same losses."""
+    pytest.importorskip("accelerate", reason="Trainer needs it")
+    rows = torch.randint(3, V, (32, 10), generator=torch.Generator().manual_seed(0))
+    data = [
+        {"input_ids": row, "labels": row.where(torch.arange(10) > index % 3, -100)} for index, row in enumerate(rows)
+    ]
+    losses = []
+    for model, factor in ((make(), 0.1), (patch(make(), label_smoothing=0.1), 0.0)):
+        settings = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+            label_smoothing_factor=factor, logging_steps=1,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, settings, train_dataset=data)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=BOUND["logged"])  # they are logged with that many digits
 
 
 @pytest.mark.case(42)

@@ -42,10 +42,11 @@ def total(log_probs: Any, entropy: Any) -> Any:
     return (weights * log_probs).sum() + (weights.flip(0) * entropy).sum()
 
 
-def right(temperature: float) -> list[Any]:
+def right(temperature: Any) -> list[Any]:
     """Log-probabilities, entropies and gradients from full logits."""
     hidden, weight, labels = inputs()
-    log_p = (hidden.flatten(0, 1) @ weight.T / temperature).log_softmax(-1)
+    divisor = temperature.reshape(-1, 1) if isinstance(temperature, torch.Tensor) else temperature
+    log_p = (hidden.flatten(0, 1) @ weight.T / divisor).log_softmax(-1)
     log_probs = log_p.gather(-1, labels.flatten()[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     gradients = torch.autograd.grad(total(log_probs, entropy), [hidden, weight])
@@ -57,8 +58,8 @@ def compared(made: list[Any], expected: list[Any]) -> None:
         assert error(a, b) <= (ON_TOP_LOSS if number < 2 else GRADIENT)["float64"], number
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_against_full_logits(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.linspace(0.5, 2.0, B * S).reshape(B, S)])
+def test_against_full_logits(temperature: Any) -> None:
     hidden, weight, labels = inputs()
     found = ours.linear_cross_entropy(hidden, weight, labels, temperature, "none", None)
     assert all(value.shape == (B * S,) for value in found)
@@ -118,6 +119,8 @@ def test_what_is_refused() -> None:
         ours.linear_cross_entropy(*inputs(), 1.0, "mean")
     with pytest.raises(ValueError, match=r"^temperature: got 0"):
         ours.linear_cross_entropy(*inputs(), 0.0)
+    with pytest.raises(ValueError, match=r"^temperature: "):
+        ours.linear_cross_entropy(*inputs(), torch.ones(B, 1))
 
 
 def test_verls_modules_get_it_and_give_it_back() -> None:

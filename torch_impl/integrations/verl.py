@@ -27,15 +27,16 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature: float = 1.0,
+    temperature: Tensor | float = 1.0,
     reduction: str = "none",
     dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(label) and entropy of every token at a temperature, by verl's name and arguments.
 
-    hidden [..., D], weight [V, D] (with a group this rank's entries [V_r, D]), labels [...]. Both results are [N],
-    float32, and differentiable. hidden's gradient is complete on every rank of the group; what came out of Megatron's
-    gather of a sequence-parallel hidden gets 1 / R of it, because the backward of that gather sums it over R ranks.
+    hidden [..., D], weight [V, D] (with a group this rank's entries [V_r, D]), labels [...]; temperature a number, or a
+    tensor with one per label. Both results are [N], float32, and differentiable. hidden's gradient is complete on every
+    rank of the group; what came out of Megatron's gather of a sequence-parallel hidden gets 1 / R of it, because the
+    backward of that gather sums it over R ranks.
 
     Raises as :func:`logitless.torch_impl.linear_log_probs`; NotImplementedError for another reduction.
     """
@@ -44,6 +45,8 @@ def linear_cross_entropy(
     group = None if dist_process_group is None or dist.get_world_size(dist_process_group) == 1 else dist_process_group
     if group is not None and type(hidden.grad_fn).__name__ == GATHER:
         hidden = _share_of_gradient(hidden, dist.get_world_size(group))
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1)
     log_probs, entropy = linear_log_probs(
         hidden.flatten(0, -2), weight, labels.flatten(), temperature=temperature, with_entropy=True, process_group=group
     )
