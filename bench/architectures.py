@@ -79,6 +79,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "no gradient": {"return_stats": True, "gradients": False},
     "an odd hidden size": {"hidden": 251},
     "log-probs and entropy": {"function": "linear_log_probs", "with_entropy": True},
+    "log-probs and statistics": {"function": "linear_log_probs", "return_stats": True},
     "given logits": {"function": "cross_entropy", "class_weight": True, **EVERYTHING},
 }
 
@@ -188,9 +189,10 @@ def call(options: dict[str, Any], dtype: Any) -> None:
         sizes = {"tokens": TOKENS, "hidden": size, "vocab": VOCAB, "dtype": str(dtype).removeprefix("torch.")}
         options["plan"] = plan(**sizes, **wanted, fused=True)
     result = getattr(torch_impl, name)(*arrays, target, backend="triton", **options)
-    values = [value for value in (result if isinstance(result, tuple) else (result,)) if torch.is_tensor(value)]
+    results = result if isinstance(result, tuple) else (result,)
+    values = [value for part in results for value in (part if isinstance(part, tuple) else (part,))]
     if gradients:
-        sum(value.sum() for value in values).backward()
+        sum(value.sum() for value in values if torch.is_tensor(value) and value.requires_grad).backward()
 
 
 def launches(name: str, precision: str, calls: tuple[str, ...]) -> list[tuple[str, Launch]]:

@@ -15,7 +15,7 @@ itself is p_j, without a weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import EllipsisType
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -31,7 +31,18 @@ from logitless.objectives import (
     PolicyStats,
     Rest,
 )
-from logitless.spec import ALPHA_FLOOR, LOWEST_GAP, NO_ROW, STATISTICS, LossOptions, Reduction, Statistic, TokenStats
+from logitless.spec import (
+    ALPHA_FLOOR,
+    CLASS_SUMS,
+    LOWEST_GAP,
+    NO_ROW,
+    SQUARED_SCALE,
+    STATISTICS,
+    LossOptions,
+    Reduction,
+    Statistic,
+    TokenStats,
+)
 
 
 class Array(Protocol):
@@ -119,7 +130,7 @@ class Tokens(Protocol[A_co]):
 
 
 class TokenSums(NamedTuple, Generic[A]):
-    """Per token, [N] each: what the forward knows. The last four are None unless statistics were asked for.
+    """Per token, [N] each: what the forward knows. The last five are None unless statistics were asked for.
 
     lse = anchor + log_total is kept in two parts: where logits are large, their sum would lose what the gradient needs.
     """
@@ -136,6 +147,8 @@ class TokenSums(NamedTuple, Generic[A]):
     """int32."""
     max_logit: A | None = None
     min_logit: A | None = None
+    others_squared: A | None = None
+    """Σ_{j ≠ y} p_ij²."""
 
     @property
     def lse(self) -> A:
@@ -147,9 +160,11 @@ class TokenSums(NamedTuple, Generic[A]):
 
 
 class KnownRows(NamedTuple, Generic[A]):
-    """dz_ij = factor_i · slope_ij · [p_ij (alpha_i + gamma_i log p_ij) − sigma_i k_j], with ``target`` at j = y_i.
+    """dz_ij = factor_i · slope_ij · [p_ij (alpha_i + gamma_i log p_ij + delta_i p_ij) − sigma_i k_j], and ``target`` at
+    j = y_i.
 
-    log p_ij = (z_ij − anchor_i) − log_total_i. alpha None means 1 (it is in the factor), gamma and sigma None mean 0.
+    log p_ij = (z_ij − anchor_i) − log_total_i. alpha None means 1 (it is in the factor); gamma, delta and sigma None
+    mean 0. Beside gamma and delta there is an alpha.
     """
 
     anchor: A
@@ -158,6 +173,7 @@ class KnownRows(NamedTuple, Generic[A]):
     target: A
     alpha: A | None = None
     gamma: A | None = None
+    delta: A | None = None
     sigma: A | None = None
 
     def of(self, xp: Namespace[A], valid: A) -> KnownRows[A]:
@@ -194,6 +210,35 @@ def finish_sums(xp: Namespace[A], target_logit: A, anchor: A, s: A, gap_sum: A |
     return log_total, log_total - (gap_sum + e_target * xp.clip(-gap, min=LOWEST_GAP)) / total
 
 
+def moved_sums(xp: Namespace[A], sums: Mapping[str, A], step: A) -> dict[str, A]:
+    """Those of ``sums`` that are relative to an anchor, by their names in CLASS_SUMS, after it has moved by −step."""
+    factor, moved = xp.exp(step), {}
+    for name, value in sums.items():
+        row = CLASS_SUMS[name]
+        if row.gap:
+            value = value + sums["s"] * step
+        for _ in range(row.power):
+            value = value * factor
+        if row.power:
+            moved[name] = value
+    return moved
+
+
+def squared_shares(xp: Namespace[A], target_logit: A, anchor: A, s: A, squares: A) -> A:
+    """Σ_{j ≠ y} p_j², from s = Σ exp(z_j − anchor) and squares = Σ (SQUARED_SCALE exp(z_j − anchor))² over j ≠ y.
+
+    Without the target's own share nothing cancels in the gradient of a confident token.
+    """
+    total = SQUARED_SCALE * (s + xp.exp(target_logit - anchor))
+    return squares / total / total
+
+
+def sum_p_squared(xp: Namespace[A], sums: TokenSums[A]) -> A:
+    """Σ_j p_j²."""
+    assert sums.others_squared is not None
+    return sums.others_squared + xp.exp(-2.0 * sums.nll)
+
+
 def losses(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: TokenSums[A]) -> A:
     """ℓ_i of every token, [N]; exactly 0 where ignored."""
     loss = (1.0 - options.label_smoothing) * tokens.target_class_weight() * sums.nll
@@ -226,6 +271,7 @@ def token_stats(xp: Namespace[A], tokens: Tokens[A], sums: TokenSums[A]) -> Toke
         "correct": (sums.argmax == tokens.ids) & tokens.inside,
         "max_logit": sums.max_logit,
         "min_logit": sums.min_logit,
+        "sum_p_squared": sum_p_squared(xp, sums),
     }
     zero = xp.zeros_like(sums.log_total)  # one fill for all statistics of this dtype
 
@@ -362,22 +408,38 @@ def known_loss_and_lse_rows(
 
 
 def known_log_prob_rows(
-    xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: TokenSums[A], g_log_prob: A, g_entropy: A | None
+    xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: TokenSums[A], g_log_prob: A, g: Mapping[str, A]
 ) -> KnownRows[A]:
-    """The rows of g₁ log p_y + g₂ H: dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H)."""
+    """The rows of g₁ log p_y + g₂ H + g₃ lse + g₄ S, with ``g`` by the statistics' names and S = Σ_j p_j²:
+
+    dz_j = g₁ (δ_jy − p_j) − g₂ p_j (log p_j + H) + g₃ p_j + 2 g₄ p_j (p_j − S)
+    """
     nll = xp.clip(sums.nll, max=-LOWEST_GAP)  # p log p is 0 where p is 0
     p, q = xp.exp(-nll), -xp.expm1(-nll)
-    if g_entropy is None:
+    if not g:
         target = sloped(xp, -q, sums.target_logit, options, tokens.temperature)
         return KnownRows(sums.anchor, sums.log_total, factor=-g_log_prob, target=target)
-    assert sums.entropy is not None
     # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
-    scale = xp.abs(g_log_prob) + xp.abs(g_entropy)
+    scale = xp.abs(g_log_prob)
+    for values in g.values():
+        scale = scale + xp.abs(values)
     safe = xp.where(_is_zero(scale), 1.0, scale)
-    g1, g2 = g_log_prob / safe, g_entropy / safe
-    target = sloped(xp, -g2 * p * (sums.entropy - nll) + g1 * q, sums.target_logit, options, tokens.temperature)
-    alpha = -g1 - g2 * sums.entropy
-    return KnownRows(sums.anchor, sums.log_total, factor=scale, target=target, alpha=alpha, gamma=-g2)
+    g1, g = g_log_prob / safe, {name: values / safe for name, values in g.items()}
+    target, alpha, gamma, delta = g1 * q, -g1, None, None
+    if "entropy" in g:
+        assert sums.entropy is not None
+        target = target - g["entropy"] * p * (sums.entropy - nll)
+        alpha, gamma = alpha - g["entropy"] * sums.entropy, -g["entropy"]
+    if "lse" in g:
+        target, alpha = target + g["lse"] * p, alpha + g["lse"]
+    if "sum_p_squared" in g:
+        assert sums.others_squared is not None
+        delta = 2.0 * g["sum_p_squared"]
+        # p − S = p (1 − p) − Σ_{j ≠ y} p_j², where p − S would cancel.
+        target = target + delta * p * (p * q - sums.others_squared)
+        alpha = alpha - delta * sum_p_squared(xp, sums)
+    target = sloped(xp, target, sums.target_logit, options, tokens.temperature)
+    return KnownRows(sums.anchor, sums.log_total, scale, target, alpha, gamma, delta)
 
 
 def _is_zero(x: A) -> A:

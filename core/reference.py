@@ -43,13 +43,15 @@ class LogitsResult:
 
 @dataclasses.dataclass(frozen=True)
 class LogProbResult:
-    """log p(target) and the entropy, [...] each, and the gradients of their sums times the upstream gradients."""
+    """log p(target), the entropy and the statistics, [...] each, and the gradients of their sums times the upstream
+    gradients."""
 
     log_prob: Array
     entropy: Array
     hidden_grad: Array
     weight_grad: Array
     bias_grad: Array
+    stats: Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,19 +184,23 @@ def linear_log_probs(
     ignore_index: int = -100,
     log_prob_upstream: ArrayLike = 1.0,
     entropy_upstream: ArrayLike = 0.0,
+    lse_upstream: ArrayLike = 0.0,
+    squared_upstream: ArrayLike = 0.0,
     chunk: int = 128,
 ) -> LogProbResult:
-    """log p(target), the entropy, and gradients of Σ log_prob · log_prob_upstream + entropy · entropy_upstream.
+    """log p(target), the entropy and the statistics, and the gradients of the sum of log_prob, entropy, lse and
+    sum_p_squared, each times its upstream gradient.
 
-    ∂ log p_y / ∂z_j = δ_jy − p_j and ∂H / ∂z_j = −p_j (log p_j + H); ignored tokens give 0 and no gradient.
+    ∂ log p_y / ∂z_j = δ_jy − p_j, ∂H / ∂z_j = −p_j (log p_j + H), ∂ lse / ∂z_j = p_j and, with S = Σ_j p_j²,
+    ∂S / ∂z_j = 2 p_j (p_j − S); ignored tokens give 0 and no gradient.
     """
     inputs = _inputs(hidden, weight, target, bias, None, None, ignore_index)
     options = LossOptions("none", ignore_index, logit_scale=logit_scale, softcap=softcap)
     options, inputs = _tempered(options, inputs, temperature)
     tokens, shape = inputs.y.size, np.shape(target)
-    g1 = np.broadcast_to(np.asarray(log_prob_upstream, np.float64), shape).reshape(-1)
-    g2 = np.broadcast_to(np.asarray(entropy_upstream, np.float64), shape).reshape(-1)
-    log_prob, entropy = np.zeros(tokens), np.zeros(tokens)
+    upstreams = log_prob_upstream, entropy_upstream, lse_upstream, squared_upstream
+    g1, g2, g3, g4 = (np.broadcast_to(np.asarray(g, np.float64), shape).reshape(-1, 1) for g in upstreams)
+    log_prob, entropy, stats = np.zeros(tokens), np.zeros(tokens), []
     dx, dw, db = np.zeros_like(inputs.x), np.zeros_like(inputs.w), np.zeros_like(inputs.b)
     for start in range(0, tokens, chunk):
         rows = slice(start, min(start + chunk, tokens))
@@ -204,13 +210,18 @@ def linear_log_probs(
         p = np.exp(log_p)
         h = -np.sum(p * np.where(p > 0, log_p, 0.0), axis=1)
         log_prob[rows], entropy[rows] = np.where(valid, -part.nll, 0.0), np.where(valid, h, 0.0)
-        dz = -p * (g1[rows, None] + g2[rows, None] * (np.where(p > 0, log_p, 0.0) + h[:, None]))
-        dz[np.arange(valid.size), inputs.y[rows]] += g1[rows]
+        stats.append(_stats_rows(inputs, rows, part))
+        dz = -p * (g1[rows] + g2[rows] * (np.where(p > 0, log_p, 0.0) + h[:, None]))
+        dz += p * (g3[rows] + 2.0 * g4[rows] * _less_square_sum(p))
+        dz[np.arange(valid.size), inputs.y[rows]] += g1[rows, 0]
         dz = np.where(valid[:, None], dz * _slope(part, options), 0.0)
         dx[rows] = dz @ inputs.w
         dw += dz.T @ np.where(valid[:, None], inputs.x[rows], 0.0)
         db += dz.sum(0)
-    return LogProbResult(log_prob.reshape(shape), entropy.reshape(shape), dx.reshape(np.shape(hidden)), dw, db)
+    return LogProbResult(
+        log_prob.reshape(shape), entropy.reshape(shape), dx.reshape(np.shape(hidden)), dw, db,
+        _shaped_stats(stats, shape),
+    )  # fmt: skip
 
 
 def linear_token_log_probs(
@@ -621,8 +632,19 @@ def _stats_rows(inputs: _Inputs, rows: slice, part: _Chunk) -> Stats:
         correct=best == inputs.y[rows],
         max_logit=z.max(axis=1),
         min_logit=z.min(axis=1),
+        sum_p_squared=np.sum(p**2, axis=1),
     )
     return TokenStats(*(np.where(valid, v, row.ignored) for v, row in zip(stats, STATISTICS.values(), strict=True)))
+
+
+def _less_square_sum(p: Array) -> Array:
+    """p_j − Σ_i p_i², [C, V], where the largest p may be near 1: there it is p (1 − p) less the others' squares."""
+    index, best = np.arange(len(p)), p.argmax(axis=1)
+    others = p.copy()
+    others[index, best] = 0.0
+    difference: Array = p - np.sum(p**2, axis=1)[:, None]
+    difference[index, best] = p[index, best] * others.sum(axis=1) - np.sum(others**2, axis=1)
+    return difference
 
 
 def _shaped_stats(parts: list[Stats], shape: tuple[int, ...]) -> Stats:

@@ -39,7 +39,7 @@ SMOOTHING_BLOCK = 256
 # The kernels' partial sums: how many entries of the vocabulary one covers, and how many kinds there are at most.
 # (Pallas has tiles of 192 columns too, but then one kind only, so this is enough.)
 _LINE_COLUMNS = {"bfloat16": 256, "float16": 256, "float32": 64, "float64": 64}
-_PARTIAL_SUMS = 6
+_PARTIAL_SUMS = 7
 
 # Vectors of length N (8 bytes per element) that live through a call: ids, anchors, sums, losses, factors, statistics.
 _ROW_VECTORS = 24

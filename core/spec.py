@@ -24,7 +24,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Generic, Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Iterable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 A = TypeVar("A")
 """An array of any framework."""
@@ -41,6 +42,9 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 # A row whose largest logit exceeds its target's by more than this (in nats) is anchored at its maximum instead.
 # exp(40), its inverse, and both times any upstream gradient are far from the limits of float32 and bfloat16.
 RESCUE_NATS = 40.0
+
+# Exponentials are multiplied by this before they are squared: of exp(RESCUE_NATS), V times, float32 has no square sum.
+SQUARED_SCALE = 2.0**-32
 
 # Where the target's logit is −inf the anchor starts here: finite, and below any logit that counts.
 LOWEST_ANCHOR = -1e30
@@ -126,7 +130,10 @@ def check_weight_layout(layout: object, weight: tuple[int, ...], hidden: tuple[i
 
 
 class TokenStats(NamedTuple, Generic[A]):
-    """Token statistics, no gradient, shaped like ``target``; an ignored token has 0, argmax −1, correct False."""
+    """Token statistics, shaped like ``target``; an ignored token has 0, argmax −1, correct False.
+
+    They have no gradient, but for lse, entropy and sum_p_squared of ``linear_log_probs``.
+    """
 
     nll: A
     """lse − target_logit: the plain negative log-likelihood, without weights, smoothing or z-loss [nats]."""
@@ -142,6 +149,8 @@ class TokenStats(NamedTuple, Generic[A]):
     """argmax == target, bool."""
     max_logit: A
     min_logit: A
+    sum_p_squared: A
+    """Σ_j p_ij²: the probability that two samples agree. −log of it is the Rényi-2 entropy [nats]."""
 
 
 class Statistic(NamedTuple):
@@ -151,10 +160,81 @@ class Statistic(NamedTuple):
     """None: the dtype of sums, float32 (float64 for float64)."""
     ignored: int = 0
     """The value of an ignored token."""
+    differentiable: bool = False
+    """Whether ``linear_log_probs`` gives it with a gradient."""
 
 
 STATISTICS = {name: Statistic() for name in TokenStats._fields}
 STATISTICS |= {"argmax": Statistic("int32", ignored=-1), "correct": Statistic("bool")}
+STATISTICS |= {name: Statistic(differentiable=True) for name in ("lse", "entropy", "sum_p_squared")}
+
+Statistics = bool | Literal["entropy"]
+"""Which statistics of a token are wanted: none, all of them, or the entropy alone."""
+
+
+class ClassSum(NamedTuple):
+    """One row of the table of what statistics are made of: gathered over a token's classes but its target."""
+
+    merge: Literal["sum", "max", "min", "first"]
+    """How two shares of the classes come together: blocks', a kernel's tiles', devices'. "first": the lowest index of
+    those with the largest ``highest``."""
+    needed: Literal["lse", "smoothing", "entropy", "statistics"]
+    """What asks for it."""
+    power: int = 0
+    """How many factors exp(z − anchor) its terms have."""
+    gap: bool = False
+    """Whether they have a factor z − anchor, too."""
+
+
+# In the order of a kernel's record of a token.
+CLASS_SUMS = {
+    "s": ClassSum("sum", "lse", power=1),
+    "gap_sum": ClassSum("sum", "entropy", power=1, gap=True),
+    "highest": ClassSum("max", "lse"),
+    "lowest": ClassSum("min", "statistics"),
+    "argmax": ClassSum("first", "statistics"),
+    "logit_sum": ClassSum("sum", "smoothing"),  # Σ_j k_j z_ij, with the target
+    "squares": ClassSum("sum", "statistics", power=2),  # Σ (SQUARED_SCALE exp(z − anchor))²
+}
+
+
+def class_sums(wanted: Statistics) -> tuple[str, ...]:
+    """What plain operations gather for lse and the statistics ``wanted``."""
+    needs = ("lse", *(("entropy",) if wanted else ()), *(("statistics",) if wanted is True else ()))
+    return tuple(name for name, row in CLASS_SUMS.items() if row.needed in needs)
+
+
+LogProbResults = tuple[A, *tuple[Any, ...]]
+"""(log_prob, entropy or None), or (log_prob, entropy, stats): a type for both, so that either can be unpacked."""
+
+
+def differentiable_statistics(wanted: Statistics) -> tuple[str, ...]:
+    """Those of ``wanted`` that have a gradient in ``linear_log_probs``, in the table's order."""
+    if wanted == "entropy":
+        return ("entropy",)
+    return tuple(name for name, row in STATISTICS.items() if row.differentiable and wanted)
+
+
+def log_prob_statistics(wanted: Statistics) -> tuple[str, ...]:
+    """Those that ``linear_log_probs`` returns, in the order of its results: the differentiable ones come first."""
+    first = differentiable_statistics(wanted)
+    return first if wanted is not True else (*first, *(name for name in STATISTICS if name not in first))
+
+
+def wanted_statistics(with_entropy: object, return_stats: object) -> Statistics:
+    """What ``linear_log_probs`` is asked for. Raises TypeError unless both are True or False."""
+    check_flags(with_entropy=with_entropy, return_stats=return_stats)
+    if return_stats:
+        return True
+    return "entropy" if with_entropy else False
+
+
+def log_prob_results(wanted: Statistics, log_prob: A, statistics: Iterable[A]) -> LogProbResults[A]:
+    """What ``linear_log_probs`` returns, from the arrays of :func:`log_prob_statistics`."""
+    found = dict(zip(log_prob_statistics(wanted), statistics, strict=True))
+    if wanted is not True:
+        return log_prob, found.get("entropy")
+    return log_prob, found["entropy"], TokenStats(**found)
 
 
 def check_factor(name: str, value: object, also: str = "") -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from jax import Array
 
+from logitless import spec
 from logitless.jax_impl import checks
 from logitless.jax_impl.call import Arrays, RawArrays, Request, taking_wrappers, temperatures
 from logitless.jax_impl.distributed.parallel import AxisName
-from logitless.jax_impl.vjp import log_probs_and_entropy, loss_and_stats
+from logitless.jax_impl.vjp import log_probs_and_stats, loss_and_stats
 from logitless.planning import ChunkPlan, Preference
-from logitless.spec import Reduction, TokenStats, WeightLayout
+from logitless.spec import LogProbResults, Reduction, TokenStats, WeightLayout
 
 
 @taking_wrappers
@@ -137,6 +138,7 @@ def linear_log_probs(
     temperature: Array | float = 1.0,
     ignore_index: int = -100,
     with_entropy: bool = False,
+    return_stats: bool = False,
     plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
@@ -144,26 +146,38 @@ def linear_log_probs(
     axis_name: AxisName | None = None,
     vocab: int | None = None,
     sequence_parallel: bool = False,
-) -> tuple[Array, Array | None]:
-    """log p(target) and, if asked for, the entropy of every token, without holding the logits.
+) -> LogProbResults[Array]:
+    """log p(target) and, if asked for, entropy and statistics of every token, without holding the logits.
 
-        log_prob_i = z_{i,y_i} − lse_i        entropy_i = −Σ_j p_ij log p_ij
+        log_prob_i = z_{i,y_i} − lse_i    entropy_i = −Σ_j p_ij log p_ij    sum_p_squared_i = Σ_j p_ij²
 
-    Both [...] in float32 (float64 for float64 input), differentiable once in hidden, weight and bias for any upstream
-    gradients; both 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6; without entropy, and
+    All [...] in float32 (float64 for float64 input), differentiable once in hidden, weight and bias for any upstream
+    gradients; all 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6; log_prob alone, and
     with a ``memory_budget`` of somewhat more than N·V·itemsize for the kernels ("pallas"), 2 and 4: then exponentials
     [N, V] wait in the input dtype from forward to backward.
 
-    Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
+    Arguments:
+        with_entropy: also return the entropy.
+        return_stats: also return the entropy and :class:`logitless.TokenStats`, from the same forward. Of the
+            statistics lse, entropy and sum_p_squared are differentiable:
+
+                ∂lse/∂z_j = p_j      ∂entropy/∂z_j = −p_j (log p_j + entropy)
+                ∂sum_p_squared/∂z_j = 2 p_j (p_j − sum_p_squared)
+
+            The others are constants. The Rényi-2 entropy is −log sum_p_squared. stats.entropy is entropy.
+        the others: as for :func:`linear_cross_entropy`.
+
+    Returns (log_prob, entropy), entropy None unless ``with_entropy``; with ``return_stats`` (log_prob, entropy, stats).
     """
+    statistics = spec.wanted_statistics(with_entropy, return_stats)
     own, number = temperatures(temperature)
     weight = checks.laid_out(weight, hidden, weight_layout)
     raw: RawArrays = Arrays(hidden, weight, bias, target, temperature=own)
     request = Request(
         reduction="none", ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, temperature=number,
-        plan=plan, memory_budget=memory_budget, backend=backend, statistics=with_entropy, log_probs=True,
+        plan=plan, memory_budget=memory_budget, backend=backend, statistics=statistics, log_probs=True,
         turned=weight_layout == "dv",
     )  # fmt: skip
     arrays, call = checks.ready(raw, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
-    log_prob, entropy = log_probs_and_entropy(call, arrays)
-    return log_prob, entropy
+    log_prob, *found = log_probs_and_stats(call, arrays)
+    return spec.log_prob_results(statistics, log_prob, found)

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless import spec
-from logitless.jax_impl.call import Gradients, Inputs, KnownRows, Needs, RawArray, Statistics, TokenSums
+from logitless.jax_impl.call import Gradients, Inputs, KnownRows, Needs, RawArray, TokenSums
 from logitless.planning import ChunkPlan
-from logitless.spec import LossOptions
+from logitless.spec import LossOptions, Statistics
 
 BACKENDS = ("pallas", "xla")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Generic, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,11 @@ from logitless import numerics
 from logitless.jax_impl.distributed.parallel import WHOLE, Shard
 from logitless.jax_impl.residuals import Pytree
 from logitless.planning import ChunkPlan, Preference
-from logitless.spec import LossOptions, Reduction
+from logitless.spec import LossOptions, Reduction, Statistics, differentiable_statistics
 
 Leaf = TypeVar("Leaf", covariant=True)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-
-Statistics = bool | Literal["entropy"]
-"""Which statistics: none, all of them, or the entropy alone."""
-
 
 XP: numerics.Namespace[Array] = jnp
 """The array namespace of :mod:`logitless.numerics`."""
@@ -116,8 +112,8 @@ class Request:
     plan: ChunkPlan | Preference | None = None
     memory_budget: int | None = None
     backend: str | None = None
-    statistics: bool = False
-    """Of a loss its statistics, of log-probabilities the entropy."""
+    statistics: Statistics = False
+    """Of a loss none or all."""
     log_probs: bool = False
     """Whether log-probabilities are asked for, and not a loss."""
     lse: bool = False
@@ -135,7 +131,7 @@ class Call:
 
     options: LossOptions
     plan: ChunkPlan
-    statistics: bool
+    statistics: Statistics
     backend: str
     """A name that :func:`backend.backend_named` knows."""
     shard: Shard = WHOLE
@@ -146,6 +142,13 @@ class Call:
     """Whether the forward holds its exponentials, because the upstream gradient arrives per token."""
     lse: bool = False
     """Whether a loss comes with every token's lse, differentiable too: its upstream gradient arrives per token."""
+    log_probs: bool = False
+    """Whether log-probabilities are asked for, and not a loss."""
+
+    @property
+    def differentiable(self) -> int:
+        """How many of the results have a gradient. They come first."""
+        return 1 + (len(differentiable_statistics(self.statistics)) if self.log_probs else self.lse)
 
 
 class Shared(NamedTuple):

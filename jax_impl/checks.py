@@ -45,8 +45,8 @@ NO_BUFFER = "its kernels add dW to no buffer"
 
 def ready(raw: RawArrays, request: Request, shard: Shard) -> tuple[Arrays[Array], Call]:
     """A call on one device: its arrays as JAX's, and everything else, all of it checked."""
-    flag = {"with_entropy" if request.log_probs else "return_stats": request.statistics}
-    spec.check_flags(**flag, return_lse=request.lse)
+    if not request.log_probs:
+        spec.check_flags(return_stats=request.statistics, return_lse=request.lse)
     spec.check_backend(request.backend, BACKENDS)
     check_plan_argument(request.plan, request.memory_budget)
     options = loss_options(request)
@@ -174,7 +174,7 @@ def _planned(options: LossOptions, plan: ChunkPlan, request: Request, name: str,
     one_pass = now and plan.one_pass and options.reduction != "none" and backend.one_pass(dtype, options)
     holds = now and plan.holds_all and options.reduction == "none" and not shard.active
     holds = holds and not (request.log_probs and request.statistics) and backend.holds(dtype)
-    return Call(options, plan, request.statistics, name, shard, one_pass, holds, request.lse)
+    return Call(options, plan, request.statistics, name, shard, one_pass, holds, request.lse, request.log_probs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,11 +14,20 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from logitless import numerics
-from logitless.jax_impl.call import XP, Gradients, Inputs, Needs, Statistics, TokenSums
+from logitless.jax_impl.call import XP, Gradients, Inputs, Needs, TokenSums
 from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.slices import Index, for_slices, put, rows_at, take
 from logitless.objectives import Tile
-from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
+from logitless.spec import (
+    CLASS_SUMS,
+    LOWEST_ANCHOR,
+    LOWEST_GAP,
+    RESCUE_NATS,
+    SQUARED_SCALE,
+    LossOptions,
+    Statistics,
+    class_sums,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One block of logits
@@ -140,32 +149,29 @@ def tile_gradients(
 
 
 class RunningSums(NamedTuple):
-    """s_i = Σ_{j ≠ y_i} exp(z_ij − anchor_i) over the blocks seen so far, and what else was asked for."""
+    """s_i = Σ_{j ≠ y_i} exp(z_ij − anchor_i) over the blocks seen so far, and what else of CLASS_SUMS was asked for."""
 
     target_logit: Array
     target: Array
     anchor: Array
-    s: Array
-    highest: Array
-    gap_sum: Array | None  # Σ exp(z − anchor) (z − anchor), without the target
-    lowest: Array | None
-    argmax: Array | None
+    sums: dict[str, Array]
     limit: Array | None = None  # where padding begins, if there is any
 
     @staticmethod
     def start(target_logit: Array, target: Array, statistics: Statistics, limit: Array | None = None) -> RunningSums:
-        zero = jnp.zeros_like(target_logit)
-        return RunningSums(
-            target_logit=target_logit,
-            target=target,
-            anchor=jnp.maximum(target_logit, LOWEST_ANCHOR),
-            s=zero,
-            highest=jnp.full_like(target_logit, -jnp.inf),
-            gap_sum=zero if statistics else None,
-            lowest=jnp.full_like(target_logit, jnp.inf) if statistics is True else None,
-            argmax=jnp.zeros_like(target) if statistics is True else None,
-            limit=limit,
-        )
+        sums = {name: jnp.zeros_like(target_logit) for name in class_sums(statistics)}
+        sums["highest"] = jnp.full_like(target_logit, -jnp.inf)
+        if statistics is True:
+            sums |= {"lowest": jnp.full_like(target_logit, jnp.inf), "argmax": jnp.zeros_like(target)}
+        return RunningSums(target_logit, target, jnp.maximum(target_logit, LOWEST_ANCHOR), sums, limit)
+
+    @property
+    def s(self) -> Array:
+        return self.sums["s"]
+
+    @property
+    def highest(self) -> Array:
+        return self.sums["highest"]
 
     def _real(self, z: Array, start: Index, padding: float) -> Array:
         """The block, with the value ``padding`` in the padded columns."""
@@ -173,75 +179,75 @@ class RunningSums(NamedTuple):
 
     def observe(self, z: Array, start: Index) -> RunningSums:
         """Maximum (and minimum and first index of the maximum) of a block of logits."""
-        above = self._real(z, start, -jnp.inf)
+        above, highest = self._real(z, start, -jnp.inf), self.highest
         block_highest = above.max(axis=1)
-        sums = self._replace(highest=jnp.maximum(self.highest, block_highest))
-        if self.argmax is None or self.lowest is None:
-            return sums
-        best = above.argmax(axis=1).astype(jnp.int32) + start
-        return sums._replace(
-            argmax=jnp.where(block_highest > self.highest, best, self.argmax),
-            lowest=jnp.minimum(self.lowest, self._real(z, start, jnp.inf).min(axis=1)),
-        )
+        sums = self.sums | {"highest": jnp.maximum(highest, block_highest)}
+        if "argmax" in sums:
+            best = above.argmax(axis=1).astype(jnp.int32) + start
+            sums["argmax"] = jnp.where(block_highest > highest, best, sums["argmax"])
+            sums["lowest"] = jnp.minimum(sums["lowest"], self._real(z, start, jnp.inf).min(axis=1))
+        return self._replace(sums=sums)
 
     def rescue(self) -> RunningSums:
         """Move a row's anchor to its maximum where exponents would grow too large. Its sums are rescaled."""
         return self._moved(jnp.where(self.highest - self.anchor > RESCUE_NATS, self.highest, self.anchor))
 
     def _moved(self, moved: Array) -> RunningSums:
-        step = self.anchor - moved
-        factor = jnp.exp(step)
-        gap_sum = None if self.gap_sum is None else factor * (self.gap_sum + self.s * step)
-        return self._replace(anchor=moved, s=self.s * factor, gap_sum=gap_sum)
+        sums = self.sums | numerics.moved_sums(XP, self.sums, self.anchor - moved)
+        return self._replace(anchor=moved, sums=sums)
 
     def exponentiate(self, z: Array, start: Index) -> tuple[RunningSums, Array]:
         """exp(z − anchor), 0 at the target, and the sums with it."""
-        gaps = z - self.anchor[:, None]
+        gaps, sums = z - self.anchor[:, None], self.sums.copy()
         e = jnp.where(is_target(self.target, start, z.shape[1]), 0.0, self._real(jnp.exp(gaps), start, 0.0))
-        sums = self._replace(s=self.s + e.sum(axis=1))
-        if self.gap_sum is not None:
-            sums = sums._replace(gap_sum=self.gap_sum + (e * jnp.maximum(gaps, LOWEST_GAP)).sum(axis=1))
-        return sums, e
+        sums["s"] = sums["s"] + e.sum(axis=1)
+        if "gap_sum" in sums:
+            sums["gap_sum"] = sums["gap_sum"] + (e * jnp.maximum(gaps, LOWEST_GAP)).sum(axis=1)
+        if "squares" in sums:
+            sums["squares"] = sums["squares"] + jnp.square(SQUARED_SCALE * e).sum(axis=1)
+        return self._replace(sums=sums), e
 
     def together(self, shard: Shard, weighted: Array | None) -> tuple[RunningSums, Array | None]:
         """The sums over all devices. Their anchors may have moved differently."""
         if not shard.active:
             return self, weighted
         anchor = shard.largest(self.anchor)
-        sums = self if self.argmax is None else self.extremes(shard)
+        sums = self.extremes(shard) if "argmax" in self.sums else self
         return sums._moved(anchor).total(shard, weighted)
 
     def extremes(self, shard: Shard) -> RunningSums:
         """Maximum (and minimum and lowest id of the maximum) over all devices."""
         if not shard.active:
             return self
-        if self.argmax is None or self.lowest is None:
-            return self._replace(highest=shard.largest(self.highest))
-        highest, negative = shard.largest((self.highest, -self.lowest))
-        argmax = shard.winner(self.argmax, self.highest == highest)
-        return self._replace(highest=highest, lowest=-negative, argmax=argmax)
+        signs = {"max": 1, "min": -1}
+        ways = {name: CLASS_SUMS[name].merge for name in self.sums}
+        found = shard.largest({name: signs[how] * self.sums[name] for name, how in ways.items() if how in signs})
+        sums = self.sums | {name: signs[ways[name]] * value for name, value in found.items()}
+        if "argmax" in sums:
+            sums["argmax"] = shard.winner(sums["argmax"], self.highest == sums["highest"])
+        return self._replace(sums=sums)
 
     def total(self, shard: Shard, weighted: Array | None) -> tuple[RunningSums, Array | None]:
         """The sums over all devices. Their anchors are the same."""
-        s, gap_sum, weighted = shard.total((self.s, self.gap_sum, weighted))
-        return self._replace(s=s, gap_sum=gap_sum), weighted
+        added = {name: value for name, value in self.sums.items() if CLASS_SUMS[name].merge == "sum"}
+        added, weighted = shard.total((added, weighted))
+        return self._replace(sums=self.sums | added), weighted
 
     def e_target(self) -> Array:
         """exp(a − anchor): 1 but for a rescued row."""
         return jnp.exp(self.target_logit - self.anchor)
 
     def finish(self, weighted_logits: Array | None) -> TokenSums:
-        log_total, entropy = numerics.finish_sums(XP, self.target_logit, self.anchor, self.s, self.gap_sum)
-        statistics = self.argmax is not None
-        return TokenSums(
-            target_logit=self.target_logit,
-            anchor=self.anchor,
-            log_total=log_total,
-            weighted_logits=weighted_logits,
-            entropy=entropy,
-            argmax=self.argmax,
-            max_logit=self.highest if statistics else None,
-            min_logit=self.lowest,
+        sums, known = self.sums, (self.target_logit, self.anchor, self.s)
+        log_total, entropy = numerics.finish_sums(XP, *known, sums.get("gap_sum"))
+        found = TokenSums(self.target_logit, self.anchor, log_total, weighted_logits, entropy)
+        if "argmax" not in sums:
+            return found
+        return found._replace(
+            argmax=sums["argmax"],
+            max_logit=sums["highest"],
+            min_logit=sums["lowest"],
+            others_squared=numerics.squared_shares(XP, *known, sums["squares"]),
         )
 
 
@@ -250,7 +256,8 @@ def empty_sums(inputs: Inputs, weighted: bool, statistics: Statistics) -> TokenS
     zero = jnp.zeros(inputs.target.shape, inputs.accumulation_dtype)
     some = zero if statistics is True else None
     index = jnp.zeros(inputs.target.shape, jnp.int32) if statistics is True else None
-    return TokenSums(zero, zero, zero, zero if weighted else None, zero if statistics else None, index, some, some)
+    entropy = zero if statistics else None
+    return TokenSums(zero, zero, zero, zero if weighted else None, entropy, index, some, some, some)
 
 
 def put_sums(all_sums: TokenSums, part: TokenSums, first: Index) -> TokenSums:

@@ -28,14 +28,14 @@ from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
-from logitless.spec import LossOptions, TokenStats
+from logitless.spec import LossOptions, TokenStats, differentiable_statistics, log_prob_statistics
 
 Tree = TypeVar("Tree")
 
 Cotangent = Array | SymbolicZero | None
 Loss = tuple[Array, TokenStats[Array] | None]
 LossAndLse = tuple[Array, Array | None, TokenStats[Array] | None]
-LogProbs = tuple[Array, Array | None]
+LogProbs = tuple[Array, ...]
 
 # Nothing arrived, so no gradient is made.
 NO_COTANGENTS: Arrays[Array | None] = Arrays(None, None, None, None)
@@ -157,7 +157,7 @@ def loss_output(
 
 def _outputs(call: Call, arrays: Arrays[Array], inputs: Inputs, sums: TokenSums, norm: Array) -> LossAndLse:
     shape = arrays.target.shape
-    loss, stats = loss_output(call.options, call.statistics, shape, inputs, sums, norm)
+    loss, stats = loss_output(call.options, call.statistics is True, shape, inputs, sums, norm)
     return loss, jnp.where(inputs.valid, sums.lse, 0.0).reshape(shape) if call.lse else None, stats
 
 
@@ -174,7 +174,7 @@ def loss_and_sums(
         factor = norm if upstream is None else norm * upstream
         g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(factor))
         make = backend.token_gradients if call.holds else backend.loss_gradients
-        sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics)
+        sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics is True)
     else:
         sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
     return _outputs(call, arrays, inputs, sums, norm), Known(arrays, sums, inputs.shared), held
@@ -245,17 +245,19 @@ def _logsumexp(call: Call, arrays: Arrays[Array]) -> Array:
 
 
 def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[LogProbs, object]:
-    """(log_prob, entropy), and what :func:`log_probs_gradients` needs."""
+    """log_prob, the statistics of :func:`spec.log_prob_statistics`, and what :func:`log_probs_gradients` needs."""
     inputs, backend, kept = _inputs(call, arrays), backend_named(call.backend), None
     if call.holds and any(needs):
         g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(jnp.ones(())))
         sums, kept = backend.token_gradients(inputs, call.options, call.plan, g, needs, False)
     else:
-        sums = backend.token_sums(inputs, call.options, call.plan, "entropy" if call.statistics else False)
-    shape = arrays.target.shape
-    log_prob = jnp.where(inputs.valid, -sums.nll, 0.0).reshape(shape)
-    entropy = None if sums.entropy is None else jnp.where(inputs.valid, sums.entropy, 0.0).reshape(shape)
-    return (log_prob, entropy), Known(arrays, sums, inputs.shared) if kept is None else kept
+        sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
+    found = {} if sums.entropy is None else {"entropy": jnp.where(inputs.valid, sums.entropy, 0.0)}
+    if call.statistics is True:
+        found = numerics.token_stats(XP, inputs, sums)._asdict()
+    values = (jnp.where(inputs.valid, -sums.nll, 0.0), *(found[name] for name in log_prob_statistics(call.statistics)))
+    output = tuple(value.reshape(arrays.target.shape) for value in values)
+    return output, Known(arrays, sums, inputs.shared) if kept is None else kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -274,19 +276,22 @@ def _log_probs_backward(
     call: Call, residuals: Packed, cotangents: tuple[Cotangent, ...]
 ) -> tuple[Arrays[Array | None]]:
     (kept, likes), needs = unpacked(residuals)
-    g_log_prob, g_entropy = map(arrived, cotangents)
-    if g_log_prob is None and g_entropy is None:
+    upstream = tuple(map(arrived, cotangents[: call.differentiable]))
+    if all(cotangent is None for cotangent in upstream):
         return (NO_COTANGENTS,)
-    return cotangents_of(log_probs_gradients(call, kept, Needs(*needs), g_log_prob, g_entropy), likes, call.shard)
+    return cotangents_of(log_probs_gradients(call, kept, Needs(*needs), *upstream), likes, call.shard)
 
 
 def log_probs_gradients(
-    call: Call, kept: object, needs: Needs, g_log_prob: Array | None, g_entropy: Array | None
+    call: Call, kept: object, needs: Needs, g_log_prob: Array | None, *others: Array | None
 ) -> Gradients:
-    """Gradients from what :func:`log_probs_forward` kept; of hidden, this device's share."""
+    """Gradients from what :func:`log_probs_forward` kept; of hidden, this device's share.
+
+    others: the upstream gradients of the statistics that have one, in their order.
+    """
     backend = backend_named(call.backend)
     if not isinstance(kept, Known):
-        assert g_log_prob is not None  # exponentials wait only where no entropy is asked for
+        assert g_log_prob is not None  # exponentials wait only where no statistics are asked for
         return backend.finish(kept, call.options, call.plan, needs, -g_log_prob)
     inputs = _inputs(call, kept.arrays, kept.shared)
 
@@ -294,8 +299,9 @@ def log_probs_gradients(
         flat = jnp.zeros(inputs.target.shape) if cotangent is None else cotangent.reshape(-1)
         return numerics.row_upstream(XP, inputs, call.options, inputs.wide(flat))
 
-    g2 = None if g_entropy is None else rows(g_entropy)
-    known = numerics.known_log_prob_rows(XP, inputs, call.options, kept.sums, rows(g_log_prob), g2)
+    named = zip(differentiable_statistics(call.statistics), others, strict=True)
+    g = {name: rows(cotangent) for name, cotangent in named if cotangent is not None}
+    known = numerics.known_log_prob_rows(XP, inputs, call.options, kept.sums, rows(g_log_prob), g)
     return backend.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
 
 
@@ -304,5 +310,5 @@ _log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
 
 # Compiled once for a Call and shapes, also when the caller does not use jax.jit.
 loss_and_stats = jax.jit(_loss, static_argnums=0)
-log_probs_and_entropy = jax.jit(_log_probs, static_argnums=0)
+log_probs_and_stats = jax.jit(_log_probs, static_argnums=0)
 logsumexp = jax.jit(_logsumexp, static_argnums=0)

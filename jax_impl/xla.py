@@ -19,7 +19,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from logitless import numerics
-from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
+from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, TokenSums
 from logitless.jax_impl.chunk import (
     RunningSums,
     Smoothing,
@@ -39,7 +39,7 @@ from logitless.jax_impl.chunk import (
 from logitless.jax_impl.slices import Index, add_to, for_slices, put, take, take_block
 from logitless.planning import ChunkPlan
 from logitless.scratch import ANCHOR_ROWS
-from logitless.spec import LOWEST_GAP, LossOptions
+from logitless.spec import LOWEST_GAP, LossOptions, Statistics
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sums per token
@@ -384,6 +384,8 @@ def _known_block(
         coefficient = column(known.alpha)
         if known.gamma is not None:
             coefficient = coefficient + column(known.gamma) * jnp.maximum(log_p, LOWEST_GAP)
+        if known.delta is not None:
+            coefficient = coefficient + column(known.delta) * e
         e = e * coefficient
     if known.sigma is not None:
         e = e - column(known.sigma) * (1.0 if k is None else k)

@@ -20,15 +20,17 @@ from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGH
 
 (HOPPER,) = (found for found in ARCHITECTURES if found.name == "hopper")
 
-FLAGS = ("BIAS", "SCALE", "CAP", "CLASS", "ALPHA", "GAMMA", "SIGMA")
+FLAGS = ("BIAS", "SCALE", "CAP", "CLASS", "ALPHA", "GAMMA", "DELTA", "SIGMA")
 # The pointer that an option reads, for those that read one; it is None without the option.
 READS = {
     "HAS_BIAS": ("bias_ptr",),
     "HAS_CLASS": ("class_weight_ptr",),
     "HAS_ALPHA": ("alpha_ptr",),
     "HAS_GAMMA": ("gamma_ptr",),
+    "HAS_DELTA": ("delta_ptr",),
     "HAS_SIGMA": ("sigma_ptr",),
     "STATISTICS": ("gap_ptr", "highest_ptr", "argmax_ptr", "lowest_ptr"),
+    "SQUARES": ("squares_ptr",),
     "SUM_LOGITS": ("logit_sum_ptr",),
     "ROWS": ("factor_ptr", "target_value_ptr"),
     "SMOOTH": ("smooth_ptr", "weighted_rows_ptr", "smooth_x_ptr"),
@@ -51,7 +53,7 @@ def turned(lent: bool, rows: int, columns: int) -> tuple[int, int]:
 
 def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]:
     t = HOPPER.tiles[LOGITS]
-    options = {"STATISTICS": False, "SUM_LOGITS": False, "LENT": False, **{f"HAS_{flag}": False for flag in FLAGS}}
+    options = dict.fromkeys(("STATISTICS", "SQUARES", "SUM_LOGITS", "LENT", *(f"HAS_{flag}" for flag in FLAGS)), False)
     options |= chosen
     known = ("log_total_ptr", "factor_ptr", "target_value_ptr")
     return {
@@ -115,13 +117,23 @@ CONFIGURATIONS = {
     "anchored": lambda: logits("bf16", 1, 2),
     "anchored, lent": lambda: logits("bf16", 1, 2, LENT=True),
     "anchored, lent, all": lambda: logits(
-        "bf16", 1, 4, LENT=True, STATISTICS=True, HAS_BIAS=True, HAS_SCALE=True, HAS_CAP=True
+        "bf16", 1, 4, LENT=True, STATISTICS=True, SQUARES=True, HAS_BIAS=True, HAS_SCALE=True, HAS_CAP=True
     ),
     "known": lambda: logits("bf16", 2, 1),
     "known fp16": lambda: logits("fp16", 2, 1),
-    "statistics": lambda: logits("bf16", 0, 4, STATISTICS=True),
+    "entropy": lambda: logits("bf16", 0, 4, STATISTICS=True),
+    "statistics": lambda: logits("bf16", 0, 4, STATISTICS=True, SQUARES=True),
     "anchored, all": lambda: logits(
-        "bf16", 1, 4, STATISTICS=True, SUM_LOGITS=True, HAS_BIAS=True, HAS_SCALE=True, HAS_CAP=True, HAS_CLASS=True
+        "bf16",
+        1,
+        4,
+        STATISTICS=True,
+        SQUARES=True,
+        SUM_LOGITS=True,
+        HAS_BIAS=True,
+        HAS_SCALE=True,
+        HAS_CAP=True,
+        HAS_CLASS=True,
     ),
     "known, all": lambda: logits("bf16", 2, 4, **{f"HAS_{flag}": True for flag in FLAGS}),
     "hidden": lambda: hidden("bf16", True, ROWS=True),

@@ -21,7 +21,7 @@ READS = {
     "HAS_CLASS": ("k_ptr",),
     "SMOOTH": ("smooth_ptr",),
     "SUM_LOGITS": ("out_weighted_ptr",),
-    "STATISTICS": ("out_entropy_ptr", "out_argmax_ptr", "out_highest_ptr", "out_lowest_ptr"),
+    "STATISTICS": ("out_entropy_ptr", "out_argmax_ptr", "out_highest_ptr", "out_lowest_ptr", "out_squared_ptr"),
 }
 KINDS = {"target_ptr": "*i64", "valid_ptr": "*i8", "inside_ptr": "*i8", "out_argmax_ptr": "*i32", "logits_ptr": "*bf16"}
 

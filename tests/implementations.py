@@ -38,6 +38,7 @@ class LogProbOutcome:
     log_prob: Any
     entropy: Any
     grads: dict[str, Any]
+    stats: Any = None
 
 
 class Implementation:
@@ -135,8 +136,10 @@ class TorchEager(Implementation):
 
     def run_log_probs(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
-        wrt: Any = ARGUMENTS, log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
+        wrt: Any = ARGUMENTS, log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, stats_upstream: Any = None,
+        **options: Any,
     ) -> LogProbOutcome:  # fmt: skip
+        """``stats_upstream``: upstream gradients of statistics, by name; None: statistics are not asked for."""
         import torch
 
         from logitless import torch_impl
@@ -150,16 +153,17 @@ class TorchEager(Implementation):
         for name in wrt:
             if arrays[name] is not None:
                 arrays[name].requires_grad_()
-        log_prob, entropy = torch_impl.linear_log_probs(
+        log_prob, entropy, *more = torch_impl.linear_log_probs(
             arrays["hidden"], arrays["weight"], self.array(target), arrays["bias"],
-            with_entropy=entropy_upstream is not None, backend=self.backend, **options,
+            with_entropy=entropy_upstream is not None, return_stats=stats_upstream is not None, backend=self.backend,
+            **options,
         )  # fmt: skip
-        total = (log_prob * torch.as_tensor(np.array(log_prob_upstream)).to(log_prob)).sum()
-        if entropy is not None:
-            total = total + (entropy * torch.as_tensor(np.array(entropy_upstream)).to(entropy)).sum()
-        total.backward()
+        given = [(log_prob, log_prob_upstream)] + [(entropy, entropy_upstream)] * (entropy_upstream is not None)
+        given += [(getattr(more[0], name), upstream) for name, upstream in (stats_upstream or {}).items()]
+        torch.stack([(m * torch.as_tensor(np.array(g)).to(m)).sum() for m, g in given]).sum().backward()
         grads = {name: None if a is None else self.numpy(a.grad) for name, a in arrays.items()}
-        return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads)
+        stats = [type(found)(*map(self.numpy, found)) for found in more]
+        return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads, stats[0] if stats else None)
 
 
 class TorchTriton(TorchEager):
@@ -269,8 +273,10 @@ class JaxXla(Implementation):
 
     def run_log_probs(
         self, hidden: Any, weight: Any, target: Any, bias: Any = None, *, dtype: str | None = None,
-        wrt: Any = ARGUMENTS, log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, **options: Any,
+        wrt: Any = ARGUMENTS, log_prob_upstream: Any = 1.0, entropy_upstream: Any = None, stats_upstream: Any = None,
+        **options: Any,
     ) -> LogProbOutcome:  # fmt: skip
+        """``stats_upstream``: upstream gradients of statistics, by name; None: statistics are not asked for."""
         import jax
         import jax.numpy as jnp
 
@@ -284,20 +290,25 @@ class JaxXla(Implementation):
             ids = self.array(target)
 
             def values(chosen: dict[str, Any]) -> Any:
+                """What has an upstream gradient, and all results."""
                 a = arrays | chosen
-                return jax_impl.linear_log_probs(
+                made = jax_impl.linear_log_probs(
                     a["hidden"], a["weight"], ids, a["bias"], with_entropy=entropy_upstream is not None,
-                    backend=self.backend, **options,
+                    return_stats=stats_upstream is not None, backend=self.backend, **options,
                 )  # fmt: skip
+                first = made[:1] if entropy_upstream is None else made[:2]
+                return (*first, *(getattr(made[2], name) for name in stats_upstream or {})), made
 
-            (log_prob, entropy), backward = jax.vjp(values, {name: arrays[name] for name in wrt})
-            g1 = jnp.broadcast_to(jnp.asarray(log_prob_upstream, log_prob.dtype), log_prob.shape)
-            g2 = None
-            if entropy is not None:
-                g2 = jnp.broadcast_to(jnp.asarray(entropy_upstream, log_prob.dtype), log_prob.shape)
-            (made,) = backward((g1, g2))
+            first, backward, (log_prob, entropy, *stats) = jax.vjp(
+                values, {name: arrays[name] for name in wrt}, has_aux=True
+            )
+            given = [log_prob_upstream] + [entropy_upstream] * (entropy_upstream is not None)
+            given += (stats_upstream or {}).values()
+            gs = (jnp.broadcast_to(jnp.asarray(g, m.dtype), m.shape) for g, m in zip(given, first, strict=True))
+            (made,) = backward(tuple(gs))
             grads = {name: self.numpy(made[name]) if name in wrt else None for name in ARGUMENTS}
-            return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads)
+            stats = [type(found)(*map(self.numpy, found)) for found in stats]
+            return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads, stats[0] if stats else None)
 
 
 class JaxPallas(JaxXla):

@@ -111,7 +111,7 @@ def test_statistics(impl: Any, name: str, dtype: str) -> None:
     for plan in (None, plans(problem)["vocab"]):
         made = run_case(impl, case, return_stats=True, plan=plan).stats
         # float32 logits on either side of a tie may swap: where argmax differs, the maxima must be equal to rounding.
-        for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
+        for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit", "sum_p_squared"):
             assert error(getattr(made, field), getattr(true, field)) <= 2 * TINY["float32"], field
         assert (made.argmax == true.argmax).mean() >= 0.99
         assert ((made.argmax == -1) == (true.argmax == -1)).all()

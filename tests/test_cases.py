@@ -26,7 +26,7 @@ from logitless import plan, reference
 from logitless.doctor import cuda_device_count
 from logitless.problems import CONFIDENCES, WRONG_NATS, Problem
 from logitless.rounding import round_to
-from logitless.spec import LossOptions
+from logitless.spec import STATISTICS, LossOptions
 from logitless.tolerances import (
     BOUND,
     CANCELLED,
@@ -327,7 +327,14 @@ def test_gradient_through_lse(impl: Any, softcap: float | None) -> None:
 @pytest.mark.case(19)
 @every_implementation
 @pytest.mark.parametrize(
-    ("run", "dtype"), in_turn(itertools.product(["log_prob", "entropy", "both"], [0.7, 1.0, 1.5], [None, 3.0]), LOW)
+    ("run", "dtype"),
+    in_turn(
+        [
+            *itertools.product(["log_prob", "entropy", "both"], [0.7, 1.0, 1.5], [None, 3.0]),
+            *[("stats", 0.7, None), ("stats", 1.5, 3.0), ("squares", 1.0, None)],
+        ],
+        LOW,
+    ),
 )
 def test_log_probs_and_entropy(impl: Any, run: tuple[str, float, float | None], dtype: str) -> None:
     kind, temperature, softcap = run
@@ -336,19 +343,26 @@ def test_log_probs_and_entropy(impl: Any, run: tuple[str, float, float | None], 
     bias = round_to(rng.standard_normal(90), dtype)
     y[::7] = -100
     x[7] *= 100  # an ignored row with large logits
-    g1 = rng.standard_normal(50) * (kind != "entropy")
-    g2 = None if kind == "log_prob" else rng.standard_normal(50)
+    g1 = rng.standard_normal(50) * (kind not in ("entropy", "squares"))
+    g2 = None if kind in ("log_prob", "squares") else rng.standard_normal(50)
+    names = {"stats": ("lse", "sum_p_squared"), "squares": ("sum_p_squared",)}.get(kind, ())
+    g3 = {name: rng.standard_normal(50) for name in names}
     options = {"logit_scale": 1 / temperature, "softcap": softcap}
     true = reference.linear_log_probs(
-        x, w, y, bias, log_prob_upstream=g1, entropy_upstream=0.0 if g2 is None else g2, **options
-    )
+        x, w, y, bias, log_prob_upstream=g1, entropy_upstream=0.0 if g2 is None else g2,
+        lse_upstream=g3.get("lse", 0.0), squared_upstream=g3.get("sum_p_squared", 0.0), **options,
+    )  # fmt: skip
     for chosen in (None, plan(tokens=50, hidden=20, vocab=90, dtype=dtype, order="tokens", chunk=16)):
         made = impl.run_log_probs(
-            x, w, y, bias, dtype=dtype, log_prob_upstream=g1, entropy_upstream=g2, plan=chosen, **options
-        )
+            x, w, y, bias, dtype=dtype, log_prob_upstream=g1, entropy_upstream=g2, stats_upstream=g3 or None,
+            plan=chosen, **options,
+        )  # fmt: skip
         assert error(made.log_prob, true.log_prob) <= TINY["float32"]
         assert not made.log_prob[::7].any()
-        if g2 is None:
+        for field in STATISTICS if g3 else ():
+            assert error(getattr(made.stats, field), getattr(true.stats, field)) <= TINY["float32"], field
+            assert (getattr(made.stats, field)[::7] == STATISTICS[field].ignored).all()
+        if g2 is None and not g3:
             assert made.entropy is None
         else:
             assert error(made.entropy, true.entropy) <= TINY["float32"]

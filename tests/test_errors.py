@@ -230,6 +230,7 @@ def test_signatures_are_the_same_in_both_frameworks(impl: Any) -> None:
         "temperature",
         "ignore_index",
         "with_entropy",
+        "return_stats",
         "plan",
         "memory_budget",
         "backend",

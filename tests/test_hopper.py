@@ -33,8 +33,8 @@ PLAIN = (
 )
 PLAIN += ("weight sum", "weight sum, add")
 PLAIN += ("weight and targets", "weight into, add", "weight parted", "weight parted, added")
-OTHERS = ("hidden sum", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all", "weight into narrow")
-OTHERS += ("weight and targets, all",)
+OTHERS = ("hidden sum", "entropy", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all")
+OTHERS += ("weight into narrow", "weight and targets, all")
 OTHERS += ("weight from parts", "anchored, lent, all", "weight in place, all")
 
 

@@ -156,8 +156,8 @@ def test_log_probs_lower_for_cuda(compiled: None) -> None:
     x, w, y = shape((200, 192), jnp.bfloat16), shape((1000, 192), jnp.bfloat16), shape((200,), jnp.int32)
 
     def total(x: Any, w: Any, y: Any) -> Any:
-        log_prob, entropy = linear_log_probs(x, w, y, with_entropy=True, backend="pallas")
-        return log_prob.sum() + entropy.sum()
+        log_prob, entropy, stats = linear_log_probs(x, w, y, return_stats=True, backend="pallas")
+        return log_prob.sum() + entropy.sum() + stats.sum_p_squared.sum()
 
     text = lowered(jax.value_and_grad(total, (0, 1)), x, w, y)
     assert "mosaic_gpu" in text
@@ -316,10 +316,13 @@ def test_log_probs_and_entropy(interpreter: None) -> None:
     x, w = (np.asarray(jnp.asarray(rng.standard_normal(s), jnp.bfloat16), np.float32) for s in ((20, 12), (70, 12)))
     y = rng.integers(0, 70, 20)
     y[::6] = -100
-    g1, g2 = rng.standard_normal((2, 20)).astype(np.float32)
+    g1, g2, g3, g4 = rng.standard_normal((4, 20)).astype(np.float32)
     upstream = {"log_prob_upstream": g1, "entropy_upstream": g2, "logit_scale": 0.7}
-    made = PALLAS.run_log_probs(x, w, y, dtype="bfloat16", **upstream)
-    true = reference.linear_log_probs(x, w, y, **upstream)
+    made = PALLAS.run_log_probs(x, w, y, dtype="bfloat16", stats_upstream={"lse": g3, "sum_p_squared": g4}, **upstream)
+    true = reference.linear_log_probs(x, w, y, lse_upstream=g3, squared_upstream=g4, **upstream)
+    for name in ("lse", "max_logit", "min_logit", "sum_p_squared"):
+        assert error(getattr(made.stats, name), getattr(true.stats, name)) <= TINY["bfloat16"], name
+    assert (made.stats.argmax == true.stats.argmax).all()
     assert error(made.log_prob, true.log_prob) <= TINY["bfloat16"]
     assert error(made.entropy, true.entropy) <= TINY["bfloat16"]
 

@@ -11,8 +11,9 @@ import pytest
 from implementations import ALL, MORE_DTYPES, TorchEager, interpreted
 
 from logitless import plan, reference
+from logitless.problems import BY_NAME
 from logitless.rounding import round_to
-from logitless.tolerances import AREAL, GRADIENT, TINY, error
+from logitless.tolerances import AREAL, GRADIENT, TARGET_GRADIENT, THREE_DIGITS, TINY, error
 
 
 class TorchTritonInterpreted(TorchEager):
@@ -339,3 +340,93 @@ def test_what_waited_is_used_once_and_made_anew(impl: Any, counted: list[str]) -
     first, second = (torch.autograd.grad(log_prob.sum(), leaf, retain_graph=True)[0] for _ in range(2))
     assert counted == ["token_gradients", "known_gradients"]
     assert error(impl.numpy(second), impl.numpy(first)) <= GRADIENT[impl.dtype]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics beside log-probabilities
+
+STATED = ("confident", "confident_wrong", "tied", "minus_inf", "banned", "one_class", "trained_bias")
+
+
+def stated(name: str, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A listed problem's arrays, and those of its options that log-probabilities have."""
+    problem = BY_NAME[name].with_dtype(dtype)
+    case = problem.case()
+    options = {field: getattr(problem.options, field) for field in ("logit_scale", "softcap", "ignore_index")}
+    return (case.hidden, case.weight, case.target, case.bias), options
+
+
+@pytest.mark.case(19)
+@in_its_own_dtype
+@pytest.mark.parametrize("name", [*STATED, pytest.param("trained_softcap", marks=SLOW)])
+def test_statistics_and_their_gradients(impl: Any, name: str) -> None:
+    if name.startswith("trained") and impl.name == "torch_triton_interpreted":
+        pytest.skip("interpreted kernels are slow: a large problem is judged on a GPU")
+    arrays, options = stated(name, impl.dtype)
+    g1, g2, g3, g4 = np.random.default_rng(1).standard_normal((4, *arrays[2].shape))
+    true = reference.linear_log_probs(
+        *arrays, log_prob_upstream=g1, entropy_upstream=g2, lse_upstream=g3, squared_upstream=g4, **options
+    )
+    made = impl.run_log_probs(
+        *arrays, log_prob_upstream=g1, entropy_upstream=g2, stats_upstream={"lse": g3, "sum_p_squared": g4},
+        dtype=impl.dtype, **options,
+    )  # fmt: skip
+    for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit", "sum_p_squared"):
+        with np.errstate(invalid="ignore"):  # −inf of two sides
+            assert error(*finite(getattr(made.stats, field), getattr(true.stats, field))) <= TINY["float32"], field
+    assert (made.entropy == made.stats.entropy).all()
+    for key, grad in (("hidden", true.hidden_grad), ("weight", true.weight_grad), ("bias", true.bias_grad)):
+        if made.grads[key] is not None:
+            assert error(made.grads[key], grad) <= GRADIENT[impl.dtype], key
+
+
+def finite(made: Any, true: Any) -> tuple[Any, Any]:
+    """Both, 0 where both have the same infinity."""
+    same = np.isinf(true) & (made == true)
+    return np.where(same, 0.0, made), np.where(same, 0.0, true)
+
+
+@pytest.mark.case(14)
+@in_its_own_dtype
+def test_square_sum_of_confident_tokens(impl: Any) -> None:
+    """p − Σ p² cancels where p is near 1. Every token's gradient keeps its digits."""
+    arrays, options = stated("confident", impl.dtype)
+    true = reference.linear_log_probs(*arrays, log_prob_upstream=0.0, squared_upstream=1.0, **options)
+    made = impl.run_log_probs(
+        *arrays, log_prob_upstream=0.0, stats_upstream={"sum_p_squared": 1.0}, dtype=impl.dtype, **options
+    )
+    for row, expected in zip(made.grads["hidden"], true.hidden_grad, strict=True):
+        assert error(row, expected) <= TARGET_GRADIENT[impl.dtype]
+
+
+@in_its_own_dtype
+def test_square_sum_of_many_classes_far_above_the_target(impl: Any) -> None:
+    """All others are 39.75 nats above the target, where no anchor moves: Σ exp(z − anchor)² is no float32."""
+    if impl.name == "torch_triton_interpreted":
+        pytest.skip("interpreted kernels are slow: a large problem is judged on a GPU")
+    vocab, size = 2**14, 16
+    w = np.zeros((vocab, size), np.float32)
+    w[1:, 0] = 1.0
+    x = np.zeros((2, size), np.float32)
+    x[:, 0] = 39.75
+    y = np.array([0, 1])
+    g = np.array([1.0, 2.0])
+    true = reference.linear_log_probs(x, w, y, log_prob_upstream=0.0, squared_upstream=g)
+    made = impl.run_log_probs(
+        x, w, y, log_prob_upstream=0.0, stats_upstream={"sum_p_squared": g}, dtype=impl.dtype, wrt=("weight",)
+    )
+    assert error(made.stats.sum_p_squared, np.full(2, 1.0 / (vocab - 1))) <= TINY["float32"]
+    assert np.abs(made.grads["weight"] - true.weight_grad).max() <= TINY["float32"]
+
+
+@in_its_own_dtype
+def test_rescued_rows_have_their_square_sums(impl: Any) -> None:
+    """Logits spread over hundreds of nats, so that anchors move after sums were made."""
+    x, w, _, y = some(40, 16, 400, impl.dtype)
+    x = round_to(60 * x, impl.dtype)
+    true = reference.linear_log_probs(x, w, y)
+    chosen = plan(tokens=40, hidden=16, vocab=400, dtype=impl.dtype, order="vocab", chunk=20)
+    made = impl.run_log_probs(x, w, y, stats_upstream={}, plan=chosen, dtype=impl.dtype)
+    assert (true.log_prob < -40).any()
+    assert ((true.stats.sum_p_squared > 0.1) & (true.stats.sum_p_squared < 0.9)).any()
+    assert np.abs(made.stats.sum_p_squared - true.stats.sum_p_squared).max() <= THREE_DIGITS

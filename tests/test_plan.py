@@ -261,7 +261,7 @@ def test_known_plans_for_the_kernels() -> None:
     default, lean = plan(**sizes), plan(**sizes, memory_budget=130 * 2**20)
     assert (default.order, default.chunks, default.one_pass) == ("tokens", 1, True)
     exponentials = 4096 * 128256 * 2
-    assert exponentials < default.scratch_bytes < 1.1 * exponentials
+    assert exponentials < default.scratch_bytes < 1.11 * exponentials
     assert (lean.order, lean.one_pass) == ("vocab", False)
     lower_bits = 128256 * 4096
     for padded in (False, True):

@@ -54,6 +54,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "hidden alone": {"frozen": True},
     "log-probs": {"function": linear_log_probs},
     "log-probs and entropy": {"function": linear_log_probs, "with_entropy": True},
+    "log-probs and statistics": {"function": linear_log_probs, "return_stats": True},
     "held log-probs": {"function": linear_log_probs, "memory_budget": 2**30},
 }
 

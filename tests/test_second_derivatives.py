@@ -59,7 +59,8 @@ def make(name: str, device: str, backend: str) -> tuple[Callable[[Any], Any], An
         "module": lambda x: head(x, y),
         "accumulate": accumulated,
         "log_prob": lambda x: linear_log_probs(x, w, y, backend=backend)[0].sum(),
-        "entropy": lambda x: linear_log_probs(x, w, y, with_entropy=True, backend=backend)[1].sum(),  # type: ignore[union-attr]
+        "entropy": lambda x: linear_log_probs(x, w, y, with_entropy=True, backend=backend)[1].sum(),
+        "squares": lambda x: linear_log_probs(x, w, y, return_stats=True, backend=backend)[2].sum_p_squared.sum(),
         "logits": lambda x: cross_entropy(x @ w.T, y, backend=backend),
         "logits_none": lambda x: cross_entropy(x @ w.T, y, reduction="none", backend=backend).sum(),
         "dpo": lambda x: dpo_loss(x, w, y, reference_log_prob=known, backend=backend),

@@ -165,27 +165,36 @@ def test_ties_take_the_lowest_id_and_outside_ids_are_nan() -> None:
 
 @pytest.mark.case(26)
 @pytest.mark.parametrize("how", ["shard_map", "wrapper"])
-def test_log_probs_and_entropy(how: str) -> None:
+@pytest.mark.parametrize("asked", ["with_entropy", "return_stats"])
+def test_log_probs_and_entropy(how: str, asked: str) -> None:
     x, w, y = arrays()
-    upstream = np.random.default_rng(6).standard_normal((2, len(y))).astype(np.float32)
+    given = {asked: True, "softcap": 5.0}
+    names = ("log_prob", "entropy", "lse", "squared")[: 2 if asked == "with_entropy" else 4]
+    upstream = np.random.default_rng(6).standard_normal((len(names), len(y))).astype(np.float32)
 
     def body(x: Any, w: Any, y: Any) -> Any:
-        return linear_log_probs(x, w, y, with_entropy=True, softcap=5.0, axis_name="vocab", vocab=58)
+        return linear_log_probs(x, w, y, axis_name="vocab", vocab=58, **given)
 
     def values(x: Any, w: Any) -> Any:
         if how == "shard_map":
             return jax.shard_map(body, mesh=VOCAB, in_specs=(P(), P("vocab"), P()), out_specs=P())(x, w, y % 58)
         sharded = sharded_linear_log_probs(BOTH, vocab_axis="vocab", data_axis="data", vocab=58)
-        return sharded(x, w, y % 58, with_entropy=True, softcap=5.0)
+        return sharded(x, w, y % 58, **given)
+
+    def differentiable(x: Any, w: Any) -> Any:
+        made = values(x, w)
+        return (*made[:2], *((made[2].lse, made[2].sum_p_squared) if len(made) == 3 else ())), made[2:]
 
     @jax.jit
     def run(x: Any, w: Any) -> Any:
-        made, backward = jax.vjp(values, x, w)
-        return made, backward(tuple(jnp.asarray(upstream)))
+        made, backward, stats = jax.vjp(differentiable, x, w, has_aux=True)
+        return made[:2], stats, backward(tuple(jnp.asarray(upstream)))
 
-    (log_prob, entropy), (dx, dw) = run(x, w)
-    given = {"log_prob_upstream": upstream[0], "entropy_upstream": upstream[1], "softcap": 5.0}
-    true = reference.linear_log_probs(np.asarray(x), np.asarray(w[:58]), np.asarray(y % 58), **given)
+    (log_prob, entropy), stats, (dx, dw) = run(x, w)
+    upstreams = {f"{name}_upstream": g for name, g in zip(names, upstream, strict=True)}
+    true = reference.linear_log_probs(np.asarray(x), np.asarray(w[:58]), np.asarray(y % 58), softcap=5.0, **upstreams)
+    for field, value in (stats[0]._asdict() if stats else {}).items():
+        assert error(value, getattr(true.stats, field)) <= 2 * TINY["float32"], field
     for made, wanted in ((log_prob, true.log_prob), (entropy, true.entropy), (dx, true.hidden_grad)):
         assert error(made, wanted) <= 2 * TINY["float32"]
     assert error(dw[:58], true.weight_grad) <= 2 * TINY["float32"]

@@ -193,27 +193,36 @@ def log_probs_run(rank: int, case: dict[str, Any], ranks: int) -> Any:
     x.requires_grad_()
     w.requires_grad_()
     y = torch.tensor(case["target"])
-    log_prob, entropy = linear_log_probs(x, w, y, softcap=5.0, with_entropy=True, process_group=group_of(ranks))
-    (log_prob * torch.tensor(case["g1"]) + entropy * torch.tensor(case["g2"])).sum().backward()
-    return [EAGER.numpy(value) for value in (log_prob, entropy, x.grad, w.grad)]
+    given = {"softcap": 5.0, "process_group": group_of(ranks), "backend": case["backend"]}
+    log_prob, entropy, stats = linear_log_probs(x, w, y, return_stats=True, **given)
+    values = (log_prob, entropy, stats.lse, stats.sum_p_squared)
+    sum((value * torch.tensor(case[f"g{n}"])).sum() for n, value in enumerate(values, 1)).backward()  # type: ignore[union-attr]
+    short = linear_log_probs(x, w, y, with_entropy=True, **given)
+    assert torch.equal(torch.stack(short), torch.stack(values[:2]))
+    return [EAGER.numpy(value) for value in (*stats, log_prob, x.grad, w.grad)]
 
 
 @pytest.mark.case(26)
-def test_log_probs_and_entropy_with_a_target_on_each_rank(pool: Ranks) -> None:
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_log_probs_and_statistics_with_a_target_on_each_rank(pool: Ranks, backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
     rng = np.random.default_rng(0)
     edges = [edge for part in shares(43, 4) for edge in (part.start, part.stop - 1)]
     target = np.array([*edges, -100])
     case: dict[str, Any] = {"hidden": rng.standard_normal((9, 12)), "weight": rng.standard_normal((43, 12))}
-    case |= {"target": target, "g1": rng.standard_normal(9), "g2": rng.standard_normal(9)}
-    alone = EAGER.run_log_probs(
-        case["hidden"], case["weight"], target, softcap=5.0, log_prob_upstream=case["g1"], entropy_upstream=case["g2"]
-    )
+    case |= {"target": target, "backend": backend} | {f"g{n}": rng.standard_normal(9) for n in (1, 2, 3, 4)}
+    rounded = (case[name].astype(np.float32) for name in ("hidden", "weight"))
+    true = reference.linear_log_probs(
+        *rounded, target, softcap=5.0, log_prob_upstream=case["g1"], entropy_upstream=case["g2"],
+        lse_upstream=case["g3"], squared_upstream=case["g4"],
+    )  # fmt: skip
     answers = pool.run(log_probs_run, case, 4, ranks=4)
     for made in answers:
-        for value, expected in zip(made, (alone.log_prob, alone.entropy, alone.grads["hidden"]), strict=False):
+        for value, expected in zip(made, (*true.stats, true.log_prob, true.hidden_grad), strict=False):
             assert error(value, expected) <= 4 * TINY["float32"]
-    weight = np.concatenate([made[3] for made in answers])
-    assert error(weight, alone.grads["weight"]) <= 4 * TINY["float32"]
+    weight = np.concatenate([made[-1] for made in answers])
+    assert error(weight, true.weight_grad) <= 4 * TINY["float32"]
 
 
 LOSSES_ON_TOP: dict[str, dict[str, Any]] = {
@@ -434,8 +443,8 @@ def shifts_run(rank: int, backend: str) -> list[Any]:
     """The target's rank stays at its anchor with a logit 39 above it; the other's is rescued at 41."""
     weight = torch.tensor([[0.0], [39.0]] if rank == 0 else [[41.0], [40.5]])
     given = {"process_group": group_of(2), "backend": backend}
-    made = linear_log_probs(torch.ones(1, 1), weight, torch.tensor([0]), with_entropy=True, **given)
-    return [value.item() for value in made]
+    log_prob, entropy, stats = linear_log_probs(torch.ones(1, 1), weight, torch.tensor([0]), return_stats=True, **given)
+    return [value.item() for value in (log_prob, entropy, stats.sum_p_squared)]
 
 
 @pytest.mark.case(23)
@@ -445,7 +454,8 @@ def test_ranks_that_are_rescued_apart(pool: Ranks, backend: str) -> None:
         pytest.importorskip("triton", reason="triton is not installed")
     p = np.exp(np.array([0.0, 39.0, 41.0, 40.5]) - 41.0)
     log_p = np.log(p / p.sum())
-    for log_prob, entropy in pool.run(shifts_run, backend, ranks=2):
+    for log_prob, entropy, squared in pool.run(shifts_run, backend, ranks=2):
+        np.testing.assert_allclose(squared, np.exp(2 * log_p).sum(), rtol=TINY["float32"])
         np.testing.assert_allclose(log_prob, log_p[0], rtol=TINY["float32"])
         np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(), rtol=CHAIN)
 

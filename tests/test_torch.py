@@ -296,3 +296,25 @@ def test_the_import_brings_no_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.case(19)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_log_probs_and_statistics_pass_gradcheck(softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 4), (9, 4), (9,)
+    leaves = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    target = torch.tensor([1, -100, 8, 3, 0])
+
+    def values(x: Any, w: Any, b: Any) -> Any:
+        log_prob, entropy, stats = linear_log_probs(x, w, target, b, softcap=softcap, return_stats=True)
+        return log_prob, entropy, stats.lse, stats.sum_p_squared
+
+    assert torch.autograd.gradcheck(values, leaves)
+
+
+def test_statistics_without_gradient_have_none() -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4)
+    stats = linear_log_probs(x, w, torch.tensor([0, 1, 2]), return_stats=True)[2]
+    with_gradient = {name for name, value in stats._asdict().items() if value.requires_grad}
+    assert with_gradient == {"lse", "entropy", "sum_p_squared"}

@@ -137,10 +137,16 @@ def test_no_grad(device: str, backend: str, name: str) -> None:
 
 
 @pytest.mark.case(24)
-@in_turns("with_entropy training", [(True, True), (True, False), (False, True), (False, False)])
-def test_log_probs(device: str, backend: str, with_entropy: bool, training: bool) -> None:
+@in_turns(
+    "asked training",
+    [(asked, training) for asked in ("nothing", "with_entropy", "return_stats") for training in (True, False)],
+)
+def test_log_probs(device: str, backend: str, asked: str, training: bool) -> None:
+    how = {} if asked == "nothing" else {asked: True}
+
     def function(x: Any, w: Any, b: Any, y: Any) -> Any:
-        return linear_log_probs(x * 2, w, y, b, with_entropy=with_entropy, logit_scale=0.7, backend=backend)
+        made = linear_log_probs(x * 2, w, y, b, logit_scale=0.7, backend=backend, **how)
+        return (*made[:2], *made[2]) if asked == "return_stats" else made
 
     assert_same(function, tensors(device), training)
 

@@ -52,6 +52,10 @@ def losses(backend: str) -> dict[str, Callable[..., Any]]:
         log_prob, entropy = linear_log_probs(x, w, y, b, with_entropy=True, backend=backend)
         return (log_prob * 2 + entropy**2).sum()
 
+    def all_of_log_probs(x: Any, w: Any, b: Any, y: Any) -> Any:
+        log_prob, entropy, stats = linear_log_probs(x, w, y, b, return_stats=True, backend=backend)
+        return (log_prob * 2 + entropy**2 + stats.lse**2 + stats.sum_p_squared.log()).sum()
+
     return {
         "mean": loss(z_loss=1e-3),
         "smooth": loss(label_smoothing=0.1, softcap=5.0),
@@ -62,6 +66,7 @@ def losses(backend: str) -> dict[str, Callable[..., Any]]:
         "chunks": loss(plan=plan_named("chunks", backend)),
         "slices": loss(plan=plan_named("slices", backend)),
         "log_probs": log_probs,
+        "log_probs_statistics": all_of_log_probs,
         "log_prob": lambda x, w, b, y: linear_log_probs(x, w, y, b, backend=backend)[0].sum(),
     }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.planning import ChunkPlan, Preference, check_plan_argument
-from logitless.spec import Reduction, TokenStats, WeightLayout
+from logitless.spec import LogProbResults, Reduction, TokenStats, WeightLayout
 from logitless.torch_impl import autograd, checks
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.call import Arrays, Request, temperatures
@@ -161,39 +161,52 @@ def linear_log_probs(
     temperature: Tensor | float = 1.0,
     ignore_index: int = -100,
     with_entropy: bool = False,
+    return_stats: bool = False,
     plan: ChunkPlan | Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
     weight_layout: WeightLayout = "vd",
     process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """log p(target) and, if asked for, the entropy of every token, without holding the logits.
+) -> LogProbResults[Tensor]:
+    """log p(target) and, if asked for, entropy and statistics of every token, without holding the logits.
 
-        log_prob_i = z_{i,y_i} − lse_i        entropy_i = −Σ_j p_ij log p_ij
+        log_prob_i = z_{i,y_i} − lse_i    entropy_i = −Σ_j p_ij log p_ij    sum_p_squared_i = Σ_j p_ij²
 
-    Both [...] in float32 (float64 for float64 input), differentiable once in hidden, weight and bias for any upstream
-    gradients; both 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6; without entropy, and
+    All [...] in float32 (float64 for float64 input), differentiable once in hidden, weight and bias for any upstream
+    gradients; all 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6; log_prob alone, and
     with a ``memory_budget`` of somewhat more than N·V·itemsize for the kernels ("triton"), 2 and 4: then exponentials
     [N, V] wait in the input dtype from forward to backward.
 
-    Arguments as for :func:`linear_cross_entropy`. Returns (log_prob, entropy), entropy None unless ``with_entropy``.
+    Arguments:
+        with_entropy: also return the entropy.
+        return_stats: also return the entropy and :class:`logitless.TokenStats`, from the same forward. Of the
+            statistics lse, entropy and sum_p_squared are differentiable:
+
+                ∂lse/∂z_j = p_j      ∂entropy/∂z_j = −p_j (log p_j + entropy)
+                ∂sum_p_squared/∂z_j = 2 p_j (p_j − sum_p_squared)
+
+            The others are constants. The Rényi-2 entropy is −log sum_p_squared. stats.entropy is entropy.
+        the others: as for :func:`linear_cross_entropy`.
+
+    Returns (log_prob, entropy), entropy None unless ``with_entropy``; with ``return_stats`` (log_prob, entropy, stats).
     """
     spec.check_backend(backend, BACKENDS)
     check_plan_argument(plan, memory_budget)
-    spec.check_flags(with_entropy=with_entropy, sequence_parallel=sequence_parallel)
+    statistics = spec.wanted_statistics(with_entropy, return_stats)
+    spec.check_flags(sequence_parallel=sequence_parallel)
     each, number = temperatures(temperature)
     weight = checks.laid_out(weight, hidden, weight_layout)
     arrays = Arrays.of_head(hidden, weight, bias, target, each)
     request = Request(
         "none", ignore_index, 0.0, 0.0, logit_scale, softcap, number, _fields(plan), memory_budget, backend,
-        with_entropy, True, group=process_group, sequence_parallel=sequence_parallel,
+        statistics, True, group=process_group, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     if _is_apart(arrays, request):
-        (log_prob, *entropy), _ = sharding.values(arrays, None, request)
+        (log_prob, *more), _ = sharding.values(arrays, None, request)
     else:
-        log_prob, *entropy = _values(arrays, None, request)
-    return log_prob, entropy[0] if with_entropy else None
+        log_prob, *more = _values(arrays, None, request)
+    return spec.log_prob_results(statistics, log_prob, more)
 
 
 def _fields(plan: ChunkPlan | Preference | None) -> tuple[Any, ...] | str | None:
@@ -208,7 +221,7 @@ def _is_apart(arrays: Arrays, request: Request) -> bool:
 
 @tracing.kept_whole
 def _values(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -> tuple[Tensor, ...]:
-    """The loss and, if asked for, lse and the statistics; or log-probabilities and, if asked for, entropies."""
+    """:func:`autograd.values` of a call on one device."""
     arrays, request = Arrays(*arrays), Request(*request)
     tracing.check_transforms("linear_log_probs" if request.log_probs else "linear_cross_entropy")
     plain, call = first_check.checked(lambda: checks.ready(arrays, normalizer, request))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -68,7 +68,7 @@ class Steps(Protocol):
 
     def log_probs_gradients(
         self, arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None,
-        g_log_prob: Tensor, g_entropy: Tensor | None, /,
+        upstream: Sequence[Tensor | None], /,
     ) -> Gradients: ...  # fmt: skip
 
 
@@ -140,8 +140,8 @@ def reverse_only(name: str) -> staticmethod[..., NoReturn]:
 
 
 def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tuple[Tensor, ...]:
-    """The loss and, if asked for, lse and the eight statistics; or the log-probabilities and, if asked for, the
-    entropies."""
+    """The loss and, if asked for, lse and the statistics; or the log-probabilities and the statistics of
+    :func:`spec.log_prob_statistics`."""
     if call.log_probs:
         results = LinearLogProbsFunction.apply(call, *arrays.head)  # type: ignore[no-untyped-call]
     else:
@@ -192,7 +192,7 @@ def _weight_gradients(
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The loss, lse and the eight statistics (or Nones), from hidden, weight, bias and what is not differentiated.
+    """The loss, lse and the statistics (or Nones), from hidden, weight, bias and what is not differentiated.
 
     Gradients that the forward has begun wait in ctx.waiting for the upstream scalar. The first backward takes them.
     """
@@ -231,25 +231,29 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 class LinearLogProbsFunction(torch.autograd.Function):
-    """log p(target) and entropy (or None) per token. The backward computes all gradients."""
+    """log p(target) and the statistics per token. The backward computes all gradients."""
 
     @staticmethod
     def forward(
         ctx: Context, call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
         temperature: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         arrays = Arrays.of_head(hidden, weight, bias, target, temperature)
         needs = _needs(ctx.needs_input_grad[1:], call, arrays)
         step = _steps(call).log_probs(arrays, call, needs)
         ctx.call, ctx.needs, ctx.waiting = call, needs, step.waiting
         ctx.save_for_backward(*arrays.head, *step.saved)
-        return own(step.log_prob), None if step.entropy is None else own(step.entropy)
+        ctx.set_materialize_grads(False)
+        results = tuple(map(own, (step.log_prob, *step.stats)))
+        ctx.mark_non_differentiable(*results[call.differentiable :])
+        return results
 
     jvp = reverse_only("linear_log_probs")
 
     @staticmethod
     @differentiable_once("linear_log_probs")
-    def backward(ctx: Context, kept: tuple[Tensor, ...], g_log_prob: Tensor, g_entropy: Tensor | None) -> Derivatives:
+    def backward(ctx: Context, kept: tuple[Tensor, ...], *upstream: Tensor | None) -> Derivatives:
         waiting, call, arrays = _take(ctx), ctx.call, Arrays.of_head(*kept[:5])
-        gradients = _steps(call).log_probs_gradients(arrays, call, ctx.needs, kept[5:], waiting, g_log_prob, g_entropy)
+        upstream = upstream[: call.differentiable]
+        gradients = _steps(call).log_probs_gradients(arrays, call, ctx.needs, kept[5:], waiting, upstream)
         return None, gradients.hidden, gradients.weight, gradients.bias, None, None

@@ -15,7 +15,7 @@ from torch import Tensor
 from logitless import spec
 from logitless.planning import ChunkPlan
 from logitless.scratch import Kind
-from logitless.spec import LossOptions
+from logitless.spec import LossOptions, Statistics
 from logitless.torch_impl.call import Arrays, Call, Gradients, Inputs, KnownRows, Layout, Needs, TokenSums
 from logitless.torch_impl.distributed.parallel import Shard
 
@@ -70,7 +70,9 @@ class Backend(Protocol[Prepared]):
     def normalizer(self, inputs: Prepared, options: LossOptions, normalizer: Tensor | float | None, /) -> Tensor:
         """[] what the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 1 for the others."""
 
-    def token_sums(self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, statistics: bool, /) -> TokenSums:
+    def token_sums(
+        self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, statistics: Statistics, /
+    ) -> TokenSums:
         """[N] each: what the forward knows of every token. 2·N·D·V flops."""
 
     def losses(self, inputs: Prepared, options: LossOptions, sums: TokenSums, /) -> Tensor:

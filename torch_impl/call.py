@@ -18,7 +18,7 @@ from torch import Tensor
 from logitless import numerics
 from logitless.planning import ChunkPlan, Preference
 from logitless.scratch import Kind
-from logitless.spec import LossOptions, Reduction, TokenStats
+from logitless.spec import STATISTICS, LossOptions, Reduction, Statistics, differentiable_statistics
 from logitless.torch_impl.distributed.deferred import DeferredWeightGrad
 from logitless.torch_impl.distributed.parallel import Shard
 
@@ -88,8 +88,8 @@ class Request(NamedTuple):
     """The fields of a ChunkPlan, or which plan is preferred."""
     memory_budget: int | None
     backend: str | None
-    statistics: bool
-    """Of a loss its statistics, of log-probabilities the entropy."""
+    statistics: Statistics
+    """Of a loss none or all."""
     log_probs: bool = False
     """Whether log-probabilities are asked for, and not a loss."""
     lse: bool = False
@@ -126,7 +126,7 @@ class Call:
     """Inside torch.compile a ChunkPlan's tokens and token_chunk may be symbols."""
     compute_dtype: torch.dtype
     """The dtype of the products' operands: the arrays' own, or autocast's."""
-    statistics: bool
+    statistics: Statistics
     differentiate: bool
     """Whether autograd is recording."""
     backend: Kind
@@ -149,12 +149,14 @@ class Call:
     @property
     def differentiable(self) -> int:
         """How many of the results have a gradient. They come first."""
-        return 1 + (self.statistics if self.log_probs else self.lse)
+        return 1 + (len(differentiable_statistics(self.statistics)) if self.log_probs else self.lse)
 
     @property
-    def fields(self) -> int:
-        """How many statistics a loss gives."""
-        return len(TokenStats._fields) if self.statistics else 0
+    def constants(self) -> int:
+        """How many of the results are statistics without gradient."""
+        if self.statistics is not True:
+            return 0
+        return len(STATISTICS) - (self.differentiable - 1 if self.log_probs else 0)
 
     @property
     def chunk_plan(self) -> ChunkPlan:

@@ -16,7 +16,7 @@ from torch import Tensor
 from logitless import numerics
 from logitless.objectives import Tile
 from logitless.scratch import ANCHOR_ROWS
-from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, LossOptions
+from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, SQUARED_SCALE, LossOptions, Statistics, class_sums
 from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype, empty_like_weight
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
@@ -207,50 +207,55 @@ def tile_gradients(
 
 
 class RunningSums:
-    """s_i = Σ_{j ≠ y_i} exp(z_ij − anchor_i) over the blocks seen so far, and what else was asked for."""
+    """s_i = Σ_{j ≠ y_i} exp(z_ij − anchor_i) over the blocks seen so far, and what else of CLASS_SUMS was asked for."""
 
-    def __init__(self, target_logit: Tensor, target: Tensor, statistics: bool) -> None:
+    def __init__(self, target_logit: Tensor, target: Tensor, statistics: Statistics) -> None:
         self.target_logit = target_logit
         self.target = target
         self.anchor = target_logit.clamp(min=LOWEST_ANCHOR)
-        self.s = torch.zeros_like(target_logit)
-        self.highest = torch.full_like(target_logit, -torch.inf)
-        self.statistics = statistics
-        if statistics:
-            self.gap_sum = torch.zeros_like(target_logit)  # Σ exp(z − anchor) (z − anchor), without the target
-            self.lowest = torch.full_like(target_logit, torch.inf)
-            self.argmax = torch.zeros_like(target)
+        self.sums = {name: torch.zeros_like(target_logit) for name in class_sums(statistics)}
+        self.sums["highest"] = torch.full_like(target_logit, -torch.inf)
+        self.extremes = statistics is True
+        if self.extremes:
+            self.sums |= {"lowest": torch.full_like(target_logit, torch.inf), "argmax": torch.zeros_like(target)}
+
+    @property
+    def s(self) -> Tensor:
+        return self.sums["s"]
+
+    @property
+    def highest(self) -> Tensor:
+        return self.sums["highest"]
 
     def observe(self, z: Tensor, start: int) -> None:
         """Maximum (and minimum and first index of the maximum) of a block of logits."""
-        block_highest = z.amax(dim=1)
-        if self.statistics:
-            self.argmax = torch.where(block_highest > self.highest, z.argmax(dim=1) + start, self.argmax)
-            self.lowest = torch.minimum(self.lowest, z.amin(dim=1))
-        self.highest = torch.maximum(self.highest, block_highest)
+        sums, block_highest = self.sums, z.amax(dim=1)
+        if self.extremes:
+            best = z.argmax(dim=1) + start
+            sums["argmax"] = torch.where(block_highest > sums["highest"], best, sums["argmax"])
+            sums["lowest"] = torch.minimum(sums["lowest"], z.amin(dim=1))
+        sums["highest"] = torch.maximum(sums["highest"], block_highest)
 
     def rescue(self, highest: Tensor) -> None:
         """Move the anchor of a row to its maximum where exponents would grow too large; rescale what was summed."""
         moved = torch.where(highest - self.anchor > RESCUE_NATS, highest, self.anchor)
-        step = self.anchor - moved
-        factor = torch.exp(step)
-        if self.statistics:
-            self.gap_sum = factor * (self.gap_sum + self.s * step)
-        self.s = self.s * factor
+        self.sums |= numerics.moved_sums(XP, self.sums, self.anchor - moved)
         self.anchor = moved
 
     def exponentiate(self, z: Tensor, start: int) -> Tensor:
         """exp(z − anchor) in place of z, 0 at the target, added to the sums."""
         set_target(z, self.target, start, -torch.inf)
-        gaps = z.sub_(self.anchor.unsqueeze(1))
-        if not self.statistics:
+        gaps, sums = z.sub_(self.anchor.unsqueeze(1)), self.sums
+        if "gap_sum" not in sums:
             e = gaps.exp_()
         else:
             gaps.clamp_(min=LOWEST_GAP)
             e = gaps.exp()
-            self.gap_sum += gaps.mul_(e).sum(dim=1)
+            sums["gap_sum"] += gaps.mul_(e).sum(dim=1)
+            if "squares" in sums:
+                sums["squares"] += torch.mul(e, SQUARED_SCALE, out=gaps).square_().sum(dim=1)
             e = gaps.copy_(e)
-        self.s += e.sum(dim=1)
+        sums["s"] += e.sum(dim=1)
         return e
 
     def e_target(self) -> Tensor:
@@ -261,33 +266,30 @@ class RunningSums:
         """The sums of all ranks instead of this one's; returns Σ_j k_j z_ij, if it is among them."""
         if not shard.split:
             return logit_sum
-        record = parallel.Record(self.anchor, self.s, logit_sum=logit_sum)
-        if self.statistics:
-            ids = self.argmax + shard.start
-            record = dataclasses.replace(
-                record, gap_sum=self.gap_sum, highest=self.highest, lowest=self.lowest, argmax=ids
-            )
+        record = {"anchor": self.anchor, **self.sums}
+        if self.extremes:
+            record["argmax"] = self.sums["argmax"] + shard.start
+        else:
+            del record["highest"]  # which nobody asks for any more
+        if logit_sum is not None:
+            record["logit_sum"] = logit_sum
         lines = parallel.exchange(shard, record)
-        self.anchor, self.s = lines.anchor, lines.s.sum(dim=0)
-        if self.statistics:
-            assert lines.gap_sum is not None
-            assert lines.lowest is not None
-            self.gap_sum, self.lowest = lines.gap_sum.sum(dim=0), lines.lowest.amin(dim=0)
-            self.highest, self.argmax = lines.best()
-        return None if lines.logit_sum is None else lines.logit_sum.sum(dim=0)
+        self.anchor, merged = lines.anchor, lines.merged()
+        logit_sum = merged.pop("logit_sum", None)
+        self.sums |= merged
+        return logit_sum
 
     def finish(self, weighted_logits: Tensor | None) -> TokenSums:
-        gap_sum = self.gap_sum if self.statistics else None
-        log_total, entropy = numerics.finish_sums(XP, self.target_logit, self.anchor, self.s, gap_sum)
-        return TokenSums(
-            target_logit=self.target_logit,
-            anchor=self.anchor,
-            log_total=log_total,
-            weighted_logits=weighted_logits,
-            entropy=entropy,
-            argmax=self.argmax.to(torch.int32) if self.statistics else None,
-            max_logit=self.highest if self.statistics else None,
-            min_logit=self.lowest if self.statistics else None,
+        sums, known = self.sums, (self.target_logit, self.anchor, self.s)
+        log_total, entropy = numerics.finish_sums(XP, *known, sums.get("gap_sum"))
+        found = TokenSums(self.target_logit, self.anchor, log_total, weighted_logits, entropy)
+        if not self.extremes:
+            return found
+        return found._replace(
+            argmax=sums["argmax"].to(torch.int32),
+            max_logit=sums["highest"],
+            min_logit=sums["lowest"],
+            others_squared=numerics.squared_shares(XP, *known, sums["squares"]),
         )
 
 

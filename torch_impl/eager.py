@@ -21,7 +21,7 @@ from torch import Tensor
 from logitless import numerics
 from logitless.planning import ChunkPlan
 from logitless.scratch import slices
-from logitless.spec import LOWEST_GAP, LossOptions
+from logitless.spec import LOWEST_GAP, LossOptions, Statistics
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import (
     XP,
@@ -83,7 +83,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
+def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
     inputs = chunk.counted(inputs)
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
@@ -333,11 +333,15 @@ def _known_block(
     """The matrix of :class:`KnownRows` in place of a block of logits, but for the target's element."""
     slope = chunk.slope(z, options, temperature) if options.softcap is not None else None
     z.sub_(known.anchor[rows].unsqueeze(1)).sub_(known.log_total[rows].unsqueeze(1))
-    if known.gamma is not None:
+    if known.gamma is not None or known.delta is not None:
         assert known.alpha is not None
-        z.clamp_(min=LOWEST_GAP)
-        coefficient = (z * known.gamma[rows].unsqueeze(1)).add_(known.alpha[rows].unsqueeze(1))
-        z.exp_().mul_(coefficient)
+        coefficient = known.alpha[rows].unsqueeze(1).repeat(1, z.shape[1])
+        if known.gamma is not None:
+            coefficient.addcmul_(z.clamp_(min=LOWEST_GAP), known.gamma[rows].unsqueeze(1))
+        z.exp_()
+        if known.delta is not None:
+            coefficient.addcmul_(z, known.delta[rows].unsqueeze(1))
+        z.mul_(coefficient)
     else:
         z.exp_()
         if known.alpha is not None:

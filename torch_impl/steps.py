@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from logitless import numerics
 from logitless.planning import ChunkPlan
-from logitless.spec import TokenStats
+from logitless.spec import Statistics, TokenStats, differentiable_statistics, log_prob_statistics
 from logitless.torch_impl.backend import Waiting, adds_in_one_pass, backend_named
 from logitless.torch_impl.call import (
     NO_GRADIENTS,
@@ -71,7 +71,8 @@ class LogProbs(NamedTuple):
     """What the forward of log-probabilities leaves."""
 
     log_prob: Tensor
-    entropy: Tensor | None
+    stats: tuple[Tensor, ...]
+    """Those of :func:`spec.log_prob_statistics`."""
     saved: tuple[Tensor, ...]
     waiting: Waiting | None
     """As in :class:`Loss`."""
@@ -120,7 +121,7 @@ def _prepare(arrays: Arrays, call: Call) -> Inputs:
 
 
 def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
-    """The loss, lse (or None), the eight statistics (or Nones), and what the backward needs for the gradients
+    """The loss, lse (or None), the statistics (or Nones), and what the backward needs for the gradients
     ``needs``."""
     if call.backend == "triton" and not isinstance(normalizer, Tensor | None) and abs(normalizer) < LARGEST_NUMBER:
         # A number that may change with every batch is no part of what a repeated step has written down.
@@ -130,23 +131,23 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: N
 
 
 def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
-    options, backend = call.options, backend_named(call.backend)
+    options, backend, statistics = call.options, backend_named(call.backend), call.statistics is True
     waiting: Waiting | None = None
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         norm = backend.normalizer(inputs, options, normalizer)
         if needs.any and one_pass(call):
-            sums, waiting = backend.loss_gradients(inputs, options, call.chunk_plan, norm, needs, call.statistics)
+            sums, waiting = backend.loss_gradients(inputs, options, call.chunk_plan, norm, needs, statistics)
         elif needs.any and holds(call):
-            sums, waiting = backend.token_gradients(inputs, options, call.chunk_plan, needs, call.statistics)
+            sums, waiting = backend.token_gradients(inputs, options, call.chunk_plan, needs, statistics)
         else:
-            sums = backend.token_sums(inputs, options, call.chunk_plan, call.statistics)
+            sums = backend.token_sums(inputs, options, call.chunk_plan, statistics)
         if options.reduction == "none":
             total = shaped(backend.losses(inputs, options, sums), arrays.target.shape)
         else:
             total = backend.total_loss(inputs, options, sums, norm)
         lse = shaped(sums.lse.masked_fill(~inputs.valid, 0.0), arrays.target.shape) if call.lse else None
-        found = numerics.token_stats(XP, inputs, sums) if call.statistics else (None,) * len(TokenStats._fields)
+        found = numerics.token_stats(XP, inputs, sums) if statistics else (None,) * len(TokenStats._fields)
         stats = tuple(None if value is None else shaped(value, arrays.target.shape) for value in found)
     kept = needs.any or call.deferred is not None
     saved = (norm, sums.target_logit, sums.anchor, sums.log_total) if kept else ()
@@ -219,7 +220,7 @@ def _logsumexp(arrays: Arrays, call: Call) -> Tensor:
 
 
 def log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
-    """log p(target) and entropy (or None) per token, and what the backward needs if any gradient is wanted."""
+    """log p(target) and the statistics per token, and what the backward needs if any gradient is wanted."""
     return _run_step("log_probs", arrays, call, needs, lambda call: _log_probs(arrays, call, needs))
 
 
@@ -234,41 +235,60 @@ def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
             sums = backend.token_sums(inputs, call.options, call.chunk_plan, call.statistics)
         ignored, shape = ~inputs.valid, arrays.target.shape
         log_prob = shaped((-sums.nll).masked_fill(ignored, 0.0), shape)
-        # Without tokens, sums may have an entropy that nobody asked for.
-        entropy = sums.entropy if call.statistics else None
-        shown = None if entropy is None else shaped(entropy.masked_fill(ignored, 0.0), shape)
-    saved = (sums.target_logit, sums.anchor, sums.log_total, *(() if entropy is None else (entropy,)))
-    return LogProbs(log_prob, shown, saved if needs.any else (), waiting)
+        found: dict[str, Tensor] = {}
+        if call.statistics is True:
+            found = numerics.token_stats(XP, inputs, sums)._asdict()
+        elif call.statistics:
+            assert sums.entropy is not None
+            found = {"entropy": sums.entropy.masked_fill(ignored, 0.0)}
+    stats = tuple(shaped(found[name], shape) for name in log_prob_statistics(call.statistics))
+    if not needs.any:
+        return LogProbs(log_prob, stats, (), waiting)
+    more = (getattr(sums, name) for name in kept_sums(call.statistics))
+    return LogProbs(log_prob, stats, (sums.target_logit, sums.anchor, sums.log_total, *more), waiting)
+
+
+def kept_sums(statistics: Statistics) -> tuple[str, ...]:
+    """What the backward of log-probabilities needs of a token's sums beside those that every backward needs."""
+    if statistics is True:
+        return ("entropy", "others_squared")
+    return ("entropy",) if statistics else ()
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, g_log_prob: Tensor,
-    g_entropy: Tensor | None,
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None,
+    upstream: Sequence[Tensor | None],
 ) -> Gradients:  # fmt: skip
-    """The gradients, when both upstream gradients have arrived: finished from what waits, else recomputed."""
+    """The gradients, when all upstream gradients have arrived: finished from what waits, else recomputed.
+
+    upstream: of log_prob and of the statistics that have one, in their order; None: 0.
+    """
     if waiting is not None:
         with _no_autocast(arrays):
-            return _cast(waiting.finish(-g_log_prob.to(saved[0].dtype)), arrays)
+            assert upstream[0] is not None
+            return _cast(waiting.finish(-upstream[0].to(saved[0].dtype)), arrays)
     return _run_step(
         "log_probs_gradients", arrays, call, needs,
-        lambda call: _known_log_probs(arrays, call, needs, saved, g_log_prob, g_entropy), *saved, g_log_prob, g_entropy,
+        lambda call: _known_log_probs(arrays, call, needs, saved, upstream), *saved, *upstream,
     )  # fmt: skip
 
 
 def _known_log_probs(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], g_log_prob: Tensor, g_entropy: Tensor | None
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], upstream: Sequence[Tensor | None]
 ) -> Gradients:
     target_logit, anchor, log_total, *rest = saved
-    entropy: Tensor | None = rest[0] if rest else None
     backend = backend_named(call.backend)
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
-        sums = TokenSums(target_logit, anchor, log_total, entropy=entropy)
+        sums = TokenSums(target_logit, anchor, log_total, **dict(zip(kept_sums(call.statistics), rest, strict=True)))
 
         def row_upstream(g: Tensor) -> Tensor:
             return numerics.row_upstream(XP, inputs, call.options, inputs.wide(g.reshape(-1)))
 
-        g2 = None if g_entropy is None else row_upstream(g_entropy)
-        known = numerics.known_log_prob_rows(XP, inputs, call.options, sums, row_upstream(g_log_prob), g2)
+        g_log_prob, *others = upstream
+        g1 = torch.zeros_like(anchor) if g_log_prob is None else row_upstream(g_log_prob)
+        named = zip(differentiable_statistics(call.statistics), others, strict=True)
+        g = {name: row_upstream(values) for name, values in named if values is not None}
+        known = numerics.known_log_prob_rows(XP, inputs, call.options, sums, g1, g)
         gradients = backend.known_gradients(inputs, call.options, call.chunk_plan, known, known.factor, needs)
         return _cast(gradients, arrays)

@@ -16,8 +16,8 @@ ZIPF = 1.0
 
 
 def make(problem: Problem) -> Arrays:
-    """Every array of the call by the name of its argument, "upstream" and, with an entropy or lse, "upstream_entropy"
-    or "upstream_lse"."""
+    """Every array of the call by the name of its argument, "upstream" and, with an entropy, lse or sum of squares,
+    "upstream_entropy", "upstream_lse" or "upstream_squared"."""
     rng = problem.rng()
     if problem.function == "padded_index_gather":
         return _gather(problem, rng)
@@ -230,10 +230,13 @@ def _upstreams(problem: Problem, rng: Any) -> Arrays:
         arrays["upstream"] = rng.standard_normal(shape)
     if problem.blemish.endswith("upstream"):
         arrays["upstream"].flat[rng.integers(problem.tokens)] = np.nan if problem.blemish.startswith("nan") else np.inf
-    if problem.options.get("with_entropy"):
+    stated = problem.function == "linear_log_probs" and problem.options.get("return_stats", False)
+    if problem.options.get("with_entropy") or stated:
         arrays["upstream_entropy"] = rng.standard_normal(problem.shape)
-    if problem.options.get("return_lse"):
+    if problem.options.get("return_lse") or stated:
         arrays["upstream_lse"] = rng.standard_normal(problem.shape)
+    if stated:
+        arrays["upstream_squared"] = rng.standard_normal(problem.shape)
     if problem.upstream == "expanded":
         arrays = {name: _shared(values, "broadcast") for name, values in arrays.items()}
     return {name: round_to(values, side_dtype(problem)) for name, values in arrays.items()}

@@ -27,6 +27,28 @@ class _Values:
     log_prob: Any
     entropy: Any
 
+    def of_statistics(self, g3: Any, g4: Any) -> tuple[Any, Any]:
+        """The gradient of Σ g3 · lse + g4 · Σ_j p_j², and magnitudes of what it is a sum of."""
+        g3, g4 = (np.asarray(g, np.float64).reshape(-1, 1) for g in (g3, g4))
+        rows, y, best = np.arange(len(self.p)), self.head.y, self.p.argmax(1)
+        total = (self.p**2).sum(1, keepdims=True)
+
+        def apart(at: Any) -> tuple[Any, Any]:
+            """1 − p there, and the others' squares."""
+            others = self.p.copy()
+            others[rows, at] = 0.0
+            return others.sum(1), (others**2).sum(1)
+
+        less, size = self.p - total, self.p + total
+        left, squares = apart(best)
+        less[rows, best] = self.p[rows, best] * left - squares
+        left, squares = apart(y)  # of the target p − Σ p² is no difference
+        size[rows, y] = self.p[rows, y] * left + squares
+        dz = np.where(g3 == 0, 0.0, self.p * g3) + np.where(g4 == 0, 0.0, 2 * g4 * self.p * less)
+        gross = self.p * np.abs(g3) + 2 * np.abs(g4) * self.p * size
+        valid = self.head.valid[:, None]
+        return np.where(valid, dz * self.slope, 0.0), np.where(valid, gross * self.scale, 0.0)
+
     def gross(self, g1: Any, g2: Any) -> Any:
         """Magnitudes of what :meth:`gradient` is a sum of."""
         g1, g2 = (np.abs(np.asarray(g, np.float64).reshape(-1, 1)) for g in (g1, g2))
@@ -83,9 +105,12 @@ def log_probs(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
         allowed = tiny * norm_of((1 + 2 * magnitude) * (1 + np.log(max(2, problem.vocab))))
         outputs["entropy"] = Expected(values.entropy, allowed, wide, undecided=bool(outside.any()))
         g2 = np.where(outside, 0.0, arrays["upstream_entropy"])
-    return outputs | products(
-        problem, arrays, values.head, values.gradient(g1, g2), values.gross(g1, g2), outside, None
-    )
+    gradient, gross = values.gradient(g1, g2), values.gross(g1, g2)
+    if "upstream_squared" in arrays:
+        of_stats = (np.where(outside, 0.0, arrays[name]) for name in ("upstream_lse", "upstream_squared"))
+        more, more_gross = values.of_statistics(*of_stats)
+        gradient, gross = gradient + more, gross + more_gross
+    return outputs | products(problem, arrays, values.head, gradient, gross, outside, None)
 
 
 def token_log_probs(problem: Problem, arrays: Arrays) -> dict[str, Expected]:

@@ -114,7 +114,7 @@ class Problem:
 
 # The differentiable results by function, where they are no loss.
 RESULTS = {
-    "linear_log_probs": ("log_prob", "entropy"),
+    "linear_log_probs": ("log_prob", "entropy", "lse", "sum_p_squared"),
     "linear_token_log_probs": ("log_prob",),
     "linear_top_k": ("log_prob",),
     "padded_index_gather": ("output",),
@@ -264,6 +264,8 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
             options["return_stats"] = True
     elif function == "linear_log_probs":
         options["with_entropy"] = dice.chance(0.6)
+        if dice.chance(0.4):
+            options["return_stats"] = True
     elif function == "linear_token_log_probs":
         arrays["ids"] = f"{dice.one({'own': 0.7, 'shared': 0.3})} {dice.one((1, 2, 3, 7, 40))}"
     elif function == "linear_top_k":

@@ -74,7 +74,7 @@ def _laid_out(values: Any, layout: str) -> Any:
 
 
 def _outputs(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
-    names = ("upstream", "upstream_entropy", "upstream_lse")
+    names = ("upstream", "upstream_entropy", "upstream_lse", "upstream_squared")
     inputs = {name: array for name, array in arrays.items() if name not in names}
     options = dict(problem.options) | plan_arguments(problem)
     if problem.function != "padded_index_gather":
@@ -90,6 +90,8 @@ def _outputs(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
         results = results if isinstance(results, tuple) else (results,)
         results, stats = (results[:-1], results[-1]) if has_stats else (results, None)
         stats = Found(stats) if top else stats
+        if has_stats and problem.function == "linear_log_probs":
+            results = (*results, stats.lse, stats.sum_p_squared)
         return tuple(m for m in results if m is not None), stats
 
     def downstream(chosen: dict[str, Any], rest: dict[str, Any], gs: tuple[Any, ...]) -> Any:

@@ -16,7 +16,7 @@ from bench.fuzzing.problems import RESULTS, Found, Problem
 from logitless import torch_impl
 
 JUNK_ID = 10**6
-MORE_UPSTREAMS = ("upstream_entropy", "upstream_lse")
+MORE_UPSTREAMS = ("upstream_entropy", "upstream_lse", "upstream_squared")
 
 
 def run(problem: Problem, arrays: Arrays) -> dict[str, Any]:
@@ -133,7 +133,10 @@ class _Run:
             stats = more[0] if self.options.get("return_stats") else None
             self.deferred = more[-1] if "defer" in self.problem.extras else None
         elif self.options.get("return_stats"):
-            returned, stats = returned
+            *results, stats = returned
+            returned = results[0]
+            if self.problem.function == "linear_log_probs":
+                returned = (*results, stats.lse, stats.sum_p_squared)
         elif self.problem.function == "linear_top_k":
             returned, ids = returned
             stats = Found(ids)

@@ -82,6 +82,19 @@ def _cross_entropy(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     return outputs | products(problem, arrays, head, dz, gross, outside, ideal)
 
 
+def _log_probs(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
+    outputs = per_token.log_probs(problem, arrays)
+    if not problem.options.get("return_stats"):
+        return outputs
+    head, (target, outside) = head_of(problem, arrays), inside(problem, arrays["target"])
+    options = {name: problem.options[name] for name in LOSS_OPTIONS if name in problem.options}
+    options |= {"temperature": arrays["temperature"]} if "temperature" in arrays else {}
+    raw = head.raw.reshape(*problem.shape, problem.vocab)
+    stats = reference.cross_entropy(raw, target, **options | {"reduction": "none"}).stats
+    found = _stats(problem, stats, head.magnitude, outside)
+    return outputs | {name: found[f"stats.{name}"] for name in ("lse", "sum_p_squared")} | found
+
+
 def _zero_outside(upstream: Any, outside: Any, options: dict[str, Any]) -> Any:
     return np.where(outside, 0.0, upstream) if options.get("reduction") == "none" else upstream
 
@@ -122,7 +135,7 @@ def _stats(problem: Problem, stats: Any, magnitude: Any, outside: Any) -> dict[s
     """Values per token. argmax and correct are looked at by the judge of ties: not here."""
     tiny = TINY[wide_dtype(problem.dtype)]
     outputs = {}
-    for name in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
+    for name in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit", "sum_p_squared"):
         values = np.where(outside, np.nan, getattr(stats, name))
         rows = tiny * (
             1.0 + 2.0 * magnitude.reshape(problem.shape) + np.abs(np.where(np.isfinite(values), values, 0.0))
@@ -170,7 +183,7 @@ def _gather(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
 
 
 _TRUTHS = {
-    "linear_cross_entropy": _cross_entropy, "cross_entropy": _cross_entropy, "linear_log_probs": per_token.log_probs,
+    "linear_cross_entropy": _cross_entropy, "cross_entropy": _cross_entropy, "linear_log_probs": _log_probs,
     "clipped_policy_loss": per_token.policy, "dpo_loss": per_token.dpo, "kto_loss": per_token.kto,
     "distillation_loss": per_token.distillation,
     "sparse_distillation_loss": per_token.from_targets, "dense_distillation_loss": per_token.from_targets,

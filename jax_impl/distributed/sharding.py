@@ -39,10 +39,10 @@ from logitless.jax_impl.call import (
 )
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
-from logitless.spec import TokenStats
+from logitless.spec import LogProbResults, TokenStats
 
 Results = vjp.LossAndLse | vjp.LogProbs
-"""The loss, lse or None and statistics or None; or log-probabilities and entropies or None."""
+"""The loss, lse or None and statistics or None; or log-probabilities and statistics."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -156,7 +156,14 @@ class _Setup:
     @property
     def output_specs(self) -> tuple[P, ...]:
         tokens = self.layout.specs().target
-        return (tokens, tokens) if self.request.log_probs else (P() if self.scalar else tokens, tokens, tokens)
+        if self.request.log_probs:
+            return (tokens,) * (1 + len(spec.log_prob_statistics(self.request.statistics)))
+        return (P() if self.scalar else tokens, tokens, tokens)
+
+    @property
+    def differentiable(self) -> int:
+        """How many of the results may have a gradient. They come first."""
+        return 1 + len(spec.differentiable_statistics(self.request.statistics)) if self.request.log_probs else 2
 
     def map(
         self, body: Callable[Arguments, Result], in_specs: Pytree, out_specs: Pytree
@@ -196,7 +203,7 @@ def _sharded_backward(
 ) -> tuple[Arrays[Array | None]]:
     (call, likes, kept), flags = unpacked(residuals)
     needs, layout = Needs(*flags), setup.layout
-    upstream = tuple(map(vjp.arrived, cotangents[:2]))  # those of statistics are none
+    upstream = tuple(map(vjp.arrived, cotangents[: setup.differentiable]))  # the others have none
     if all(cotangent is None for cotangent in upstream):
         return (vjp.NO_COTANGENTS,)
     gradients: Callable[..., Gradients] = vjp.log_probs_gradients if setup.request.log_probs else vjp.loss_gradients
@@ -210,7 +217,7 @@ def _sharded_backward(
         return cotangents._replace(weight=weight, bias=bias)
 
     specs = layout.specs()
-    in_specs = (P(layout.axes), setup.output_specs[:2])
+    in_specs = (P(layout.axes), setup.output_specs[: setup.differentiable])
     return (setup.map(body, in_specs, specs)(kept, upstream),)
 
 
@@ -301,19 +308,20 @@ def sharded_linear_log_probs(
     data_axis: AxisName | None = None,
     vocab: int | None = None,
     sequence_parallel: bool = False,
-) -> Callable[..., tuple[Array, Array | None]]:
+) -> Callable[..., LogProbResults[Array]]:
     """:func:`linear_log_probs` of arrays that lie on ``mesh``; see :func:`sharded_linear_cross_entropy`."""
     layout = Layout(mesh, vocab_axis, data_axis, vocab, sequence_parallel)
 
     @taking_wrappers
     def log_probs(
         hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, with_entropy: bool = False,
-        **options: Any,
-    ) -> tuple[Array, Array | None]:  # fmt: skip
+        return_stats: bool = False, **options: Any,
+    ) -> LogProbResults[Array]:  # fmt: skip
         _check_options(linear_log_probs, options)
         own, number = temperatures(options.pop("temperature", 1.0))
-        request = Request(reduction="none", statistics=with_entropy, log_probs=True, temperature=number, **options)
-        log_prob, entropy = _run(layout, Arrays(hidden, weight, bias, target, temperature=own), request)  # type: ignore[misc]
-        return log_prob, entropy
+        statistics = spec.wanted_statistics(with_entropy, return_stats)
+        request = Request(reduction="none", statistics=statistics, log_probs=True, temperature=number, **options)
+        results: vjp.LogProbs = _run(layout, Arrays(hidden, weight, bias, target, temperature=own), request)  # type: ignore[assignment]
+        return spec.log_prob_results(statistics, results[0], results[1:])
 
     return log_probs

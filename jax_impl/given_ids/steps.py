@@ -164,7 +164,7 @@ def _forward(call: IdsCall, given: Arrays[Array], ids: Array, logits: Array | No
     if logits is None:
         logits = _given_logits(_inputs(arrays, own, pairs.any_id(ignored)), ids, call.options, call.cut)
     place, best = pairs.best(logits, ignored)
-    (log_p_best, _), kept = vjp.log_probs_forward(own, arrays._replace(target=best), NOTHING)
+    (log_p_best,), kept = vjp.log_probs_forward(own, arrays._replace(target=best), NOTHING)
     assert isinstance(kept, vjp.Known)
     highest = jnp.take_along_axis(logits, place, axis=1)
     below = jnp.where(logits == highest, 0.0, logits - highest)  # both may be −inf

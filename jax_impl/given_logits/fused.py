@@ -14,7 +14,8 @@ from logitless.jax_impl.chunk import RunningSums, empty_sums
 from logitless.jax_impl.given_logits.xla import LogitRows
 from logitless.jax_impl.kernels import architecture
 from logitless.jax_impl.kernels.loops import one_by_one
-from logitless.spec import LossOptions
+from logitless.jax_impl.kernels.sums import LINES
+from logitless.spec import CLASS_SUMS, LossOptions
 
 with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called
     from logitless.jax_impl.given_logits import kernels as logits_kernels
@@ -57,16 +58,10 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
 
     sums = one_by_one(launch)(_arguments(row, inputs, weighted))
     sums = {name: jnp.where(inputs.valid, values, 0) for name, values in sums.items()}
-    running = RunningSums(
-        target_logit=jnp.where(inputs.inside, sums["target_logit"], jnp.nan),
-        target=inputs.target,
-        anchor=sums["anchor"],
-        s=sums["sum"],
-        highest=sums["highest"],
-        gap_sum=sums.get("gap"),
-        lowest=sums.get("lowest"),
-        argmax=sums.get("argmax"),
-    )
+    found = {LINES.get(name, name): values for name, values in sums.items()}
+    found = {name: values for name, values in found.items() if name in CLASS_SUMS}
+    target_logit = jnp.where(inputs.inside, sums["target_logit"], jnp.nan)
+    running = RunningSums(target_logit, inputs.target, sums["anchor"], found)
     return running.finish(sums.get("weighted"))
 
 

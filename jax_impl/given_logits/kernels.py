@@ -133,18 +133,18 @@ def _logits(r: References, number: Array, pieces: Sequence[_Piece], row: Row) ->
 
 # What a lane holds before its first logit.
 BEGIN: dict[str, float] = {
-    "sum": 0.0, "gap": 0.0, "highest": -math.inf, "argmax": 0, "lowest": math.inf, "weighted": 0.0,
+    "sum": 0.0, "gap": 0.0, "squares": 0.0, "highest": -math.inf, "argmax": 0, "lowest": math.inf, "weighted": 0.0,
 }  # fmt: skip
-STATISTICS = ("gap", "argmax", "lowest")
-# What depends on the anchor; the second one is a statistic.
-RESCUED = ("sum", "gap")
+STATISTICS = ("gap", "squares", "argmax", "lowest")
+# What depends on the anchor; all but the first are statistics.
+RESCUED = ("sum", "gap", "squares")
 
 
 def _row_sums(
     row: Row, r: References, number: Array, target: Array, anchor: Array, names: Sequence[str], at_once: int
 ) -> dict[str, Array]:
-    """One read of a row, for ``names``: sum Σ e and gap Σ e · gap without the target, for gap = z − anchor and
-    e = exp(gap); highest, argmax (the first column that holds it) and lowest; weighted Σ k z."""
+    """One read of a row, for ``names``: sum Σ e, gap Σ e · gap and squares Σ (SQUARED_SCALE e)² without the target, for
+    gap = z − anchor and e = exp(gap); highest, argmax (the first column that holds it) and lowest; weighted Σ k z."""
     columns = row.columns()
 
     def add(pieces: Sequence[_Piece], sums: dict[str, Array]) -> dict[str, Array]:
@@ -156,6 +156,9 @@ def _row_sums(
             more = {"sum": sums["sum"] + e}
             if "gap" in names:
                 more["gap"] = sums["gap"] + e * jnp.maximum(gap, spec.LOWEST_GAP)
+            if "squares" in names:
+                scaled = spec.SQUARED_SCALE * e
+                more["squares"] = sums["squares"] + scaled * scaled
             # What is the largest does not change when it is seen twice.
             if "highest" in names:
                 above = row.inside(columns, z, -math.inf)
@@ -177,7 +180,8 @@ def _row_sums(
 
 def _added(lanes: dict[str, Array]) -> dict[str, Array]:
     """The sums of a row from those of its lanes."""
-    row_sums: dict[str, Array] = {name: jnp.sum(lanes[name]) for name in ("sum", "gap", "weighted") if name in lanes}
+    added = ("sum", "gap", "squares", "weighted")
+    row_sums: dict[str, Array] = {name: jnp.sum(lanes[name]) for name in added if name in lanes}
     if "highest" in lanes:
         row_sums["highest"] = jnp.max(lanes["highest"])
     if "lowest" in lanes:
@@ -211,7 +215,7 @@ def sums(row: Row, arguments: Arguments, *, statistics: bool, weighted: bool) ->
 
             @pl.when(row_sums["highest"] - anchor > spec.RESCUE_NATS)
             def _() -> None:
-                moved, dependent = row_sums["highest"], RESCUED[: 1 + statistics]
+                moved, dependent = row_sums["highest"], RESCUED if statistics else RESCUED[:1]
                 # Piece by piece: seldom, and a program half as long. Between its writes and those above, which several
                 # threads do, stand the barriers of its sums.
                 again = _row_sums(row, r, number, target, moved, dependent, 1)

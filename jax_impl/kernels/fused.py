@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless import numerics
-from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Statistics, TokenSums
+from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, TokenSums
 from logitless.jax_impl.kernels import architecture
 from logitless.jax_impl.kernels.held import Held, Waiting, held_gradients
 from logitless.jax_impl.kernels.kernel_call import KernelCall
@@ -40,7 +40,7 @@ from logitless.jax_impl.kernels.sums import (
 )
 from logitless.jax_impl.slices import Index
 from logitless.planning import ChunkPlan
-from logitless.spec import LossOptions
+from logitless.spec import LossOptions, Statistics
 
 # What a backend has; the function that is not here is imported.
 __all__ = [

@@ -397,7 +397,7 @@ def _store(
 # The first product
 
 # Vectors along the rows. A tile reads its own part of each.
-ROW_VECTORS = ("target", "anchor", "log_total", "factor", "element", "alpha", "gamma", "sigma")
+ROW_VECTORS = ("target", "anchor", "log_total", "factor", "element", "alpha", "gamma", "delta", "sigma")
 
 # What the epilogue gives.
 SUMS = "sums"  # sums per row only
@@ -419,7 +419,8 @@ class Logits:
     cap: float | None = None
     entropy: bool = False
     extremes: bool = False
-    """The largest logit of every row, the first column that has it, and the smallest logit."""
+    """The largest logit of every row, the first column that has it, the smallest logit, and the exponentials' square
+    sum."""
     sum_logits: bool = False
     group: int = HOPPER.logits.group
     turned: bool = False
@@ -447,7 +448,7 @@ class Logits:
             return ()
         if self.mode == HIGHEST:
             return ("highest",)
-        names = ["sum"] + ["gap"] * self.entropy + ["highest", "lowest", "argmax"] * self.extremes
+        names = ["sum"] + ["gap"] * self.entropy + ["highest", "lowest", "argmax", "squares"] * self.extremes
         return (*names, *["logit_sum"] * self.sum_logits)
 
 
@@ -464,7 +465,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
         target: [rows] int32; anchor: [rows] float32.
         hits: [rows / config.shape[0], column tiles] int32: how many targets lie in a warpgroup's part of a tile.
         class_weight: [tiles of V] float32, where logits are summed, or beside sigma.
-        log_total, factor, element: [rows] float32, for KNOWN; alpha, gamma, sigma, too, if they are not trivial.
+        log_total, factor, element: [rows] float32, for KNOWN; alpha, gamma, delta, sigma, too, if they are not trivial.
     ``outputs`` (or arguments that are references): e [C, S], and config.lines [column tiles, rows] float32. argmax is
     the column within the tile.
     """
@@ -576,6 +577,7 @@ def _exponentials(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str,
         first = jnp.where(above == _along_rows(top, z.shape), -b.column.astype(jnp.float32), -float(z.shape[1]))
         lowest = -jnp.max(-b.real(z, jnp.inf), axis=1)
         lines |= {"highest": top, "argmax": -jnp.max(first, axis=1), "lowest": lowest}
+        lines["squares"] = jnp.sum(e * e, axis=1) * spec.SQUARED_SCALE**2
     if config.sum_logits:
         counted = b.real(z, 0.0)
         if "class_weight" in b.r:
@@ -590,13 +592,16 @@ def _highest(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Arra
 
 
 def _known(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Array]]:
-    """factor · slope · [p (alpha + gamma log p) − sigma k], ``element`` at the target, and 0 past the vocabulary."""
+    """factor · slope · [p (alpha + gamma log p + delta p) − sigma k], ``element`` at the target, and 0 past the
+    vocabulary."""
     gap = (z - b.rows("anchor")) - b.rows("log_total")
     e = jnp.exp2(gap * LOG2E)
     if "alpha" in b.r:
         coefficient = b.rows("alpha")
         if "gamma" in b.r:
             coefficient = coefficient + b.rows("gamma") * jnp.maximum(gap, spec.LOWEST_GAP)
+        if "delta" in b.r:
+            coefficient = coefficient + b.rows("delta") * e
         e = e * coefficient
     if "sigma" in b.r:
         sigma = b.rows("sigma")

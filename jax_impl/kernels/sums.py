@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from logitless import numerics
-from logitless.jax_impl.call import XP, KnownRows, Statistics, TokenSums
+from logitless.jax_impl.call import XP, KnownRows, TokenSums
 from logitless.jax_impl.chunk import RunningSums, Smoothing
 from logitless.jax_impl.kernels.architecture import HOPPER
 from logitless.jax_impl.kernels.kernel_call import KernelCall
 from logitless.jax_impl.kernels.rows import Rows, dots, row_logits
 from logitless.jax_impl.slices import Index
-from logitless.spec import LOWEST_ANCHOR, NO_ROW, RESCUE_NATS
+from logitless.spec import CLASS_SUMS, LOWEST_ANCHOR, NO_ROW, RESCUE_NATS, Statistics
 
 with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says so before a kernel is launched
     from logitless.jax_impl.kernels import hopper, launch
@@ -25,6 +25,10 @@ with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says
 RESCUE_SUM = math.exp(RESCUE_NATS)
 # The largest target's value that is stored in e: no product of it overflows.
 LARGEST_STORED = 2.0**60
+
+
+# What two of a kernel's lines are in spec.CLASS_SUMS. The others have their names there.
+LINES = {"sum": "s", "gap": "gap_sum"}
 
 
 class Factors(NamedTuple):
@@ -101,7 +105,7 @@ def chunk_sums(
     hopper.logits(config, {**anchored(moved), "tiles": again, **references}, {})
     lines = {name: launch.written(reference) for name, reference in references.items()}
     sums = _line_sums(rows, lines, moved, target_logit)
-    weighted = jnp.where(rows.exists, lines["logit_sum"].sum(axis=0), 0.0) if sum_logits else None
+    weighted = sums.sums.pop("logit_sum", None)
     if extremes:
         sums = sums.extremes(c.inputs.shard)
     sums, weighted = sums.total(c.inputs.shard, weighted)
@@ -119,27 +123,19 @@ def _target_logits(c: KernelCall, rows: Rows) -> Array:
 
 def _line_sums(rows: Rows, lines: dict[str, Array], anchor: Array, target_logit: Array) -> RunningSums:
     """The column tiles' lines together, in a fixed order; zeros where there is no row."""
-
-    def total(name: str) -> Array:
-        return jnp.where(rows.exists, lines[name].sum(axis=0), 0.0)
-
-    extremes = "highest" in lines
-    highest = lines["highest"].max(axis=0) if extremes else jnp.zeros_like(anchor)
-    argmax = None
-    if extremes:
-        line = lines["highest"].argmax(axis=0).astype(jnp.int32)
-        place = jnp.take_along_axis(lines["argmax"], line[None], axis=0)[0]
-        argmax = line * HOPPER.logits.columns + place.astype(jnp.int32)
-    return RunningSums(
-        target_logit=target_logit,
-        target=rows.target,
-        anchor=anchor,
-        s=total("sum"),
-        highest=highest,
-        gap_sum=total("gap") if "gap" in lines else None,
-        lowest=lines["lowest"].min(axis=0) if extremes else None,
-        argmax=argmax,
-    )
+    sums = {"highest": jnp.zeros_like(anchor)}
+    for line, values in lines.items():
+        name = LINES.get(line, line)
+        how = CLASS_SUMS[name].merge if name in CLASS_SUMS else None
+        if how == "sum":
+            sums[name] = jnp.where(rows.exists, values.sum(axis=0), 0.0)
+        elif how == "first":
+            tile = lines["highest"].argmax(axis=0).astype(jnp.int32)
+            place = jnp.take_along_axis(values, tile[None], axis=0)[0]
+            sums[name] = tile * HOPPER.logits.columns + place.astype(jnp.int32)
+        elif how:
+            sums[name] = values.max(axis=0) if how == "max" else values.min(axis=0)
+    return RunningSums(target_logit, rows.target, anchor, sums)
 
 
 def _rescued(c: KernelCall, rows: Rows, sums: RunningSums, extremes: bool) -> tuple[Array, Array]:
@@ -204,7 +200,7 @@ def known_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, start
         "factor": factor,
         "element": factor * rows.pick(known.target),
     }
-    for name in ("alpha", "gamma", "sigma"):
+    for name in ("alpha", "gamma", "delta", "sigma"):
         values = getattr(known, name)
         if values is not None:
             vectors[name] = rows.pick(values)

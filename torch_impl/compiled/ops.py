@@ -24,7 +24,7 @@ from torch import Tensor
 
 from logitless.planning import ChunkPlan, Preference
 from logitless.scratch import Kind, Order
-from logitless.spec import STATISTICS, LossOptions, TokenStats
+from logitless.spec import STATISTICS, LossOptions, Statistics, TokenStats, log_prob_statistics
 from logitless.torch_impl import steps
 from logitless.torch_impl.backend import Waiting, WaitingLoss, backend_named
 from logitless.torch_impl.call import Arrays, Call, Gradients, LatePlan, Layout, Needs, accumulation_dtype, is_turned
@@ -42,7 +42,7 @@ class Recipe:
 
     options: tuple[Any, ...]
     compute_dtype: str
-    statistics: bool
+    statistics: Statistics
     lse: bool
     backend: Kind
     wanted: tuple[bool, bool, bool]
@@ -131,7 +131,7 @@ def _recipe(text: str) -> Recipe:
     "logitless::loss", mutates_args=(), schema=f"({_ARRAYS}, Tensor? normalizer, {_CALL}) -> Tensor[]"
 )
 def _loss(*arguments: Any) -> list[Tensor]:
-    """[loss, lse and the eight statistics if asked for, and for the backward: what waits, or the known sums]."""
+    """[loss, lse and the statistics if asked for, and for the backward: what waits, or the known sums]."""
     *tensors, normalizer, text, token_chunk = arguments
     recipe = _recipe(text)
     arrays = plain(recipe.arrays(tensors))
@@ -153,7 +153,7 @@ def _(*arguments: Any) -> list[Tensor]:
     if recipe.lse:
         results.append(_new(arrays, shape, dtype))
     if recipe.statistics:
-        results += [_new(arrays, shape, getattr(torch, row.dtype or "", dtype)) for row in STATISTICS.values()]
+        results += _new_statistics(arrays, tuple(STATISTICS), dtype)
     if recipe.held:
         layout = _held_layout(arrays, recipe, token_chunk)
         return results + [_new(arrays, *shape_and_dtype) for shape_and_dtype in layout.values()]
@@ -184,12 +184,12 @@ def _loss_gradients(*arguments: Any) -> list[Tensor]:
     schema=f"({_HEAD}, {_CALL}) -> Tensor[]",
 )
 def _log_probs(*arguments: Any) -> list[Tensor]:
-    """[log p, entropy if asked for, and for the backward the known sums]."""
+    """[log p, the statistics of :func:`spec.log_prob_statistics`, and for the backward the known sums]."""
     *tensors, text, token_chunk = arguments
     recipe = _recipe(text)
     arrays = plain(recipe.arrays(Arrays.of_head(*tensors)))
     step = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
-    return [value for value in (step.log_prob, step.entropy, *step.saved) if value is not None]
+    return [step.log_prob, *step.stats, *step.saved]
 
 
 @_log_probs.register_fake
@@ -197,25 +197,27 @@ def _(*arguments: Any) -> list[Tensor]:
     *tensors, text, _ = arguments
     recipe = _recipe(text)
     arrays = recipe.arrays(Arrays.of_head(*tensors))
-    dtype, kinds = accumulation_dtype(recipe.dtype), 2 if recipe.statistics else 1
-    results = [_new(arrays, arrays.target.shape, dtype) for _ in range(kinds)]
+    dtype = accumulation_dtype(recipe.dtype)
+    results = [_new(arrays, arrays.target.shape, dtype)]
+    results += _new_statistics(arrays, log_prob_statistics(recipe.statistics), dtype)
     if recipe.needs(arrays).any:
-        results += [_new(arrays, (arrays.target.numel(),), dtype) for _ in range(kinds + 2)]
+        kept = 3 + len(steps.kept_sums(recipe.statistics))
+        results += [_new(arrays, (arrays.target.numel(),), dtype) for _ in range(kept)]
     return results
 
 
 @torch.library.custom_op(
     "logitless::log_probs_gradients",
     mutates_args=(),
-    schema=f"({_HEAD}, Tensor[] saved, Tensor g_log_prob, Tensor? g_entropy, {_CALL}) -> Tensor[]",
+    schema=f"({_HEAD}, Tensor[] saved, Tensor?[] upstream, {_CALL}) -> Tensor[]",
 )
 def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
     """The wanted gradients of hidden, weight and bias; saved: what :func:`_log_probs` left for them."""
-    *tensors, saved, g_log_prob, g_entropy, text, token_chunk = arguments
+    *tensors, saved, upstream, text, token_chunk = arguments
     recipe = _recipe(text)
     arrays = plain(recipe.arrays(Arrays.of_head(*tensors)))
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
-    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(saved), None, g_log_prob, g_entropy), recipe)
+    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(saved), None, upstream), recipe)
 
 
 @_loss_gradients.register_fake
@@ -228,6 +230,11 @@ def _(*arguments: Any) -> list[Tensor]:
 
 def _new(arrays: Arrays, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return arrays.hidden.new_empty(shape, dtype=dtype)
+
+
+def _new_statistics(arrays: Arrays, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
+    dtypes = (getattr(torch, STATISTICS[name].dtype or "", dtype) for name in names)
+    return [_new(arrays, arrays.target.shape, own) for own in dtypes]
 
 
 def _held_layout(arrays: Arrays, recipe: Recipe, token_chunk: int) -> Layout:
@@ -269,7 +276,7 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: N
     arrays, turned = _lying(arrays)
     results = torch.ops.logitless.loss(*arrays, normalizer, Recipe.of(call, needs, turned).text(), _chunk(call))
     own = call.differentiable
-    first = own + call.fields
+    first = own + call.constants
     stats = tuple(results[own:first]) if call.statistics else (None,) * len(TokenStats._fields)
     return steps.Loss(results[0], results[1] if call.lse else None, stats, tuple(results[first:]), None)
 
@@ -292,19 +299,17 @@ def log_probs(arrays: Arrays, call: Call, needs: Needs) -> steps.LogProbs:
     """:func:`steps.log_probs`."""
     arrays, turned = _lying(arrays)
     results = torch.ops.logitless.log_probs(*arrays.head, Recipe.of(call, needs, turned).text(), _chunk(call))
-    kinds = 2 if call.statistics else 1
-    return steps.LogProbs(results[0], results[1] if call.statistics else None, tuple(results[kinds:]), None)
+    own = call.differentiable + call.constants
+    return steps.LogProbs(results[0], tuple(results[1:own]), tuple(results[own:]), None)
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None, g_log_prob: Tensor,
-    g_entropy: Tensor | None,
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None,
+    upstream: Sequence[Tensor | None],
 ) -> Gradients:  # fmt: skip
     """:func:`steps.log_probs_gradients`."""
     del waiting
     arrays, turned = _lying(arrays)
     recipe = Recipe.of(call, needs, turned).text()
-    gradients = torch.ops.logitless.log_probs_gradients(
-        *arrays.head, list(saved), g_log_prob, g_entropy, recipe, _chunk(call)
-    )
+    gradients = torch.ops.logitless.log_probs_gradients(*arrays.head, list(saved), list(upstream), recipe, _chunk(call))
     return _named(gradients, needs, turned)

@@ -44,7 +44,7 @@ class TransformedLoss(torch.autograd.Function):
         ctx.call, ctx.needs, _, *tensors = inputs
         own = ctx.call.differentiable
         ctx.mark_non_differentiable(*output[own:])
-        ctx.save_for_backward(*tensors, *output[own + ctx.call.fields :])
+        ctx.save_for_backward(*tensors, *output[own + ctx.call.constants :])
 
     @staticmethod
     @differentiable_once("linear_cross_entropy")
@@ -57,28 +57,25 @@ class TransformedLoss(torch.autograd.Function):
 
 
 class TransformedLogProbs(torch.autograd.Function):
-    """autograd.LinearLogProbsFunction: log p, the entropy if asked for, and what the backward needs."""
+    """autograd.LinearLogProbsFunction: log p, the statistics, and what the backward needs."""
 
     @staticmethod
     def forward(call: Call, needs: Needs, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         step = ops.log_probs(Arrays.of_head(*tensors), call, needs)  # type: ignore[arg-type]
-        return tuple(value for value in (step.log_prob, step.entropy, *step.saved) if value is not None)
+        return (step.log_prob, *step.stats, *step.saved)
 
     @staticmethod
     def setup_context(ctx: TransformedContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, ctx.needs, *tensors = inputs
-        kinds = ctx.call.differentiable
-        ctx.mark_non_differentiable(*output[kinds:])
-        ctx.save_for_backward(*tensors, *output[kinds:])
+        own = ctx.call.differentiable
+        ctx.mark_non_differentiable(*output[own:])
+        ctx.save_for_backward(*tensors, *output[own + ctx.call.constants :])
 
     @staticmethod
     @differentiable_once("linear_log_probs")
-    def backward(
-        ctx: TransformedContext, kept: tuple[Tensor, ...], g_log_prob: Tensor, *more: Tensor | None
-    ) -> Derivatives:
-        g_entropy = more[0] if ctx.call.statistics else None
-        arrays = Arrays.of_head(*kept[:5])
-        gradients = ops.log_probs_gradients(arrays, ctx.call, ctx.needs, kept[5:], None, g_log_prob, g_entropy)
+    def backward(ctx: TransformedContext, kept: tuple[Tensor, ...], *upstream: Tensor | None) -> Derivatives:
+        arrays, own = Arrays.of_head(*kept[:5]), upstream[: ctx.call.differentiable]
+        gradients = ops.log_probs_gradients(arrays, ctx.call, ctx.needs, kept[5:], None, own)
         return None, None, gradients.hidden, gradients.weight, gradients.bias, None, None
 
 
@@ -89,6 +86,6 @@ def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tup
         log_probs: tuple[Tensor, ...] = TransformedLogProbs.apply(  # type: ignore[no-untyped-call]
             call, needs, *arrays.head
         )
-        return log_probs[: call.differentiable]
+        return log_probs[: call.differentiable + call.constants]
     loss: tuple[Tensor, ...] = TransformedLoss.apply(call, needs, normalizer, *arrays)  # type: ignore[no-untyped-call]
-    return loss[: call.differentiable + call.fields]
+    return loss[: call.differentiable + call.constants]

@@ -17,18 +17,22 @@ On one device a :class:`Shard` is whole and nothing here communicates.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.spec import LOWEST_GAP
+from logitless import numerics
+from logitless.spec import CLASS_SUMS, LOWEST_GAP
 
 
 def _named(new: str, old: str) -> Any:  # a function of either name
     # PyTorch 2.13 renames two collectives.
     return getattr(dist, new, None) or getattr(dist, old)
+
+
+_XP = cast("numerics.Namespace[Tensor]", torch)  # call.py, which has it for all others, imports this module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Shard:
         """Bytes that a sharded call holds beyond its plan's promise: dX in float32 (float64), the records, and under
         sequence parallelism the gathered hidden states."""
         wide = max(4, itemsize)
-        records = 3 * RECORD_FIELDS * self.ranks * tokens * wide
+        records = 3 * len(RECORD) * self.ranks * tokens * wide
         gathered = tokens * hidden * (itemsize + wide) if self.sequence_parallel else 0
         return tokens * hidden * wide + records + gathered
 
@@ -114,20 +118,10 @@ def whole(vocab: int) -> Shard:
 # ---------------------------------------------------------------------------------------------------------------------
 # The sums of a chunk
 
-RECORD_FIELDS = 7
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """What one rank knows of a chunk's rows after its own first product, [C] each; None where not asked for."""
-
-    anchor: Tensor
-    s: Tensor  # Σ_{j ≠ y} exp(z_ij − anchor_i) over its own entries
-    gap_sum: Tensor | None = None  # Σ exp(z − anchor) (z − anchor)
-    highest: Tensor | None = None
-    lowest: Tensor | None = None
-    argmax: Tensor | None = None  # global id, integer
-    logit_sum: Tensor | None = None  # Σ_j k_j z_ij
+Record = dict[str, Tensor]
+"""What one rank knows of a chunk's rows after its own first product, [C] each: "anchor", and of CLASS_SUMS what was
+asked for. An argmax is a global id."""
+RECORD = ("anchor", *CLASS_SUMS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,49 +130,38 @@ class Lines:
 
     anchor: Tensor  # [C]: the largest of the ranks' anchors
     share: Tensor  # [C]: exp(this rank's anchor − anchor), what this rank's exponentials still lack
-    s: Tensor
-    gap_sum: Tensor | None
-    highest: Tensor | None
-    lowest: Tensor | None
-    argmax: Tensor | None
-    logit_sum: Tensor | None
+    sums: dict[str, Tensor]
 
-    def best(self) -> tuple[Tensor, Tensor]:
-        """The largest logit of every row and its first global id."""
-        assert self.highest is not None
-        assert self.argmax is not None
-        highest = self.highest.amax(dim=0)
-        beyond = torch.iinfo(self.argmax.dtype).max
-        first = torch.where(self.highest == highest, self.argmax, beyond).amin(dim=0)
-        return highest, first.masked_fill_(first == beyond, 0)  # a row of NaN has no largest
+    def merged(self) -> dict[str, Tensor]:
+        """The lines together, [C] each."""
+        return {name: self._merged(CLASS_SUMS[name].merge, lines) for name, lines in self.sums.items()}
+
+    def _merged(self, how: str, lines: Tensor) -> Tensor:
+        if how == "sum":
+            return lines.sum(dim=0)
+        if how != "first":
+            return lines.amax(dim=0) if how == "max" else lines.amin(dim=0)
+        highest, beyond = self.sums["highest"], torch.iinfo(lines.dtype).max
+        first = torch.where(highest == highest.amax(dim=0), lines, beyond).amin(dim=0)
+        return first.masked_fill_(first == beyond, 0)  # a row of NaN has no largest
 
 
 def exchange(shard: Shard, record: Record) -> Lines:
     """All ranks' records, one gather; on every rank the same."""
-    dtype = record.s.dtype
+    dtype = record["s"].dtype
     whole_dtype = torch.int64 if dtype == torch.float64 else torch.int32
-    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    if record.argmax is not None:
-        fields["argmax"] = record.argmax.to(whole_dtype).view(dtype)  # its bits: nothing computes with them on the way
-    names = [name for name, value in fields.items() if value is not None]
-    sent = torch.stack([fields[name] for name in names])
+    if "argmax" in record:  # its bits: nothing computes with them on the way
+        record = record | {"argmax": record["argmax"].to(whole_dtype).view(dtype)}
+    sent = torch.stack(list(record.values()))
     got = shard.gather(sent).view(shard.ranks, *sent.shape)
-    of = {name: got[:, place] for place, name in enumerate(names)}
+    of = {name: got[:, place] for place, name in enumerate(record)}
 
-    anchor = of["anchor"].amax(dim=0)
-    shift = (of["anchor"] - anchor).clamp(min=LOWEST_GAP)
-    factor = shift.exp()
-    gap_sum = of.get("gap_sum")
-    return Lines(
-        anchor=anchor,
-        share=factor[shard.rank],
-        s=of["s"] * factor,
-        gap_sum=None if gap_sum is None else factor * (gap_sum + of["s"] * shift),
-        highest=of.get("highest"),
-        lowest=of.get("lowest"),
-        argmax=of["argmax"].contiguous().view(whole_dtype) if "argmax" in of else None,
-        logit_sum=of.get("logit_sum"),
-    )
+    anchors = of.pop("anchor")
+    anchor = anchors.amax(dim=0)
+    shift = (anchors - anchor).clamp(min=LOWEST_GAP)
+    if "argmax" in of:
+        of["argmax"] = of["argmax"].contiguous().view(whole_dtype)
+    return Lines(anchor, shift[shard.rank].exp(), of | numerics.moved_sums(_XP, of, shift))
 
 
 def check_member(process_group: dist.ProcessGroup | None) -> None:

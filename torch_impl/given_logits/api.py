@@ -161,7 +161,7 @@ def _check_unspent(ctx: Context) -> None:
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """The loss and the eight statistics (or Nones)."""
+    """The loss and the statistics (or Nones)."""
 
     @staticmethod
     def forward(

@@ -44,15 +44,15 @@ def token_sums(inputs: Rows, options: LossOptions, statistics: bool) -> TokenSum
     target_logit, anchor, log_total = (torch.empty(tokens, device=device) for _ in range(3))
     sums = TokenSums(
         target_logit, anchor, log_total, new(weighted), new(statistics), new(statistics, torch.int32), new(statistics),
-        new(statistics),
+        new(statistics), new(statistics),
     )  # fmt: skip
     if tokens:
         with on_device(device):
             launch(logits_kernels.sums_kernel, tokens)(
                 inputs.hidden, inputs.target, inputs.valid.view(torch.int8), inputs.inside.view(torch.int8),
                 inputs.class_weight, target_logit, anchor, log_total, sums.weighted_logits, sums.entropy, sums.argmax,
-                sums.max_logit, sums.min_logit, vocab, inputs.hidden.stride(0), SUM_LOGITS=weighted,
-                STATISTICS=statistics, **_options(inputs, options),
+                sums.max_logit, sums.min_logit, sums.others_squared, vocab, inputs.hidden.stride(0),
+                SUM_LOGITS=weighted, STATISTICS=statistics, **_options(inputs, options),
             )  # fmt: skip
     return sums
 

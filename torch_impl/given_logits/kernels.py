@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 
 from logitless import spec
-from logitless.torch_impl.kernels.portable import BIGGEST_INDEX, LOG2E, LOWEST_ANCHOR, LOWEST_GAP, capped, log1p
+from logitless.torch_impl.kernels.portable import (
+    BIGGEST_INDEX,
+    LOG2E,
+    LOWEST_ANCHOR,
+    LOWEST_GAP,
+    SQUARED_SCALE,
+    capped,
+    log1p,
+)
 
 RESCUE_NATS = tl.constexpr(spec.RESCUE_NATS)
 
@@ -21,10 +29,11 @@ def row_sums(
     row_ptr, k_ptr, target, anchor, stop, scale, cap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_CLASS: tl.constexpr, SUM_LOGITS: tl.constexpr, STATISTICS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One read of a row up to ``stop``: Σ e and Σ e · gap without the target, for gap = z − anchor and e = exp(gap);
-    the maximum, its first index, the minimum, and Σ k z."""
+    """One read of a row up to ``stop``: Σ e, Σ e · gap and Σ (SQUARED_SCALE e)² without the target, for
+    gap = z − anchor and e = exp(gap); the maximum, its first index, the minimum, and Σ k z."""
     s = tl.zeros((BLOCK,), tl.float32)
     gaps = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     best = tl.zeros((BLOCK,), tl.int32)
     lowest = tl.full((BLOCK,), float("inf"), tl.float32)
@@ -39,6 +48,7 @@ def row_sums(
         here = tl.where(mask, z, float("-inf"))
         if STATISTICS:
             gaps += e * tl.maximum(gap, LOWEST_GAP)
+            squares += (SQUARED_SCALE * e) * (SQUARED_SCALE * e)
             best = tl.where(here > highest, column, best)
             lowest = tl.minimum(lowest, tl.where(mask, z, float("inf")))
         highest = tl.maximum(highest, here)
@@ -50,14 +60,14 @@ def row_sums(
                 weighted += tl.where(mask, z, 0.0)
     top = tl.max(highest, 0)
     first = tl.min(tl.where(highest == top, best, BIGGEST_INDEX), 0)
-    return tl.sum(s, 0), tl.sum(gaps, 0), top, first, tl.min(lowest, 0), tl.sum(weighted, 0)
+    return tl.sum(s, 0), tl.sum(gaps, 0), tl.sum(squares, 0), top, first, tl.min(lowest, 0), tl.sum(weighted, 0)
 
 
 @triton.jit
 def sums_kernel(
     logits_ptr, target_ptr, valid_ptr, inside_ptr, k_ptr, out_target_ptr, out_anchor_ptr, out_total_ptr,
-    out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr, out_lowest_ptr, vocab, stride, scale, cap,
-    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SUM_LOGITS: tl.constexpr,
+    out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr, out_lowest_ptr, out_squared_ptr, vocab, stride,
+    scale, cap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SUM_LOGITS: tl.constexpr,
     STATISTICS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row's lse in two parts, anchor and log_total, and its statistics; zeros for an ignored token, read nowhere.
@@ -75,17 +85,18 @@ def sums_kernel(
     )
     target_logit = tl.where(inside, target_logit, float("nan"))
     anchor = tl.maximum(target_logit, LOWEST_ANCHOR)
-    s, gaps, top, best, lowest, weighted = row_sums(
+    s, gaps, squares, top, best, lowest, weighted = row_sums(
         row_ptr, k_ptr, target, anchor, stop, scale, cap, HAS_SCALE, HAS_CAP, HAS_CLASS, SUM_LOGITS, STATISTICS, BLOCK
     )  # fmt: skip
     again = top - anchor > RESCUE_NATS
     anchor = tl.where(again, top, anchor)
-    again_s, again_gaps, _, _, _, _ = row_sums(
+    again_s, again_gaps, again_squares, _, _, _, _ = row_sums(
         row_ptr, k_ptr, target, anchor, tl.where(again, stop, 0), scale, cap, HAS_SCALE, HAS_CAP, HAS_CLASS, False,
         STATISTICS, BLOCK,
     )  # fmt: skip
     s = tl.where(again, again_s, s)
     gaps = tl.where(again, again_gaps, gaps)
+    squares = tl.where(again, again_squares, squares)
     e_target = tl.exp2((target_logit - anchor) * LOG2E)
     total = s + e_target
     log_total = tl.where(anchor == target_logit, log1p(s), tl.log(total))
@@ -100,6 +111,8 @@ def sums_kernel(
         tl.store(out_argmax_ptr + row, best)
         tl.store(out_highest_ptr + row, top)
         tl.store(out_lowest_ptr + row, lowest)
+        scaled = SQUARED_SCALE * total
+        tl.store(out_squared_ptr + row, squares / scaled / scaled)
 
 
 @triton.jit

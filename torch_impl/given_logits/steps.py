@@ -98,7 +98,7 @@ def _prepare(arrays: LogitsArrays, call: LogitsCall) -> Inputs:
 
 
 def loss(arrays: LogitsArrays, normalizer: Tensor | float | None, call: LogitsCall) -> Loss:
-    """The loss, the eight statistics (or Nones), and what the backward needs."""
+    """The loss, the statistics (or Nones), and what the backward needs."""
     options, backend, shape = call.options, backend_named(call.backend), arrays.target.shape
     with torch.autocast(arrays.logits.device.type, enabled=False):
         inputs = _prepare(arrays, call)
@@ -144,7 +144,7 @@ def _call(text: str) -> LogitsCall:
     "logitless::logits_loss", mutates_args=(), schema=f"({_ARRAYS}, Tensor? normalizer, str call) -> Tensor[]"
 )
 def _loss_operation(*arguments: Any) -> list[Tensor]:
-    """[loss, the eight statistics if asked for, four for the backward]."""
+    """[loss, the statistics if asked for, four for the backward]."""
     *tensors, normalizer, text = arguments
     total, stats, saved = loss(plain(LogitsArrays(*tensors)), normalizer, _call(text))
     return [value for value in (total, *stats, *saved) if value is not None]

@@ -7,7 +7,6 @@ from typing import Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from logitless.spec import TokenStats
 from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.huggingface.lm_head import LogitOptions
 
@@ -59,27 +58,24 @@ def log_probs(limits: Limits, **given: Unpack[LogProbInputs]) -> tuple[Tensor | 
     options: LogitOptions = {
         "logit_scale": given.get("logit_scale", 1.0), "softcap": given.get("final_logit_softcapping")
     }  # fmt: skip
-    values, entropy = linear_log_probs(
-        hidden, weight, target, bias, temperature=temperature, with_entropy="entropy" in wanted, **options, **limits
-    )
+    values, entropy, *stats = linear_log_probs(
+        hidden, weight, target, bias, temperature=temperature, with_entropy="entropy" in wanted,
+        return_stats="hidden" in given and bool({"is_top1", "log_sum_sq_probs"} & set(wanted)), **options, **limits,
+    )  # fmt: skip
+    entropy = entropy if "entropy" in wanted else None
     if "hidden" not in given:
         return values, entropy
-
-    @torch.no_grad()
-    def statistics(divisor: float, smoothing: float) -> tuple[Tensor, TokenStats[Tensor]]:
-        loss, stats = linear_cross_entropy(
-            hidden, weight, target, bias, temperature=divisor, label_smoothing=smoothing, reduction="none",
-            return_stats=True, **options, **limits,
-        )  # fmt: skip
-        return loss, stats
-
     found: dict[str, Tensor] = {}
-    if set(wanted) & set(STATISTICS):
-        # Smoothed altogether, the loss is lse − mean_j z_j.
-        smooth, stats = statistics(temperature, float("mean_logits" in wanted))
-        found = {"mean_logits": stats.lse - smooth, "is_top1": stats.correct}
-        if "log_sum_sq_probs" in wanted:  # Σ p² = Σ exp(2z) / (Σ exp z)²
-            found["log_sum_sq_probs"] = statistics(temperature / 2, 0.0)[1].lse - 2 * stats.lse
+    if stats:
+        squared = stats[0].sum_p_squared.detach().log()
+        found = {"is_top1": stats[0].correct, "log_sum_sq_probs": squared.masked_fill(target == -100, 0.0)}
+    if "mean_logits" in wanted:
+        with torch.no_grad():  # smoothed altogether, the loss is lse − mean_j z_j
+            smooth, lse = linear_cross_entropy(
+                hidden, weight, target, bias, temperature=temperature, label_smoothing=1.0, reduction="none",
+                return_lse=True, **options, **limits,
+            )  # fmt: skip
+        found["mean_logits"] = lse - smooth
     return values, entropy, *(found[name] if name in wanted else None for name in STATISTICS)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from logitless import spec
 from logitless.planning import ChunkPlan
 from logitless.scratch import SMOOTHING_BLOCK
-from logitless.spec import LossOptions
+from logitless.spec import LossOptions, Statistics
 from logitless.torch_impl.call import XP, Gradients, KnownRows, Needs, TokenSums, is_turned
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels import architecture
@@ -100,7 +100,7 @@ def lends(weight: Tensor, dtype: torch.dtype) -> bool:
     return found.in_place and beside <= architecture.multiprocessors(weight.device.index)
 
 
-def token_sums(inputs: Rows, options: LossOptions, plan: ChunkPlan, statistics: bool) -> TokenSums:
+def token_sums(inputs: Rows, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
     c = KernelCall(inputs, options, plan)
     sums = Sums(c, statistics)

@@ -53,6 +53,7 @@ from logitless.torch_impl.kernels.tiles import SQUARE_GROUP, HiddenLaunch, Weigh
 LOG2E = gl.constexpr(kernels.LOG2E.value)
 LOWEST_ANCHOR = gl.constexpr(kernels.LOWEST_ANCHOR.value)
 LOWEST_GAP = gl.constexpr(kernels.LOWEST_GAP.value)
+SQUARED_SCALE = gl.constexpr(kernels.SQUARED_SCALE.value)
 NO_ROW = gl.constexpr(kernels.NO_ROW.value)
 SUMS = gl.constexpr(kernels.SUMS.value)
 ANCHORED = gl.constexpr(kernels.ANCHORED.value)
@@ -349,10 +350,10 @@ def tanh(t):
 
 @gluon.jit
 def known_piece(
-    z, row, column, target, anchor, log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
-    class_weight_ptr, rows, chunk, start, columns, cap,
+    z, row, column, target, anchor, log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr,
+    sigma_ptr, class_weight_ptr, rows, chunk, start, columns, cap,
     HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr, HAS_GAMMA: gl.constexpr,
-    HAS_SIGMA: gl.constexpr,
+    HAS_DELTA: gl.constexpr, HAS_SIGMA: gl.constexpr,
 ):  # fmt: skip
     """The gradient's matrix from logits whose lse is known: see numerics.KnownRows."""
     inside = row < chunk
@@ -363,6 +364,8 @@ def known_piece(
         if HAS_GAMMA:
             gamma = row_values(gamma_ptr, row, inside, 0.0)[:, None]
             coefficient = coefficient + gamma * gl.maximum(gap, LOWEST_GAP)
+        if HAS_DELTA:
+            coefficient = coefficient + row_values(delta_ptr, row, inside, 0.0)[:, None] * e
         e = e * coefficient
     if HAS_SIGMA:
         sigma = row_values(sigma_ptr, row, inside, 0.0)[:, None]
@@ -401,8 +404,9 @@ def plain_known_piece(z, entry, target, shift, factor, target_value, edge):
 
 
 @gluon.jit
-def anchored_piece(z, entry, here, target, anchor, edge, STATISTICS: gl.constexpr):
-    """e = exp(z − anchor), 0 at the target; its sums per row; with STATISTICS the sums of e (z − anchor).
+def anchored_piece(z, entry, here, target, anchor, edge, STATISTICS: gl.constexpr, SQUARES: gl.constexpr):
+    """e = exp(z − anchor), 0 at the target; its sums per row; with STATISTICS the sums of e (z − anchor); with SQUARES
+    those of (SQUARED_SCALE e)².
 
     One multiply-add an element: exp2(z · log2 e − a · log2 e), where the rounding of a · log2 e is put right per row.
     """
@@ -414,7 +418,10 @@ def anchored_piece(z, entry, here, target, anchor, edge, STATISTICS: gl.constexp
     gaps = right
     if STATISTICS:
         gaps = gl.sum(e * gl.maximum(z - anchor[:, None], LOWEST_GAP), 1) * right
-    return e, gl.sum(e, 1) * right, gaps
+    squares = right
+    if SQUARES:
+        squares = gl.sum(e * e, 1) * (right * SQUARED_SCALE) * (right * SQUARED_SCALE)
+    return e, gl.sum(e, 1) * right, gaps, squares
 
 
 @gluon.jit
@@ -429,12 +436,13 @@ def extremes(z, entry, here):
 @gluon.jit
 def logits_tiles(
     e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr,
-    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
-    log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
+    log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
     count_ptr, first, chunk, size, start, columns, scale, cap, HALF: gl.constexpr,
-    MODE: gl.constexpr, STATISTICS: gl.constexpr, SUM_LOGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr,
-    HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    MODE: gl.constexpr, STATISTICS: gl.constexpr, SQUARES: gl.constexpr, SUM_LOGITS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr,
+    HAS_ALPHA: gl.constexpr, HAS_GAMMA: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_SIGMA: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, LENT: gl.constexpr,
     TURNED: gl.constexpr,
@@ -468,6 +476,7 @@ def logits_tiles(
         edge = (hits > 0) | (n * BN + BN > columns)
         sums = gl.zeros((BM // 2,), gl.float32, row_layout)
         gap_sums = sums
+        square_sums = sums
         logit_sums = sums
         highest = sums + float("-inf")
         lowest = sums + float("inf")
@@ -493,11 +502,13 @@ def logits_tiles(
             elif MODE == KNOWN:
                 e = known_piece(
                     z, gl.convert_layout(row, target_q.type.layout), column, target_q, anchor_q, log_total_ptr,
-                    factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr, class_weight_ptr, rows, chunk, start,
-                    columns, cap, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
+                    factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr, class_weight_ptr, rows,
+                    chunk, start, columns, cap, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_DELTA, HAS_SIGMA,
                 )  # fmt: skip
             else:
-                e, s, gaps = anchored_piece(z, start + column, here, target_q, anchor_q, edge, STATISTICS)
+                e, s, gaps, squares = anchored_piece(
+                    z, start + column, here, target_q, anchor_q, edge, STATISTICS, SQUARES
+                )  # fmt: skip
                 sums += gl.convert_layout(s, row_layout)
                 if STATISTICS:
                     gap_sums += gl.convert_layout(gaps, row_layout)
@@ -506,6 +517,8 @@ def logits_tiles(
                     best = gl.where(top_q > highest, gl.convert_layout(first_q, row_layout), best)
                     highest = gl.maximum(highest, top_q)
                     lowest = gl.minimum(lowest, gl.convert_layout(low_q, row_layout))
+                if SQUARES:
+                    square_sums += gl.convert_layout(squares, row_layout)
                 if SUM_LOGITS:
                     weighed = gl.where(here[None, :], z, 0.0)
                     if HAS_CLASS:
@@ -523,6 +536,8 @@ def logits_tiles(
                 gl.store(highest_ptr + line, highest, mask=inside)
                 gl.store(argmax_ptr + line, best, mask=inside)
                 gl.store(lowest_ptr + line, lowest, mask=inside)
+            if SQUARES:
+                gl.store(squares_ptr + line, square_sums, mask=inside)
             if SUM_LOGITS:
                 gl.store(logit_sum_ptr + line, logit_sums, mask=inside)
     if MODE != SUMS:
@@ -532,12 +547,13 @@ def logits_tiles(
 @gluon.jit(do_not_specialize=["first", "chunk", "start"])
 def logits_kernel(
     x_desc, w_desc, e_desc, w_ptr, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr, count_ptr,
-    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
-    log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
+    log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
     first, chunk, size, w_stride, start, columns, scale, cap,
-    MODE: gl.constexpr, STATISTICS: gl.constexpr, SUM_LOGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr, HAS_ALPHA: gl.constexpr,
-    HAS_GAMMA: gl.constexpr, HAS_SIGMA: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    MODE: gl.constexpr, STATISTICS: gl.constexpr, SQUARES: gl.constexpr, SUM_LOGITS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr,
+    HAS_ALPHA: gl.constexpr, HAS_GAMMA: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_SIGMA: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr,
     PIECES: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
@@ -556,19 +572,21 @@ def logits_kernel(
         [
             (logits_tiles, (
                 e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr,
-                anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
-                log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+                anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
+                log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
                 count_ptr, first, chunk, size, start, columns, scale, cap, 0,
-                MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED,
+                MODE, STATISTICS, SQUARES, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA,
+                HAS_DELTA, HAS_SIGMA, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
+                TURNED,
             )),
             (logits_tiles, (
                 e_desc, x_smem, w_smem, staging, ready, free, turn, bias_ptr, class_weight_ptr, row_target_ptr,
-                anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
-                log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+                anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
+                log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
                 count_ptr, first, chunk, size, start, columns, scale, cap, 1,
-                MODE, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_SIGMA,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED,
+                MODE, STATISTICS, SQUARES, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA,
+                HAS_DELTA, HAS_SIGMA, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
+                TURNED,
             )),
             (load_tiles, (
                 x_desc, w_desc, x_smem, w_smem, ready, free, None, count_ptr, first, chunk, size, columns, False,

@@ -25,10 +25,10 @@ with contextlib.suppress(ImportError):  # without triton, fused.unavailable() sa
 
 # The first product's optional pointers, all absent: lines of partial sums, and the vectors of a call that knows lse.
 NO_LINES: Mapping[str, Tensor | None] = dict.fromkeys(
-    ("sum_ptr", "gap_ptr", "highest_ptr", "argmax_ptr", "lowest_ptr", "logit_sum_ptr")
+    ("sum_ptr", "gap_ptr", "highest_ptr", "argmax_ptr", "lowest_ptr", "logit_sum_ptr", "squares_ptr")
 )
 NOT_KNOWN: dict[str, Tensor | None] = dict.fromkeys(
-    ("log_total_ptr", "factor_ptr", "target_value_ptr", "alpha_ptr", "gamma_ptr", "sigma_ptr")
+    ("log_total_ptr", "factor_ptr", "target_value_ptr", "alpha_ptr", "gamma_ptr", "delta_ptr", "sigma_ptr")
 )
 
 
@@ -174,6 +174,7 @@ class KernelCall:
             w_ptr=self.weight[entries],
             **addresses(x=x, e=e), row_target_ptr=self.row_target[first:], first=first, start=entries.start,
             columns=entries.stop - entries.start, MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits,
+            SQUARES=partial["squares_ptr"] is not None, HAS_DELTA=vectors["delta_ptr"] is not None,
             HAS_ALPHA=vectors["alpha_ptr"] is not None, HAS_GAMMA=vectors["gamma_ptr"] is not None,
             HAS_SIGMA=vectors["sigma_ptr"] is not None,
             GROUP=min(64, max(t.group, GROUP_BYTES // (t.bm * self.size * self.dtype.itemsize))),

@@ -31,6 +31,7 @@ RESCUE_SUM = tl.constexpr(math.exp(spec.RESCUE_NATS))
 NO_ROW = tl.constexpr(spec.NO_ROW)
 LOWEST_ANCHOR = tl.constexpr(spec.LOWEST_ANCHOR)
 LOWEST_GAP = tl.constexpr(spec.LOWEST_GAP)
+SQUARED_SCALE = tl.constexpr(spec.SQUARED_SCALE)
 ALPHA_FLOOR = tl.constexpr(spec.ALPHA_FLOOR)
 
 # Triton's interpreter multiplies the bits of bfloat16: there, products read float32.
@@ -408,14 +409,15 @@ def store_part(desc, part, row, column, ADD: tl.constexpr):
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def logits_kernel(
     x_desc, w_desc, e_desc, x_ptr, w_ptr, e_ptr, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr, count_ptr,
-    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
-    log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, sigma_ptr,
+    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
+    log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
     first, chunk, size, x_stride, w_stride, e_stride, start, columns, scale, cap,
-    MODE: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    HAS_GAMMA: tl.constexpr, HAS_SIGMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr,
-    POINTERS: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    MODE: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_SIGMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, POINTERS: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """z = f(x wᵀ + b) for vocabulary entries start ≤ j < start + columns, never stored; one program owns every
     PROGRAMS-th tile [BM rows, BN entries], and of it the sums of its rows (column tile n writes line n of each [n, C]
@@ -448,6 +450,8 @@ def logits_kernel(
                 if HAS_GAMMA:
                     gamma = tl.load(gamma_ptr + row, mask=row < chunk, other=0.0)[:, None]
                     coefficient = coefficient + gamma * tl.maximum(gap, LOWEST_GAP)
+                if HAS_DELTA:
+                    coefficient = coefficient + tl.load(delta_ptr + row, mask=row < chunk, other=0.0)[:, None] * e
                 e = e * coefficient
             if HAS_SIGMA:
                 k_column = 1.0
@@ -491,6 +495,8 @@ def logits_kernel(
             tl.store(sum_ptr + line, tl.sum(e, 1), mask=inside)
             if STATISTICS:
                 tl.store(gap_ptr + line, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=inside)
+            if SQUARES:
+                tl.store(squares_ptr + line, tl.sum(e * e, 1) * (SQUARED_SCALE * SQUARED_SCALE), mask=inside)
             if MODE == ANCHORED:
                 if HAS_CAP:
                     e = e * (1.0 - (z / cap) * (z / cap))
@@ -503,13 +509,13 @@ def logits_kernel(
 
 @triton.jit(do_not_specialize=["first", "chunk", "lines"])
 def finish_kernel(
-    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, order_ptr, count_ptr,
+    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr, order_ptr, count_ptr,
     anchor_ptr, row_anchor_ptr, list_ptr, flagged_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr, row_target_ptr, record_ptr,
     out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr,
-    out_lowest_ptr, factor_ptr, target_value_ptr, token_value_ptr, first, chunk, lines, keep, z_loss, cap,
-    FLAGGED: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr, RECORD: tl.constexpr, SHARED: tl.constexpr,
-    BR: tl.constexpr, BL: tl.constexpr,
+    out_lowest_ptr, out_squared_ptr, factor_ptr, target_value_ptr, token_value_ptr, first, chunk, lines, keep, z_loss,
+    cap, FLAGGED: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr,
+    FACTORS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr, RECORD: tl.constexpr,
+    SHARED: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """BR rows: sum the column tiles' lines in order; write what the forward knows of each token; and with FACTORS
 
@@ -521,8 +527,8 @@ def finish_kernel(
     A row whose sum passed the threshold goes to ``list`` instead, and comes back with FLAGGED set, anchored anew.
     row_anchor is the anchor that the exponentials were taken at.
 
-    Of a sharded call, RECORD: what this rank knows of the rows goes to ``record`` [7, C], in the order of
-    parallel.Record, and nowhere else. Then SHARED: the lines are the ranks' records, relative to row_anchor; factor is
+    Of a sharded call, RECORD: what this rank knows of the rows goes to ``record`` [8, C], in the order of
+    parallel.RECORD, and nowhere else. Then SHARED: the lines are the ranks' records, relative to row_anchor; factor is
     multiplied by ``share``, which takes this rank's exponentials there; value is 0 where another rank has the target.
     """
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
@@ -536,6 +542,7 @@ def finish_kernel(
             row = tl.load(list_ptr + slot, mask=exists, other=0)
         s = tl.zeros((BR,), tl.float32)
         gaps = tl.zeros((BR,), tl.float32)
+        squares = tl.zeros((BR,), tl.float32)
         logit_sum = tl.zeros((BR,), tl.float32)
         highest = tl.full((BR,), float("-inf"), tl.float32)
         lowest = tl.full((BR,), float("inf"), tl.float32)
@@ -554,6 +561,8 @@ def finish_kernel(
                 first_best = tl.min(tl.where(tops == top[None, :], indices, BIGGEST_INDEX), 0)
                 best = tl.where(top > highest, first_best, best)
                 highest = tl.maximum(highest, top)
+            if SQUARES:
+                squares += tl.sum(tl.load(squares_ptr + place, mask=mask, other=0.0), 0)
             if SUM_LOGITS:
                 logit_sum += tl.sum(tl.load(logit_sum_ptr + place, mask=mask, other=0.0), 0)
         target_logit = tl.load(anchor_ptr + row, mask=exists, other=0.0)
@@ -578,6 +587,8 @@ def finish_kernel(
             if SUM_LOGITS:
                 if not FLAGGED:
                     tl.store(record_ptr + 6 * chunk + row, logit_sum, mask=exists)
+            if SQUARES:
+                tl.store(record_ptr + 7 * chunk + row, squares, mask=done)
             done = slot < 0
             exists = slot < 0
         token = tl.load(order_ptr + first + row, mask=exists, other=0)
@@ -594,6 +605,9 @@ def finish_kernel(
                 tl.store(out_argmax_ptr + token, best, mask=exists)
                 tl.store(out_highest_ptr + token, highest, mask=exists)
                 tl.store(out_lowest_ptr + token, lowest, mask=exists)
+        if SQUARES:
+            scaled = SQUARED_SCALE * total
+            tl.store(out_squared_ptr + token, squares / scaled / scaled, mask=done)
         if SUM_LOGITS:
             if not FLAGGED:
                 tl.store(out_weighted_ptr + token, logit_sum, mask=exists)
@@ -634,10 +648,10 @@ def log1p(s):
 @triton.jit(do_not_specialize=["chunk"])
 def rescue_kernel(
     x_ptr, w_ptr, bias_ptr, row_target_ptr, list_ptr, flagged_ptr, row_anchor_ptr, e_ptr, sum_ptr, gap_ptr,
-    chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale, cap,
-    MAXIMUM: tl.constexpr, STORE: tl.constexpr, STATISTICS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    squares_ptr, chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale, cap,
+    MAXIMUM: tl.constexpr, STORE: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """The listed rows once more, by pointers: first (MAXIMUM) their largest logit, then sums and e relative to it.
 
@@ -675,6 +689,9 @@ def rescue_kernel(
             tl.store(sum_ptr + n * chunk + row, tl.sum(e, 1), mask=exists)
             if STATISTICS:
                 tl.store(gap_ptr + n * chunk + row, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=exists)
+            if SQUARES:
+                squares = tl.sum(e * e, 1) * (SQUARED_SCALE * SQUARED_SCALE)
+                tl.store(squares_ptr + n * chunk + row, squares, mask=exists)
             if STORE:
                 if HAS_CAP:
                     e = e * (1.0 - (z / cap) * (z / cap))

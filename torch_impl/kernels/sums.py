@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.scratch import SMOOTHING_BLOCK
+from logitless.spec import Statistics
 from logitless.torch_impl.call import KnownRows, TokenSums
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.distributed import parallel
@@ -21,6 +21,18 @@ from logitless.torch_impl.kernels.tiles import LOGITS
 
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels
+
+
+# The kernels' pointers to lines of partial sums, and what these are in spec.CLASS_SUMS.
+LINES = {
+    "sum_ptr": "s",
+    "gap_ptr": "gap_sum",
+    "highest_ptr": "highest",
+    "argmax_ptr": "argmax",
+    "lowest_ptr": "lowest",
+    "logit_sum_ptr": "logit_sum",
+    "squares_ptr": "squares",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +85,7 @@ def known_by_position(c: KernelCall, known: KnownRows, unit: Tensor) -> dict[str
         "target_value_ptr": factor * known.target,
         "alpha_ptr": known.alpha,
         "gamma_ptr": known.gamma,
+        "delta_ptr": known.delta,
         "sigma_ptr": known.sigma,
     }
     present = {name: vector for name, vector in by_token.items() if vector is not None}
@@ -83,9 +96,10 @@ def known_by_position(c: KernelCall, known: KnownRows, unit: Tensor) -> dict[str
 class Sums:
     """The forward's sums per token, and the lines of partial sums that they are made from."""
 
-    def __init__(self, call: KernelCall, statistics: bool) -> None:
+    def __init__(self, call: KernelCall, statistics: Statistics) -> None:
         o = call.options
-        self.call, self.statistics = call, statistics
+        # The extremes cost the kernels little beside the entropy, so these have one switch.
+        self.call, self.statistics, self.squares = call, bool(statistics), statistics is True
         self.sum_logits = o.label_smoothing > 0 and not o.separable
         self.tile = call.tiles(LOGITS)
         self.lines = cdiv(call.vocab, self.tile.bn)
@@ -97,22 +111,24 @@ class Sums:
         # By the kernels' names for them, [lines, C] each.
         self.partial = {
             "sum_ptr": line(True),
-            "gap_ptr": line(statistics),
-            "highest_ptr": line(statistics),
-            "argmax_ptr": line(statistics, torch.int32),
-            "lowest_ptr": line(statistics),
+            "gap_ptr": line(self.statistics),
+            "highest_ptr": line(self.statistics),
+            "argmax_ptr": line(self.statistics, torch.int32),
+            "lowest_ptr": line(self.statistics),
             "logit_sum_ptr": line(self.sum_logits),
+            "squares_ptr": line(self.squares),
         }
         self.highest, self.list = call.empty(call.chunk), call.empty(call.chunk, torch.int32)
         self.flagged = call.empty(1, torch.int32)
 
-        def vector(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        def vector(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
             return torch.zeros(call.tokens, dtype=dtype, device=call.device) if wanted else None
 
-        self.target_logit, self.out_anchor, self.log_total = vector(), vector(), vector()
+        always = (torch.zeros(call.tokens, device=call.device) for _ in range(3))
+        self.target_logit, self.out_anchor, self.log_total = always
         self.weighted = vector(o.label_smoothing > 0)
-        self.entropy, self.max_logit, self.min_logit = (vector(statistics) for _ in range(3))
-        self.argmax = vector(statistics, torch.int32)
+        self.entropy, self.max_logit, self.min_logit = (vector(self.statistics) for _ in range(3))
+        self.argmax, self.others_squared = vector(self.statistics, torch.int32), vector(self.squares)
 
     def gather(self, first: int, x: Tensor) -> None:
         """The chunk's hidden states into x, its anchors, and label smoothing's share of the loss."""
@@ -131,7 +147,7 @@ class Sums:
     def finish(self, first: int, x: Tensor, e: Tensor | None, factors: Factors | None) -> None:
         """Sums to results; rows whose exponents grew too large once more, anchored at their maximum."""
         split = self.call.shard.split
-        record = self.call.empty(parallel.RECORD_FIELDS, self.call.chunk) if split else None
+        record = self.call.empty(len(parallel.RECORD), self.call.chunk) if split else None
         own = None if split else factors
         self._finish(first, own, flagged=False, record=record)
         self._rescue(first, x, e, maximum=True)
@@ -141,12 +157,11 @@ class Sums:
             self._finish(first, factors, flagged=False, lines=self._exchange(record))
 
     def _exchange(self, record: Tensor) -> parallel.Lines:
-        """The records of all ranks; ``record`` [7, C] is this one's."""
-        statistics, names = self.statistics, [field.name for field in dataclasses.fields(parallel.Record)]
-        fields = dict(zip(names, record, strict=True))
-        fields["argmax"] = record[names.index("argmax")].view(torch.int32) + self.call.shard.start
-        wanted = {"anchor", "s", *(names[2:6] if statistics else ()), *(("logit_sum",) if self.sum_logits else ())}
-        mine = parallel.Record(**{name: value for name, value in fields.items() if name in wanted})
+        """The records of all ranks; ``record`` [fields, C] is this one's."""
+        wanted = {"anchor"} | {LINES[name] for name, lines in self.partial.items() if lines is not None}
+        mine = {name: field for name, field in zip(parallel.RECORD, record, strict=True) if name in wanted}
+        if "argmax" in mine:
+            mine["argmax"] = mine["argmax"].view(torch.int32) + self.call.shard.start
         return parallel.exchange(self.call.shard, mine)
 
     def _finish(
@@ -156,9 +171,8 @@ class Sums:
         c, o, f = self.call, self.call.options, factors
         read: Mapping[str, Tensor | None] = self.partial
         if lines is not None:
-            parts = lines.s, lines.gap_sum, lines.highest, lines.argmax, lines.lowest, lines.logit_sum
-            contiguous = [None if part is None else part.contiguous() for part in parts]
-            read = dict(zip(self.partial, contiguous, strict=True))
+            parts = {pointer: lines.sums.get(name) for pointer, name in LINES.items()}
+            read = {pointer: None if part is None else part.contiguous() for pointer, part in parts.items()}
         c.launch(
             kernels.finish_kernel, 8 if flagged else cdiv(c.chunk, 16), **read, **self._written(first, f),
             anchor_ptr=c.anchor[first:], row_anchor_ptr=self.highest if lines is None else lines.anchor,
@@ -166,7 +180,8 @@ class Sums:
             share_ptr=None if lines is None else lines.share.contiguous(), row_target_ptr=c.row_target[first:],
             record_ptr=record, first=first,
             lines=self.lines if lines is None else c.shard.ranks, keep=1.0 - o.label_smoothing, z_loss=o.z_loss,
-            FLAGGED=flagged, STATISTICS=self.statistics, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
+            FLAGGED=flagged, STATISTICS=self.statistics, SQUARES=self.squares, SUM_LOGITS=self.sum_logits,
+            FACTORS=f is not None,
             HAS_CLASS=f is not None and f.class_weight is not None, SMOOTH=f is not None and f.smooth is not None,
             RECORD=record is not None, SHARED=lines is not None, BR=16, BL=128,
         )  # fmt: skip
@@ -183,6 +198,7 @@ class Sums:
             "out_argmax_ptr": self.argmax,
             "out_highest_ptr": self.max_logit,
             "out_lowest_ptr": self.min_logit,
+            "out_squared_ptr": self.others_squared,
             "g_ptr": f.g if f else None,
             "k_ptr": f.class_weight if f else None,
             "smooth_ptr": f.smooth if f else None,
@@ -197,6 +213,7 @@ class Sums:
             kernels.rescue_kernel, c.programs, **addresses(x=x, e=e), row_target_ptr=c.row_target[first:],
             list_ptr=self.list, flagged_ptr=self.flagged, row_anchor_ptr=self.highest,
             sum_ptr=self.partial["sum_ptr"], gap_ptr=self.partial["gap_ptr"],
+            squares_ptr=self.partial["squares_ptr"], SQUARES=self.squares,
             e_column_stride=0 if e is None else e.stride(1), columns=c.vocab, MAXIMUM=maximum,
             STORE=e is not None, STATISTICS=self.statistics, BM=16, BN=self.tile.bn,
             BK=64 // c.dtype.itemsize, num_warps=8,
@@ -206,8 +223,7 @@ class Sums:
         weighted = self.weighted
         if weighted is not None and self.smoothing is not None:
             weighted = weighted + self.smoothing.weighted_bias * self.call.options.logit_scale
-        target_logit: Any = self.target_logit
         return TokenSums(
-            target_logit, self.out_anchor, self.log_total, weighted, self.entropy,
-            self.argmax, self.max_logit, self.min_logit,
+            self.target_logit, self.out_anchor, self.log_total, weighted, self.entropy,
+            self.argmax, self.max_logit, self.min_logit, self.others_squared,
         )  # fmt: skip
