@@ -200,13 +200,13 @@ def _triton(cut: Cut) -> int:
         sums += cut.tokens * cut.hidden * 4
     if cut.splits_hidden:
         vectors += HOPPER.multiprocessors * math.prod(HOPPER.tile) * 4
+    gathered = operand if cut.turned else 0  # the weight's rows of the targets
     if cut.one_pass:
-        kept = operand if cut.turned else 0  # the weight's rows of the targets
-        return matrix + operand + kept + lines + sums + smoothing + vectors
+        return matrix + operand + gathered + lines + sums + smoothing + vectors
     # If lse is known and there is one chunk of tokens, dX's buffer holds the operand until dX is written.
     lent = cut.token_chunk >= cut.tokens and cut.hidden * item % 16 == 0 and not cut.lends
     backward = matrix + (max(sums, operand) if lent else sums + operand)
-    return max(operand + lines + smoothing, backward) + vectors
+    return max(operand + gathered + lines + smoothing, backward) + vectors
 
 
 def _pallas(cut: Cut) -> int:
@@ -225,6 +225,7 @@ def _pallas(cut: Cut) -> int:
     matrix = round_up(cut.token_chunk, 8) * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
     operand = rows * size * item
     lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * rows * 4
+    lines += operand if cut.turned else 0  # the weight's rows of the targets, before they are turned
     vectors = 4 * (2 * _ROW_VECTORS * (cut.tokens + rows) + 16 * rows + _VOCAB_VECTORS * vocab + 16 * size)
     # Sums down a matrix's columns (the bias gradient, label smoothing) go by way of about √rows partial sums.
     vectors += 4 * (math.isqrt(cut.token_chunk) + 1) * cut.fused_columns + 8 * (math.isqrt(vocab) + 1) * size

@@ -119,6 +119,7 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
     ):
         problem = sized(name, small=True)
         run_case(TRITON, problem.case(), plan=plans(problem)[order], **options)
+    linear_cross_entropy(torch.randn(6, 8), torch.randn(8, 40), torch.arange(6), weight_layout="dv", backend="triton")
     logits = torch.randn(6, 40, requires_grad=True)
     cross_entropy(logits, torch.arange(6), backend="triton").backward()
     every = {name for module in (kernels, logits_kernels) for name in vars(module) if name.endswith("_kernel")}

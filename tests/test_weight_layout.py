@@ -142,8 +142,8 @@ def test_compiled(device: str, backend: str, reduction: str) -> None:
         loss = call(x, k, y)
         loss.backward()
         found.append((loss.detach(), x.grad, k.grad))
-    for made, right in zip(*found, strict=True):
-        assert torch.equal(made, right)
+    for made, right in zip(*found, strict=True):  # a compiled call may have another plan
+        assert error(made.double().cpu().numpy(), right.double().cpu().numpy()) <= GRADIENT["bfloat16"]
 
 
 def test_bad_layouts() -> None:

@@ -118,7 +118,6 @@ def loss_gradients(
 ) -> tuple[TokenSums, Held]:
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
     c = KernelCall(inputs, options, plan)
-    c.keep_target_weight()
     sums = Sums(c, statistics)
     factors = relative_factors(c)
     products = GradientProducts(c, needs, sums.smoothing, factors.g, norm * inputs.summary[1])
@@ -143,7 +142,6 @@ def token_gradients(
 ) -> tuple[TokenSums, HeldTokens]:
     """Sums, and exponentials that wait for an upstream gradient per token: 6·N·D·V flops, in a plan of one chunk."""
     c = KernelCall(inputs, options, plan)
-    c.keep_target_weight()
     sums, factors = Sums(c, statistics), relative_factors(c)
     weight = c.like_weight(c.dtype) if plan.lends else None
     with c.on_device():

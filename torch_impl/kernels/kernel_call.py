@@ -15,7 +15,7 @@ from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, round_up
 from logitless.spec import LossOptions
 from logitless.torch_impl.call import is_turned
 from logitless.torch_impl.kernels.architecture import architecture_of, multiprocessors
-from logitless.torch_impl.kernels.launch import launch_named
+from logitless.torch_impl.kernels.launch import cdiv, launch_named
 from logitless.torch_impl.kernels.rows import Rows, on_device
 from logitless.torch_impl.kernels.tiles import GROUP_BYTES, LOGITS, LOGITS_MORE, Tiles
 
@@ -132,10 +132,11 @@ class KernelCall:
     def gather(self, first: int, x: Tensor, **own: Any) -> None:
         """A chunk's hidden states into x, and its targets; its anchors and label smoothing's sums where asked for.
 
-        ``own``: anchor_ptr, highest_ptr, flagged_ptr, weighted_rows_ptr and weighted_ptr of kernels.rows_kernel. What
-        :meth:`keep_target_weight` made gets the weight's rows of the targets.
+        ``own``: anchor_ptr, highest_ptr, flagged_ptr, weighted_rows_ptr and weighted_ptr of kernels.rows_kernel.
         """
-        kept = self.target_weight
+        if self.turned and "anchor_ptr" in own:
+            self._gather_target_weight(first)
+        gathered = self.target_weight
         wanted: dict[str, Any] = dict.fromkeys(
             ("anchor_ptr", "highest_ptr", "flagged_ptr", "weighted_rows_ptr", "weighted_ptr")
         )
@@ -143,14 +144,20 @@ class KernelCall:
         self.launch(
             kernels.rows_kernel, self.chunk, **wanted, target_ptr=self.target, x_ptr=x, x_stride=x.stride(0),
             row_target_ptr=self.row_target[first:], first=first, DOTS=wanted["anchor_ptr"] is not None,
-            WEIGHTED=wanted["weighted_rows_ptr"] is not None, KEEPS=kept is not None, target_w_ptr=kept,
-            target_w_stride=0 if kept is None else kept.stride(0), BLOCK=self.block,
+            WEIGHTED=wanted["weighted_rows_ptr"] is not None, target_w_ptr=gathered,
+            target_w_stride=0 if gathered is None else gathered.stride(0), BLOCK=self.block,
         )  # fmt: skip
 
-    def keep_target_weight(self) -> None:
-        """Have :meth:`gather` keep the weight's rows of a chunk's targets, where they lie scattered."""
-        if self.turned:
+    def _gather_target_weight(self, first: int) -> None:
+        """The weight's rows of a chunk's targets, which lie scattered if it is turned: anchors and dX read them."""
+        if self.target_weight is None:
             self.target_weight = self.matrix(self.chunk, self.size)
+        rows, columns = 64, 64
+        self.launch(
+            kernels.target_weight_kernel, cdiv(self.chunk, rows) * cdiv(self.size, columns), target_ptr=self.target,
+            target_w_ptr=self.target_weight, first=first, target_w_stride=self.target_weight.stride(0), BR=rows,
+            BC=columns,
+        )  # fmt: skip
 
     def logits(
         self, first: int, x: Tensor, e: Tensor | None, entries: slice, mode: int,

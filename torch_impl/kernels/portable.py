@@ -219,13 +219,13 @@ def rows_kernel(
     x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, flagged_ptr, target_w_ptr,
     first, chunk, hidden_stride, w_stride, x_stride, target_w_stride, size, scale, cap,
     DOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, WEIGHTED: tl.constexpr,
-    TURNED: tl.constexpr, KEEPS: tl.constexpr, BLOCK: tl.constexpr,
+    TURNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program, one row: gather x, and make the anchor a = z_y (NaN for an id outside the vocabulary, which is −1; 0
     for ELSEWHERE).
 
     weighted = x · Σ_j k_j w_j, label smoothing's part of the loss. A row past the last one becomes zero.
-    KEEPS: target_w gets w_y, for :func:`put_hidden`.
+    target_w has w_y if the weight is TURNED: :func:`target_weight_kernel`.
     """
     row = tl.program_id(0)
     position = first + row
@@ -241,10 +241,11 @@ def rows_kernel(
         x = tl.load(hidden_ptr + token * hidden_stride + column, mask=mask, other=0.0)
         tl.store(x_ptr + row.to(tl.int64) * x_stride + column, x, mask=column < size)
         if DOTS:
-            w = tl.load(w_ptr + weight_place(wanted, column, w_stride, TURNED), mask=mask, other=0.0)
+            w_row = w_ptr + wanted * w_stride
+            if TURNED:
+                w_row = target_w_ptr + row.to(tl.int64) * target_w_stride
+            w = tl.load(w_row + column, mask=mask, other=0.0)
             dot += x.to(tl.float32) * w.to(tl.float32)
-            if KEEPS:
-                tl.store(target_w_ptr + row.to(tl.int64) * target_w_stride + column, w, mask=column < size)
         if WEIGHTED:
             weighted += x.to(tl.float32) * tl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
     tl.store(row_target_ptr + row, target.to(tl.int32))
@@ -260,6 +261,30 @@ def rows_kernel(
             tl.store(flagged_ptr, 0)
     if WEIGHTED:
         tl.store(weighted_ptr + token, tl.sum(weighted, 0) * scale, mask=exists)
+
+
+@triton.jit(do_not_specialize=["first", "chunk"])
+def target_weight_kernel(
+    w_ptr, target_ptr, order_ptr, count_ptr, target_w_ptr, first, chunk, w_stride, target_w_stride, size,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """BR rows and BC columns of target_w = w_y of the chunk's rows, from a weight that lies as [D, V].
+
+    An element costs a read of 32 bytes of which it is two. So all rows' programs of some columns follow each other:
+    they read the same lines of memory.
+    """
+    row_blocks = tl.cdiv(chunk, BR)
+    row = tl.program_id(0) % row_blocks * BR + tl.arange(0, BR)
+    column = tl.program_id(0) // row_blocks * BC + tl.arange(0, BC)
+    position = first + row
+    exists = (row < chunk) & (position < tl.load(count_ptr))
+    token = tl.load(order_ptr + position, mask=exists, other=0).to(tl.int64)
+    target = tl.maximum(tl.load(target_ptr + token, mask=exists, other=0), 0)
+    here = (column < size)[None, :]
+    w_place = w_ptr + column.to(tl.int64)[None, :] * w_stride + target[:, None]
+    w = tl.load(w_place, mask=exists[:, None] & here, other=0.0)
+    place = target_w_ptr + row.to(tl.int64)[:, None] * target_w_stride + column[None, :]
+    tl.store(place, w, mask=(row < chunk)[:, None] & here)
 
 
 @triton.jit(do_not_specialize=["first", "chunk"])

@@ -145,17 +145,21 @@ class Recorder(TorchDispatchMode):
     ) -> object:
         named = dict(kwargs or {})
         result: object = function(*args, **named)
-        if not self.is_unfit and not self.is_launching:
-            with self._unless_unfit():
-                self._note_operation(function, args, named, result)
+        if not self.is_launching:
+            self._note(self._note_operation, function, args, named, result)
         return result
 
-    @contextlib.contextmanager
-    def _unless_unfit(self) -> Iterator[None]:
-        try:
-            yield
-        except Unfit:
-            self.is_unfit = True
+    def _note(self, note: Callable[..., None], *arguments: object) -> None:
+        """``note(*arguments)``, unless the step is unfit, or turns out to be.
+
+        No context manager: in Python 3.12 contextlib keeps what it has swallowed until garbage is collected, and with
+        it the frames of the step and their memory.
+        """
+        if not self.is_unfit:
+            try:
+                note(*arguments)
+            except Unfit:
+                self.is_unfit = True
 
     def _note_operation(
         self, function: OpOverload, args: Sequence[object], named: dict[str, object], result: object
@@ -197,13 +201,16 @@ class Recorder(TorchDispatchMode):
             start(*arguments, **options)
         finally:
             self.is_launching = False
-        if not self.is_unfit:
-            with self._unless_unfit():
-                values = [self._argument(value) for value in arguments]
-                ready = launch.ready_for(kernel, arguments, options)
-                if ready is not None:
-                    values += [options[name] for name in ready.names]
-                self.done.append(Launch(kernel, grid, values, options, None if ready is None else ready.on(grid)))
+        self._note(self._note_launch, kernel, grid, arguments, options)
+
+    def _note_launch(
+        self, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[object], options: dict[str, object]
+    ) -> None:
+        values = [self._argument(value) for value in arguments]
+        ready = launch.ready_for(kernel, arguments, options)
+        if ready is not None:
+            values += [options[name] for name in ready.names]
+        self.done.append(Launch(kernel, grid, values, options, None if ready is None else ready.on(grid)))
 
     def _argument(self, value: object) -> object:
         if hasattr(value, "block_shape"):
@@ -215,11 +222,13 @@ class Recorder(TorchDispatchMode):
 
     def end_part(self, result: object, saved: Sequence[Tensor | None]) -> None:
         """Close a part. ``result``: what is returned, without what waits; ``saved``: of it, what only we read."""
-        with self._unless_unfit():
-            kept = {place.buffer for place in places(self._noted(tuple(saved)))}
-            alive = {i for i, buffer in enumerate(self.buffers) if not buffer.storage.expired()}
-            self.ended.append(Ended(self.done, self._noted(result), kept, alive))
+        self._note(self._note_end, result, saved)
         self.done = []
+
+    def _note_end(self, result: object, saved: Sequence[Tensor | None]) -> None:
+        kept = {place.buffer for place in places(self._noted(tuple(saved)))}
+        alive = {i for i, buffer in enumerate(self.buffers) if not buffer.storage.expired()}
+        self.ended.append(Ended(self.done, self._noted(result), kept, alive))
 
     def begin_last(self, upstream: Tensor) -> None:
         """Begin the part that finishes the gradients."""

@@ -26,6 +26,10 @@ def _scalar(out: Tensor, value: float, **_: object) -> None:
     out.fill_(value)
 
 
+def _full(out: Tensor, _: object, value: float, **__: object) -> None:
+    out.fill_(value)
+
+
 def _copy(out: Tensor, values: Tensor, **_: object) -> None:
     out.copy_(values)
 
@@ -57,6 +61,7 @@ OWN: dict[OpOverload, Writes] = {
     aten.ones.default: _fill,
     aten.ones_like.default: _fill,
     aten.scalar_tensor.default: _scalar,
+    aten.full.default: _full,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
     aten.masked_fill.Scalar: _masked_fill,
