@@ -13,7 +13,7 @@ from implementations import ALL, MORE_DTYPES, TorchEager, interpreted
 from logitless import plan, reference
 from logitless.problems import BY_NAME
 from logitless.rounding import round_to
-from logitless.tolerances import AREAL, GRADIENT, TARGET_GRADIENT, THREE_DIGITS, TINY, error
+from logitless.tolerances import AREAL, GRADIENT, ROUNDING, TARGET_GRADIENT, THREE_DIGITS, TINY, error
 
 
 class TorchTritonInterpreted(TorchEager):
@@ -375,9 +375,11 @@ def test_statistics_and_their_gradients(impl: Any, name: str) -> None:
         with np.errstate(invalid="ignore"):  # −inf of two sides
             assert error(*finite(getattr(made.stats, field), getattr(true.stats, field))) <= TINY["float32"], field
     assert (made.entropy == made.stats.entropy).all()
+    # Of tied rows one element of dW is nearly all of its norm.
+    allowed = max(GRADIENT[impl.dtype], ROUNDING[impl.dtype] if name == "tied" else 0.0)
     for key, grad in (("hidden", true.hidden_grad), ("weight", true.weight_grad), ("bias", true.bias_grad)):
         if made.grads[key] is not None:
-            assert error(made.grads[key], grad) <= GRADIENT[impl.dtype], key
+            assert error(made.grads[key], grad) <= allowed, key
 
 
 def finite(made: Any, true: Any) -> tuple[Any, Any]:

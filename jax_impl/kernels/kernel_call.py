@@ -64,7 +64,8 @@ class KernelCall:
             return self.weight[entries]
         # An element costs a read of 32 bytes of which it is two. Gathered [D, entries], and turned afterwards, those of
         # one line of memory follow each other.
-        return lax.optimization_barrier(self.weight[:, entries]).T
+        gathered: Array = lax.optimization_barrier(self.weight[:, entries])
+        return gathered.T
 
     def along_size(self, values: Array) -> Array:
         """A vector along D in whole tiles, however wide they are."""
