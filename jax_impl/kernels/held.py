@@ -46,7 +46,7 @@ def held_gradients(c: KernelCall, g: Array, held: Waiting, needs: Needs, upstrea
     listed = listed_targets(c, held.by_token) if single and needs.weight else {}
     state = p.weight(held.state, rows, held.e, x, 0, c.vocab, scale, listed)
     if state.weight is not None and not c.turned:
-        # dX's operand is gathered when dW's is not needed any more. (A turned weight's rows are gathered once for both.)
+        # dX's operand is gathered when dW's is not needed any more. (A turned weight's rows are gathered once.)
         weight, target = lax.optimization_barrier((state.weight, rows.target))
         state, rows = state._replace(weight=weight), rows._replace(target=target)
     state = p.hidden(state, rows, held.e, 0, held.factors, scale if single else None)
