@@ -30,7 +30,7 @@ from typing import Literal
 from logitless.cost import relative_cost
 from logitless.hardware import ACCUMULATOR_TOKENS, HOPPER, Device
 from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Cut, Kind, Order, promised_bytes, round_up
-from logitless.spec import FLOAT_DTYPES, check_flags
+from logitless.spec import FLOAT_DTYPES, WeightLayout, check_flags, check_weight_layout
 
 ORDERS = ("tokens", "vocab")
 
@@ -168,6 +168,7 @@ def plan(
     eager: bool = False,
     lends: bool = False,
     prefer: Preference = "balanced",
+    weight_layout: WeightLayout = "vd",
 ) -> ChunkPlan:
     """Choose how to cut a linear cross-entropy call.
 
@@ -192,17 +193,21 @@ def plan(
             themselves, and differentiate losses or log-probabilities alone.)
         prefer: without a budget or a chunk, the smallest scratch that stays within 5 % ("balanced"), 0.5 % ("fast") or
             50 % ("lean") of the fastest plan, by the cost formula of :mod:`logitless.cost`.
+        weight_layout: "dv" for a weight that lies in memory as [D, V]: with ``fused``, its rows of a chunk's targets
+            are scratch. (A call with a plan of the other layout counts them all the same.)
 
     Returns a frozen :class:`ChunkPlan`. Raises ValueError or TypeError for a bad argument; a budget that no plan fits
     is a ValueError that names the smallest scratch there is.
     """
     check_flags(one_pass=one_pass, fused=fused, padded=padded, hold=hold, eager=eager, lends=lends)
+    check_weight_layout(weight_layout)
     kind: Kind = "eager" if eager else "xla"
     if fused:
         kind = "pallas" if padded else "triton"
     request = Request(
-        tokens, hidden, vocab, dtype, kind, memory_budget, order, chunk, one_pass, hold, device, lends, prefer
-    )
+        tokens, hidden, vocab, dtype, kind, memory_budget, order, chunk, one_pass, hold, device, lends, prefer,
+        weight_layout == "dv",
+    )  # fmt: skip
     if fused and eager:
         raise ValueError("eager: got True beside fused=True, allowed is False: a backend is one of the two")
     return choose(request)

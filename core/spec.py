@@ -120,11 +120,15 @@ WeightLayout = Literal["vd", "dv"]
 """How a weight comes: [V, D], as torch.nn.Linear stores it, or [D, V], as a Flax kernel lies."""
 
 
-def check_weight_layout(layout: object, weight: tuple[int, ...], hidden: tuple[int, ...]) -> None:
-    """Raise ValueError unless the layout is one, and if it is "dv", the weight of such a shape."""
+def check_weight_layout(layout: object) -> None:
+    """Raise ValueError unless the layout is one."""
     if layout not in get_args(WeightLayout):
         raise ValueError(f"weight_layout: got {layout!r}, allowed are 'vd' (a weight [V, D]), 'dv' (a weight [D, V])")
-    if layout == "dv" and (len(weight) != 2 or not hidden or weight[0] != hidden[-1]):
+
+
+def check_turned_weight(weight: tuple[int, ...], hidden: tuple[int, ...]) -> None:
+    """Raise ValueError unless the shape is that of a weight [D, V] for these hidden states."""
+    if len(weight) != 2 or not hidden or weight[0] != hidden[-1]:
         size = hidden[-1] if hidden else "D"
         raise ValueError(f"weight: got shape {weight}, allowed beside weight_layout='dv' is ({size}, V)")
 

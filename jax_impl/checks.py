@@ -189,7 +189,8 @@ def laid_out(weight: Array, hidden: Array, layout: WeightLayout) -> Array:
     """A weight as [V, D]. XLA makes no copy of the transpose, and the kernels read what it was made from."""
     if layout == "vd" or not all(isinstance(array, jax.Array | np.ndarray) for array in (weight, hidden)):
         return weight  # another type is refused later
-    spec.check_weight_layout(layout, tuple(weight.shape), tuple(hidden.shape))
+    spec.check_weight_layout(layout)
+    spec.check_turned_weight(tuple(weight.shape), tuple(hidden.shape))
     return weight.T
 
 

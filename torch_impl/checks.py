@@ -357,7 +357,8 @@ def laid_out(weight: Tensor, hidden: Tensor, layout: WeightLayout) -> Tensor:
     """A weight as [V, D]: a view of one that came as [D, V]."""
     if layout == "vd" or not (isinstance(weight, Tensor) and isinstance(hidden, Tensor)):
         return weight  # another type is refused later
-    spec.check_weight_layout(layout, tuple(weight.shape), tuple(hidden.shape))
+    spec.check_weight_layout(layout)
+    spec.check_turned_weight(tuple(weight.shape), tuple(hidden.shape))
     return weight.T
 
 
