@@ -214,10 +214,12 @@ def test_signatures_are_the_same_in_both_frameworks(impl: Any) -> None:
         "return_stats",
         "return_lse",
         "shift",
+        "weight_layout",
     ]
     defaults = {
         "reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "logit_scale": 1.0,
         "temperature": 1.0, "return_stats": False, "return_lse": False, "shift": 0, "with_entropy": False,
+        "weight_layout": "vd",
     }  # fmt: skip
     loss, log_probs = functions(impl)
     expected_log_probs = [
@@ -234,6 +236,7 @@ def test_signatures_are_the_same_in_both_frameworks(impl: Any) -> None:
         "plan",
         "memory_budget",
         "backend",
+        "weight_layout",
     ]
     if impl.name.startswith("torch"):  # what only one framework has comes last
         expected += ["process_group", "sequence_parallel", "accumulate_into", "defer_weight_grad"]

@@ -264,7 +264,7 @@ def test_options_of_a_case_are_accepted(impl: Any) -> None:
     assert names - passed == {
         "hidden", "weight", "target", "bias", "plan", "memory_budget", "backend", "return_stats",
         "process_group", "sequence_parallel", "accumulate_into", "defer_weight_grad", "temperature",
-        "return_lse", "shift",
+        "return_lse", "shift", "weight_layout",
     }  # fmt: skip
 
 

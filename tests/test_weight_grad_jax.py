@@ -425,6 +425,6 @@ def test_the_arguments_are_those_of_the_loss() -> None:
 
     plain = inspect.signature(linear_cross_entropy).parameters
     here = inspect.signature(linear_cross_entropy_value_and_grad).parameters
-    assert set(plain) - set(here) == {"return_lse"}
+    assert set(plain) - set(here) == {"return_lse", "weight_layout"}
     assert set(here) - set(plain) == {"upstream", "accumulate_into", "defer_weight_grad"}
     assert all(here[name].default == plain[name].default for name in set(plain) & set(here))
