@@ -75,9 +75,9 @@ def linear_cross_entropy_value_and_grad(
             (dweight, dbias) later, with 2·N·D·V flops more. A buffer is given to it, not here.
         return_stats: the value is (loss, TokenStats).
 
-    The others are those of :func:`linear_cross_entropy`; the weight is [V, D]. With ``axis_name`` dhidden is complete and
-    dweight is of this device's rows, each summed over the axes over which its argument does not vary; a buffer is this
-    device's own and is summed over nothing.
+    The others are those of :func:`linear_cross_entropy`; the weight is [V, D]. With ``axis_name`` dhidden is complete
+    and dweight is of this device's rows, each summed over the axes over which its argument does not vary; a buffer is
+    this device's own and is summed over nothing.
 
     Takes 6·N·D·V flops for "mean" and "sum" in one pass, 8 otherwise.
 
