@@ -15,6 +15,7 @@ from logitless import plan  # noqa: E402
 from logitless.tolerances import FIRST_CALL, error  # noqa: E402
 from logitless.torch_impl import checks, linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.torch_impl.backend import chosen_backend  # noqa: E402
+from logitless.torch_impl.call import is_turned  # noqa: E402
 from logitless.torch_impl.kernels import architecture, first_check, launch, products  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here")
@@ -81,6 +82,23 @@ def test_tokens_along_several_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = hidden.reshape(2, TOKENS // 2, HIDDEN), weight, target.reshape(2, -1)
     linear_cross_entropy(*rows, token_weight=torch.rand(2, TOKENS // 2), backend="triton").backward()
     assert found == [None]
+
+
+def test_a_weight_that_lies_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, layouts = comparisons(monkeypatch), []
+    real = first_check.autograd.values
+
+    def values(small: Any, *rest: Any) -> Any:
+        layouts.append(is_turned(small.weight))
+        return real(small, *rest)
+
+    monkeypatch.setattr(first_check.autograd, "values", values)
+    hidden, weight, target = arrays()
+    turned = weight.detach().T.contiguous().requires_grad_()
+    linear_cross_entropy(hidden, turned, target, weight_layout="dv", backend="triton").backward()
+    assert found == [None]
+    assert len(layouts) > 1
+    assert all(layouts)
 
 
 def test_each_kind_of_call_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,22 +106,25 @@ def _small(arrays: Arrays, call: Call) -> tuple[Arrays, ChunkPlan]:
     tokens, vocab = (_few(arrays.target.numel(), MOST_TOKENS), _few(arrays.weight.shape[0], MOST_VOCAB))
     random = torch.Generator(device).manual_seed(0)
 
+    def matrix(array: Tensor, rows: int, width: int, stride: int, scale: float) -> Tensor:
+        """[rows, width] random numbers that begin as the array does."""
+        first = array.data_ptr() % 16 // array.element_size()
+        memory = torch.randn(first + rows * stride, generator=random, device=device).mul_(scale).to(array.dtype)
+        return memory[first:].view(rows, stride)[:, :width]
+
     def like(array: Tensor | None, rows: int, scale: float) -> Tensor | None:
         """[rows, ...] random numbers with the array's alignment."""
         if array is None:
             return None
-        if array.dim() > 1 and is_turned(array):
-            # A row of memory is as long as ``rows``, with the gap behind it that the array's have.
-            gap = (array.stride(1) - array.shape[0]) % 16
-            turned = like(array.new_empty(0).as_strided((1, rows), (rows + gap, 1)), array.shape[1], scale)
-            assert turned is not None
-            return turned.T
-        width = array.shape[-1] if array.dim() > 1 else 1
-        stride = max(array.stride(-2), width) if array.dim() > 1 and array.stride(-1) == 1 else width
-        first = array.data_ptr() % 16 // array.element_size()
-        memory = torch.randn(first + rows * stride, generator=random, device=device).mul_(scale).to(array.dtype)
-        values = memory[first:].view(rows, stride)[:, :width]
-        return (values if array.dim() > 1 else values.squeeze(1)).requires_grad_(array.requires_grad)
+        if array.dim() < 2:
+            values = matrix(array, rows, 1, 1, scale).squeeze(1)
+        elif is_turned(array):
+            gap = (array.stride(1) - array.shape[0]) % 16  # behind a row in memory
+            values = matrix(array, array.shape[1], rows, rows + gap, scale).T
+        else:
+            width = array.shape[1]
+            values = matrix(array, rows, width, max(array.stride(0), width) if array.stride(1) == 1 else width, scale)
+        return values.requires_grad_(array.requires_grad)
 
     hidden = like(arrays.hidden.reshape(-1, arrays.hidden.shape[-1]), tokens, 1.0)
     weight = like(arrays.weight, vocab, arrays.weight.shape[1] ** -0.5)
