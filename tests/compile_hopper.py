@@ -20,7 +20,10 @@ from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGH
 
 (HOPPER,) = (found for found in ARCHITECTURES if found.name == "hopper")
 
+# The constants that a WeightKind is made of, in its order.
+KIND = ("FINAL", "PARTED", "ADD", "SMOOTH", "TARGETS", "LENT", "TURNED")
 FLAGS = ("BIAS", "SCALE", "CAP", "CLASS", "ALPHA", "GAMMA", "DELTA", "SIGMA")
+HAS = tuple(f"HAS_{flag}" for flag in FLAGS)
 # The pointer that an option reads, for those that read one; it is None without the option.
 READS = {
     "HAS_BIAS": ("bias_ptr",),
@@ -42,18 +45,19 @@ READS = {
 
 
 def block(dtype: str, rows: int, columns: int) -> str:
-    layout = NVMMASharedLayout(128, {"fp32": 32, "i8": 8}.get(dtype, 16), rank=2)
+    bits = {"fp32": 32, "i8": 8}.get(dtype, 16)
+    layout = NVMMASharedLayout(min(128, bits * columns // 8), bits, rank=2)
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
 
-def turned(lent: bool, rows: int, columns: int) -> tuple[int, int]:
-    """A block of e, or of eᵀ where that lies in dW's rows."""
-    return (columns, rows) if lent else (rows, columns)
+def turned(across: bool, rows: int, columns: int) -> tuple[int, int]:
+    """A block of a matrix, or of its transpose where that is what lies in memory."""
+    return (columns, rows) if across else (rows, columns)
 
 
 def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]:
     t = HOPPER.tiles[LOGITS]
-    options = dict.fromkeys(("STATISTICS", "SQUARES", "SUM_LOGITS", "LENT", *(f"HAS_{flag}" for flag in FLAGS)), False)
+    options = dict.fromkeys(("STATISTICS", "SQUARES", "SUM_LOGITS", "LENT", "TURNED", *HAS), False)
     options |= chosen
     known = ("log_total_ptr", "factor_ptr", "target_value_ptr")
     return {
@@ -63,7 +67,7 @@ def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]
         "none": (() if mode == 2 else known) + (("sum_ptr",) if mode == 2 else ()) + (("e_desc",) if mode == 0 else ()),
         "blocks": {
             "x_desc": block(dtype, t.block_rows, t.bk),
-            "w_desc": block(dtype, t.bn, t.bk),
+            "w_desc": block(dtype, *turned(options["TURNED"], t.bn, t.bk)),
             "e_desc": block(dtype, *turned(options["LENT"], t.block_rows, t.bn)),
         },
         "dtype": dtype,
@@ -72,7 +76,7 @@ def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]
 
 def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
     t = HOPPER.tiles[HIDDEN if final else HIDDEN_SUM]
-    options = {"ADD": False, "FINAL": final, "ROWS": False, "SMOOTH": False, "SPLIT": False, "LENT": False}
+    options = {"ADD": False, "FINAL": final} | dict.fromkeys(("ROWS", "SMOOTH", "SPLIT", "LENT", "TURNED"), False)
     options |= chosen
     return {
         "kernel": hopper.hidden_kernel,
@@ -81,7 +85,7 @@ def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
         "none": ("sum_desc",) if final else ("scale_ptr",),
         "blocks": {
             "e_desc": block(dtype, *turned(options["LENT"], t.block_rows, t.bk)),
-            "w_desc": block(dtype, t.bk, t.bn),
+            "w_desc": block(dtype, *turned(options["TURNED"], t.bk, t.bn)),
             "sum_desc": block("fp32", t.block_rows, t.block_columns),
         },
         "dtype": dtype,
@@ -93,9 +97,10 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
     parted = chosen.get("PARTED", False)
     t = HOPPER.tiles[WEIGHT if final and not into else WEIGHT_SUM]
     options = {"ADD": False, "FINAL": final, "INTO": False, "PARTED": False, "SMOOTH": False, "HAS_CLASS": False}
-    options |= {"TARGETS": False, "LENT": False}
-    high, low = (block(bits, t.block_rows, t.block_columns) for bits in ("i16", "i8"))
-    summed = high if parted else block("fp32", t.block_rows, t.block_columns)
+    options |= {"TARGETS": False, "LENT": False, "TURNED": False}
+    out = turned(chosen.get("TURNED", False), t.block_rows, t.block_columns)
+    high, low = (block(bits, *out) for bits in ("i16", "i8"))
+    summed = high if parted else block("fp32", *out)
     return {
         "kernel": hopper.weight_kernel,
         "tiles": t,
@@ -103,10 +108,12 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
         "none": (() if final else ("scale_ptr",)) + (() if parted else ("low_ptr",))
         + (() if parted and not final else ("low_desc",)),
         "blocks": {
-            "e_desc": block(dtype, *turned(chosen.get("LENT", False), t.bk, t.block_rows)),
+            "e_desc": block(
+                dtype, *turned(chosen.get("LENT", False) and not chosen.get("TURNED", False), t.bk, t.block_rows)
+            ),
             "x_desc": block(dtype, t.bk, t.bn),
             "low_desc": low,
-            "out_desc": block(dtype, t.block_rows, t.block_columns) if final and not into else summed,
+            "out_desc": block(dtype, *out) if final and not into else summed,
         },
         "dtype": dtype,
     }  # fmt: skip
@@ -148,6 +155,11 @@ CONFIGURATIONS = {
     "weight and targets, all": lambda: weight("bf16", True, 4, TARGETS=True, SMOOTH=True, HAS_CLASS=True),
     "weight in place": lambda: weight("bf16", True, 1, TARGETS=True, LENT=True),
     "weight in place, all": lambda: weight("bf16", True, 4, TARGETS=True, LENT=True, SMOOTH=True, HAS_CLASS=True),
+    "anchored, turned": lambda: logits("bf16", 1, 2, TURNED=True),
+    "hidden, turned": lambda: hidden("bf16", True, ROWS=True, TURNED=True),
+    "weight, turned": lambda: weight("bf16", True, 1, TARGETS=True, TURNED=True),
+    "weight in place, turned": lambda: weight("bf16", True, 1, TARGETS=True, LENT=True, TURNED=True),
+    "weight sum, turned, add": lambda: weight("bf16", False, 2, ADD=True, TURNED=True),
     "weight, all": lambda: weight("bf16", True, 4, ADD=True, SMOOTH=True, HAS_CLASS=True),
     "weight into, add": lambda: weight("bf16", True, 2, ADD=True, INTO=True),
     "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
@@ -161,7 +173,7 @@ CONFIGURATIONS = {
 
 def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     kernel, t, names = what["kernel"], what["tiles"], what["kernel"].arg_names
-    flags = (what["constants"].get(flag, False) for flag in ("FINAL", "PARTED", "ADD", "SMOOTH", "TARGETS", "LENT"))
+    flags = (what["constants"].get(flag, False) for flag in KIND)
     launched = hopper.PRODUCTS.constants(t) | hopper.PRODUCTS.registers(WeightKind(*flags))
     constants = {k: v for k, v in launched.items() if k in names} | what["constants"] | {"GROUP": 8, "PROGRAMS": 132}
     if "PACE" in names:

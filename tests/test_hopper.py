@@ -32,10 +32,11 @@ PLAIN = (
     "weight",
 )
 PLAIN += ("weight sum", "weight sum, add")
+PLAIN += ("anchored, turned", "hidden, turned", "weight, turned", "weight in place, turned")
 PLAIN += ("weight and targets", "weight into, add", "weight parted", "weight parted, added")
 OTHERS = ("hidden sum", "entropy", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all")
 OTHERS += ("weight into narrow", "weight and targets, all")
-OTHERS += ("weight from parts", "anchored, lent, all", "weight in place, all")
+OTHERS += ("weight sum, turned, add", "weight from parts", "anchored, lent, all", "weight in place, all")
 
 
 @pytest.fixture(scope="session")
