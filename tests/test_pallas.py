@@ -351,7 +351,7 @@ def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     e, x = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((8, 256), jnp.bfloat16)
     numbers = {"rows": jnp.full(1, 8, jnp.int32), "start": jnp.zeros(1, jnp.int32)}
     out = {"out": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16), "low": jax.ShapeDtypeStruct((64, 256), jnp.int8)}
-    jax.block_until_ready(products.weight(numbers | {"e": e, "x": x}, out, columns=64, adds=False))
+    jax.block_until_ready(products.weight(numbers | {"e": e, "x": x}, out, columns=64, adds=False, turned=False))
     assert "RACE DETECTED" in capsys.readouterr().out
 
 
