@@ -225,7 +225,7 @@ def _pallas(cut: Cut) -> int:
     matrix = round_up(cut.token_chunk, 8) * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
     operand = rows * size * item
     lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * rows * 4
-    lines += operand if cut.turned else 0  # the weight's rows of the targets, before they are turned
+    gathered = operand if cut.turned else 0  # the weight's rows of the targets, before they are turned
     vectors = 4 * (2 * _ROW_VECTORS * (cut.tokens + rows) + 16 * rows + _VOCAB_VECTORS * vocab + 16 * size)
     # Sums down a matrix's columns (the bias gradient, label smoothing) go by way of about √rows partial sums.
     vectors += 4 * (math.isqrt(cut.token_chunk) + 1) * cut.fused_columns + 8 * (math.isqrt(vocab) + 1) * size
@@ -237,11 +237,11 @@ def _pallas(cut: Cut) -> int:
     if cut.fused_columns < cut.vocab:
         sums += cut.tokens * hidden * 4
     if cut.one_pass:
-        return copies + matrix + operand + lines + sums + vectors
+        return copies + matrix + operand + gathered + lines + sums + vectors
     # During the slices of the vocabulary the operand lies where dX will be, if it has dX's shape. (On several devices
     # it has another. There Shard.scratch_bytes counts dX's float32 share, which is written later.)
     lent = cut.fused_columns < cut.vocab and cut.tokens % 8 == 0 and hidden == cut.hidden
-    return copies + max(operand + lines, matrix + (max(sums, operand) if lent else sums + operand)) + vectors
+    return copies + max(operand + gathered + lines, matrix + (max(sums, operand) if lent else sums + operand)) + vectors
 
 
 def _eager(cut: Cut) -> int:

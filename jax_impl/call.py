@@ -217,6 +217,11 @@ class Inputs(NamedTuple):
         )
 
     @property
+    def turned(self) -> bool:
+        """Whether the weight came as [D, V]."""
+        return self.turned_weight is not None
+
+    @property
     def accumulation_dtype(self) -> jnp.dtype:
         return accumulation_dtype(self.hidden.dtype)
 

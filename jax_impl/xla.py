@@ -184,7 +184,7 @@ class _Accumulators:
         vocab, size = self.inputs.weight.shape
         weight_dtype = self.dtype if self.direct or self.inputs.precision.wide_weight else self.inputs.weight.dtype
         weight = jnp.zeros((vocab, size), weight_dtype) if self.inputs.into is None else self.inputs.into
-        weight = weight.T if self.plan.turned else weight  # dW lies as the weight does
+        weight = weight.T if self.inputs.turned else weight  # dW lies as the weight does
         begun = Gradients(
             hidden=jnp.zeros(self.inputs.hidden.shape, self.hidden_dtype) if self.needs.hidden else None,
             weight=weight if self.needs.weight else None,
@@ -220,7 +220,7 @@ class _Accumulators:
                 part = product(operand.T, scaled_x, self.dtype)
                 if not self.direct:
                     part = self._finish_weight(part, smooth_x, start, size)
-                part, axis = (part.T, 1) if self.plan.turned else (part, 0)
+                part, axis = (part.T, 1) if self.inputs.turned else (part, 0)
                 if self.direct or self.adds:
                     weight = add_to(weight, part, start, axis)
                 else:
@@ -257,7 +257,7 @@ class _Accumulators:
     def finish(self, state: State) -> Gradients:
         gradients, smooth_x = state
         weight, bias = gradients.weight, gradients.bias
-        if weight is not None and self.plan.turned:
+        if weight is not None and self.inputs.turned:
             weight = weight.T
         if weight is not None and self.direct:
             weight = self._finish_weight(weight, smooth_x, 0, self.plan.vocab)

@@ -65,7 +65,8 @@ STAGED, STAGED_FLOAT32 = 64, 32
 def _scalar(r: References, name: str, turned: bool = False) -> Array:
     """The first row of a chunk, or the first entry of a slice of the vocabulary: a multiple of what moves together.
 
-    ``turned``: the entries are a matrix' columns, of which more move together."""
+    ``turned``: the entries are a matrix' columns, of which more move together.
+    """
     return pl.multiple_of(r[name][0], STEP if turned else TILING)
 
 

@@ -33,7 +33,7 @@ class KernelCall:
         self.hidden_dtype = jnp.float32 if inputs.shard.active else self.dtype
         self.tokens, (self.vocab, self.size) = inputs.hidden.shape[0], inputs.weight.shape
         self.padded_size = round_up(self.size, PADDED_HIDDEN)
-        self.turned = inputs.turned_weight is not None
+        self.turned = inputs.turned
         self.padded_vocab = round_up(self.vocab, PADDED_HIDDEN if self.turned else PADDED_VOCAB)
         more = self.padded_size - self.size
         self.hidden = jnp.pad(inputs.hidden, ((0, 0), (0, more)))

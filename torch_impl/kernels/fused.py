@@ -23,7 +23,7 @@ from logitless import spec
 from logitless.planning import ChunkPlan
 from logitless.scratch import SMOOTHING_BLOCK
 from logitless.spec import LossOptions, Statistics
-from logitless.torch_impl.call import XP, Gradients, KnownRows, Needs, TokenSums, is_turned
+from logitless.torch_impl.call import XP, Gradients, KnownRows, Needs, TokenSums, empty_like_weight, is_turned
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels import architecture
 from logitless.torch_impl.kernels.held import Held, HeldTokens, held_gradients, held_layout
@@ -143,7 +143,7 @@ def token_gradients(
     """Sums, and exponentials that wait for an upstream gradient per token: 6·N·D·V flops, in a plan of one chunk."""
     c = KernelCall(inputs, options, plan)
     sums, factors = Sums(c, statistics), relative_factors(c)
-    weight = c.like_weight(c.dtype) if plan.lends else None
+    weight = empty_like_weight(c.weight, c.dtype) if plan.lends else None
     with c.on_device():
         x, e = c.operand(), matrix_of(c, c.vocab, weight)
         sums.gather(0, x)

@@ -209,12 +209,6 @@ class KernelCall:
     def describe_weight(self, rows: slice, block: tuple[int, int]) -> object:
         return self.describe_matrix(self.weight[rows], *block) if self.tma else None
 
-    def like_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A new matrix [V, D] that lies in memory as the weight does."""
-        shape = (self.size, self.vocab) if self.turned else (self.vocab, self.size)
-        matrix = self.empty(*shape, dtype)
-        return matrix.T if self.turned else matrix
-
 
 def addresses(**matrices: Tensor | None) -> dict[str, Tensor | int | None]:
     """Matrices for kernels that read them by pointers: where each one begins, and how far apart its rows are."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from logitless.scratch import LOW_ROW_ALIGNMENT, round_up
-from logitless.torch_impl.call import Gradients, Needs, is_turned
+from logitless.torch_impl.call import Gradients, Needs, empty_like_weight, is_turned
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end, is_across
 from logitless.torch_impl.kernels.launch import cdiv
@@ -110,7 +110,7 @@ class GradientProducts:
         by_rank = c.shard.sequence_parallel
         self.hidden = None if by_rank or needs.hidden is None else c.empty(c.tokens, c.size, needs.hidden)
         if weight is None and needs.weight is not None:
-            weight = c.like_weight(needs.weight) if needs.into is None else needs.into
+            weight = empty_like_weight(c.weight, needs.weight) if needs.into is None else needs.into
         self.weight = weight
         self.turned = c.turned if weight is None else is_turned(weight)  # dW, which may be a given buffer
         self.works: list[Any] = []  # sums of dX over the ranks that are under way
@@ -282,7 +282,7 @@ class GradientProducts:
             return self.high
         if self.weight_sum is None:  # a float32 result is its own accumulator
             whole = weight is not None and weight.dtype == torch.float32
-            self.weight_sum = weight if whole else c.like_weight()
+            self.weight_sum = weight if whole else empty_like_weight(c.weight, torch.float32)
         assert self.weight_sum is not None
         return self.weight_sum
 
