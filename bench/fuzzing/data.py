@@ -40,7 +40,10 @@ def make(problem: Problem) -> Arrays:
 
 
 def given(problem: Problem, arrays: Arrays) -> Arrays:
-    """The arrays as a call gets them: with a shift, a target whose first ids are no position's, and no ids at all."""
+    """The arrays as a call gets them: the weight perhaps as [D, V]; with a shift, a target whose first ids are no
+    position's, and no ids at all."""
+    if problem.turned:
+        arrays = arrays | {"weight": arrays["weight"].T}
     shift = problem.options.get("shift", 0)
     if not shift:
         return arrays

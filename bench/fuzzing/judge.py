@@ -33,6 +33,8 @@ def judged(problem: Problem) -> Verdict:
         return Verdict(problem, ("a second derivative was not refused",))
     if problem.blemish == "outside" and _looked_at(problem):
         return Verdict(problem, ("target: an id outside of the vocabulary was not refused",))
+    if problem.turned and "dweight" in outputs:
+        outputs["dweight"] = outputs["dweight"].T
     return Verdict(problem, tuple(compared(problem, arrays, outputs)))
 
 

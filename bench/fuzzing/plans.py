@@ -21,8 +21,8 @@ def plan_arguments(problem: Problem) -> dict[str, Any]:
         "one_pass": _one_pass(problem), "device": "cpu" if problem.device == "cpu" else "gpu",
         "fused": problem.fused, "padded": problem.backend == "pallas",
     }  # fmt: skip
-    if problem.backend == "triton" and problem.layouts.get("weight") == "transposed":
-        sizes["weight_layout"] = "dv"
+    if problem.turned != (problem.torch and problem.layouts.get("weight") == "transposed"):
+        sizes["weight_layout"] = "dv"  # PyTorch's weight lies as its strides say
     if problem.function in OF_IDS:
         return {"memory_budget": _budget_of_ids(problem, sizes)}
     chosen = plan(**sizes, order=order, chunk=max(1, round(length * max(problem.plan_at, 0.1))))

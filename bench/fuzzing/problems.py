@@ -87,6 +87,11 @@ class Problem:
         return self.backend in ("triton", "pallas")
 
     @property
+    def turned(self) -> bool:
+        """Whether the caller's weight is [D, V]."""
+        return self.options.get("weight_layout") == "dv"
+
+    @property
     def count(self) -> int:
         """How many ids a token has, where a function is about several."""
         return self.options["k"] if self.function == "linear_top_k" else int(self.arrays["ids"].split()[1])
@@ -188,7 +193,9 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
         layouts=_one_apart(_layouts(dice, backend, function, arrays), arrays, data, blemish),
         needs=needs, **way,
     )  # fmt: skip
-    return problem if function != "linear_cross_entropy" else _with_lse_and_shift(dice, problem)
+    if function == "linear_cross_entropy":
+        problem = _with_lse_and_shift(dice, problem)
+    return _with_weight_layout(dice, problem) if function in ("linear_cross_entropy", "linear_log_probs") else problem
 
 
 def _data(dice: Dice, function: str) -> str:
@@ -286,6 +293,16 @@ def _with_lse_and_shift(dice: Dice, problem: Problem) -> Problem:
         if layouts["target"] in ("expanded", "broadcast"):  # the last ids are not the others
             layouts["target"] = "step"
     return dataclasses.replace(problem, options=options, layouts=layouts)
+
+
+def _with_weight_layout(dice: Dice, problem: Problem) -> Problem:
+    """A quarter of the weights are given as [D, V]; each then has a layout of that matrix."""
+    if "defer" in problem.extras or not dice.chance(0.25):
+        return problem
+    layouts = dict(problem.layouts)
+    if layouts["weight"] == "expanded":  # the same column everywhere is not the same row
+        layouts["weight"] = "step"
+    return dataclasses.replace(problem, options=problem.options | {"weight_layout": "dv"}, layouts=layouts)
 
 
 def _more_options(dice: Dice, function: str, options: dict[str, Any], arrays: dict[str, str]) -> None:
