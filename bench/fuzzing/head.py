@@ -174,7 +174,9 @@ def bounded(problem: Problem, true: Any, ideal: float, sums: Sums, magnitude: An
     dtype, tiny = problem.dtype, TINY[wide_dtype(problem.dtype)]
     norm = norm_of(np.where(np.abs(true) < LARGEST[dtype], true, 0.0))
     # One rounding is off by a quarter of its largest error, in the mean of squares; those of few tokens may be large.
-    few = 6.0 / np.sqrt(max(1, min(problem.tokens, true.size)))
+    # Tokens that share one hidden state share their roundings.
+    tokens = 1 if problem.layouts.get("hidden") in ("expanded", "broadcast") else problem.tokens
+    few = 6.0 / np.sqrt(max(1, min(tokens, true.size)))
     roundings = 0.25 * ROUNDING[dtype] * (np.hypot(sums.rough, norm) + few * np.hypot(sums.most, norm))
     roundings += SMALLEST[dtype] * np.sqrt(true.size)
     logits = 1.0 + float(np.max(np.nan_to_num(magnitude), initial=0.0))
