@@ -225,7 +225,7 @@ def _pallas(cut: Cut) -> int:
     matrix = round_up(cut.token_chunk, 8) * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
     operand = rows * size * item
     lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * rows * 4
-    gathered = operand if cut.turned else 0  # the weight's rows of the targets, before they are turned
+    gathered = operand if cut.turned else 0  # the weight's rows of the targets, in the order of these
     vectors = 4 * (2 * _ROW_VECTORS * (cut.tokens + rows) + 16 * rows + _VOCAB_VECTORS * vocab + 16 * size)
     # Sums down a matrix's columns (the bias gradient, label smoothing) go by way of about √rows partial sums.
     vectors += 4 * (math.isqrt(cut.token_chunk) + 1) * cut.fused_columns + 8 * (math.isqrt(vocab) + 1) * size
