@@ -83,7 +83,7 @@ def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -
     yield from rows_part("torch", shapes, rounds, peers, errors=False)
     for name in sweeps:
         yield "sweeps", gpu.sweep("torch", name, max(2, rounds // 2), peers)  # for plots
-    yield "errors", gpu.errors("torch") if shapes else []
+    yield "errors", gpu.errors("torch") if "small" in shapes else []  # they are taken at its sizes
     gpu.forget("torch")
 
 
@@ -225,7 +225,7 @@ def run(options: argparse.Namespace, results: Results) -> int:
 
 def replace_rows(parts: Parts, options: argparse.Namespace, machine: dict[str, Any]) -> None:
     for framework, key, shapes in (("jax", "jax_machine", options.jax_shapes), ("torch", "machine", options.shapes)):
-        if shapes:  # errors are taken at the sizes of "small"
+        if shapes:
             rows = rows_part(framework, shapes, options.rounds, options.peers, errors="small" in shapes)
             parts.replace_rows(key, machine, rows)
 

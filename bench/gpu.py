@@ -26,6 +26,8 @@ PerToken = Callable[..., tuple[Any, ...]]
 # what holds the exponentials of all tokens.
 TOKEN_SHAPE = Shape(8192, 4096, 131072)
 TOKEN_BUDGETS = (None, 1200 * MIB, 2400 * MIB)
+# Peers that compile or try out much for a new size: they are left out of sweeps.
+SLOW_TO_START = ("compile", "QuACK", "CuTe")
 
 
 class Step(Protocol):
@@ -142,11 +144,11 @@ def kernel_steps(arrays: Arrays, fastest: bool = False) -> dict[str, Planned]:
     return steps
 
 
-def _peers(arrays: Arrays, left_out: str | None = None) -> dict[str, Planned]:
+def _peers(arrays: Arrays, left_out: tuple[str, ...] = ()) -> dict[str, Planned]:
     return {
         name: (arrays.step(loss, transposed=transposed), None)
         for name, loss, transposed in arrays.peers()
-        if left_out is None or left_out not in name
+        if not any(word in name for word in left_out)
     }
 
 
@@ -176,7 +178,7 @@ def sweep(framework: str, kind: str, rounds: int, with_peers: bool) -> list[dict
 
     def rows(shape: Shape) -> list[dict[str, Any]]:
         arrays = arrays_of(framework, shape)
-        return _rows(arrays, kind, kernel_steps(arrays) | (_peers(arrays, "compile") if with_peers else {}), rounds)
+        return _rows(arrays, kind, kernel_steps(arrays) | (_peers(arrays, SLOW_TO_START) if with_peers else {}), rounds)
 
     found = []
     for shape in SWEEPS[kind]:

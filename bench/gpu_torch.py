@@ -17,6 +17,7 @@ from logitless.torch_impl import linear_cross_entropy, linear_log_probs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIGER = "liger_kernel.transformers.functional"
+LIGER_CUTE = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 
 
 def wait() -> None:
@@ -115,11 +116,16 @@ class Arrays:
         yield "torch.compile, full logits", torch.compile(_full_logits_float32), False
         if liger := peer(LIGER, "liger_fused_linear_cross_entropy"):
             yield "Liger-Kernel", lambda x, w, y: liger(x, w, y), False
+        if cute := peer(LIGER_CUTE, "LigerFusedLinearCrossEntropySM90Function"):
+            yield "Liger-Kernel, CuTe", lambda x, w, y: cute.apply(x, w, y), False
         if cce := peer("cut_cross_entropy", "linear_cross_entropy"):
             yield "cut-cross-entropy", lambda x, w, y: cce(x, w, y), False
+            yield "cut-cross-entropy, exact", lambda x, w, y: cce(x, w, y, impl="cce_exact"), False
         if quack := peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy"):
-            mean = {"reduction": "mean"}
-            yield "QuACK", lambda x, w, y: quack(x, w, y, chunk_size=_quack_rows(*x.shape), **mean), False
+            base = {"reduction": "mean", "chunk_size": 4096, "use_scaled_exp": False}
+            scaled = {"reduction": "mean", "chunk_size": _quack_rows(*self.x.shape), "use_scaled_exp": True}
+            yield "QuACK", lambda x, w, y: quack(x, w, y, **base), False
+            yield "QuACK, scaled", lambda x, w, y: quack(x, w, y, **scaled), False
 
     def per_token(self) -> dict[str, gpu.PerToken]:
         return {
@@ -213,5 +219,5 @@ def _full_log_probs(x: Any, w: Any, y: Any) -> tuple[Any, ...]:
 
 
 def _quack_rows(tokens: int, hidden: int) -> int:
-    """QuACK's own chunk of 4096 rows, or else 8192, 2048 or 1024: version 0.6.5 refuses as many rows as D."""
+    """QuACK's own chunk of 4096 rows, or else 8192, 2048 or 1024: scaled, version 0.6.5 refuses as many rows as D."""
     return next(rows for rows in (4096, 8192, 2048, 1024) if min(rows, tokens) != hidden)

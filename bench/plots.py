@@ -73,9 +73,14 @@ JAX_COLOURS = {
 }  # fmt: skip
 
 
+KERNELS = ("triton", "pallas")
+# Each of their modes is a point of one colour.
+PEERS = ("Liger-Kernel", "cut-cross-entropy", "QuACK")
+
+
 def _family(variant: str) -> str:
-    """Our kernels under a memory budget count as our kernels."""
-    return next((kernels for kernels in ("triton", "pallas") if variant.startswith(kernels)), variant)
+    """Our kernels by any plan count as our kernels, and a peer's mode as the peer."""
+    return next((name for name in (*KERNELS, *PEERS) if variant.startswith(name)), variant)
 
 
 def _gpu_rows(rows: list[dict[str, Any]], shape: str) -> list[dict[str, Any]]:
@@ -103,10 +108,11 @@ def _over_floor(every: list[dict[str, Any]], name_of_gpu: str, colours: dict[str
     figure, panels = plt.subplots(1, len(by_shape), figsize=(15, 4.2), layout="constrained", sharey=True, squeeze=False)
     for panel, rows in zip(panels[0], by_shape.values(), strict=True):
         for name, colour in colours.items():
-            own = [row for row in rows if _family(row["variant"]) == name]
+            own = sorted((row for row in rows if _family(row["variant"]) == name), key=lambda row: row["scratch_bytes"])
             if own:
                 scratch = [max(row["scratch_bytes"] / 2**20, 1) for row in own]
-                panel.plot(scratch, [row["over_floor"] for row in own], "o", color=colour, label=name)
+                style = "o-" if name in KERNELS else "o"  # ours are one curve, from lean to fast
+                panel.plot(scratch, [row["over_floor"] for row in own], style, color=colour, label=name)
         panel.axhline(1.0, color="grey", ls=":")
         panel.set(
             xscale="log",

@@ -27,13 +27,16 @@ class Shape:
 
 
 SHAPES = {
-    "liger": Shape(4096, 4096, 128256, (130 * MIB,), (160 * MIB,), extras=True),
-    "gist": Shape(32768, 768, 128256, (1900 * MIB,), (1900 * MIB,)),
-    "gemma": Shape(8192, 2304, 256000, (600 * MIB,), (600 * MIB,)),
-    "llama": Shape(16384, 4096, 128256, (3072 * MIB, 614 * MIB), (3072 * MIB, 614 * MIB)),
+    "liger": Shape(4096, 4096, 128256, extras=True),
+    "gist": Shape(32768, 768, 128256, (640 * MIB, 1200 * MIB), (640 * MIB, 1200 * MIB)),
+    "gemma": Shape(8192, 2304, 256000, (800 * MIB, 1300 * MIB), (800 * MIB, 1300 * MIB)),
+    "llama": Shape(16384, 4096, 128256, (640 * MIB, 1100 * MIB), (640 * MIB, 1100 * MIB)),
     "odd": Shape(16384, 2048, 50257),
     "even": Shape(16384, 2048, 50304),
     "small": Shape(2048, 1024, 32768),
+    "short": Shape(2048, 4096, 128256),
+    "wide": Shape(8192, 8192, 128256),
+    "long": Shape(65536, 4096, 128256),
 }
 
 # One size varies, the others stay: for the plots.
