@@ -574,10 +574,10 @@ def _exponentials(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str,
     if config.extremes:
         above = b.real(z, -jnp.inf)
         top = jnp.max(above, axis=1)
-        # The first column that has it. Columns are exact in float32.
-        first = jnp.where(above == _along_rows(top, z.shape), -b.column.astype(jnp.float32), -float(z.shape[1]))
-        lowest = -jnp.max(-b.real(z, jnp.inf), axis=1)
-        lines |= {"highest": top, "argmax": -jnp.max(first, axis=1), "lowest": lowest}
+        # The first column that has it, in integers: to convert each element's column would take longer than its exp2.
+        first = jnp.where(above == _along_rows(top, z.shape), b.column, z.shape[1])
+        lines |= {"highest": top, "argmax": jnp.min(first, axis=1).astype(jnp.float32)}
+        lines["lowest"] = jnp.min(b.real(z, jnp.inf), axis=1)
         lines["squares"] = jnp.sum(e * e, axis=1) * spec.SQUARED_SCALE**2
     if config.sum_logits:
         counted = b.real(z, 0.0)
