@@ -86,7 +86,7 @@ def test_blocks_of_the_losses_and_companions_run(code: str, capsys: pytest.Captu
     assert np.isfinite(float(names["loss"]))
 
 
-@pytest.mark.parametrize("code", MODEL_BLOCKS, ids=["model", "adapter", "trl", "liger", "cce", "sharded"])
+@pytest.mark.parametrize("code", MODEL_BLOCKS, ids=["model", "adapter", "fallback", "trl", "liger", "cce", "sharded"])
 def test_blocks_of_the_models_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     for needed in ("torch", "transformers", "peft", "trl"):
         if f"\nfrom {needed} import" in code or f"import {needed}\n" in code:

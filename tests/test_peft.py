@@ -149,6 +149,30 @@ def test_captured_heads(name: str) -> None:
     assert_same((loss.detach(), gradients), theirs)
 
 
+def test_a_variant_of_lora_takes_the_plain_path_before_the_forward_runs() -> None:
+    ids, labels = ids_and_labels()
+    target = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    reason = "'default' of its LM head is DoraLinearVariant.*merge_adapter"
+    theirs, model = run(adapted("lora", use_dora=True), own=True), adapted("lora", use_dora=True)
+    forwards: list[int] = []
+    model.get_submodule("base_model.model.model").register_forward_hook(lambda *_: forwards.append(1))
+    with pytest.raises(NotImplementedError, match=reason), capture_lm_head(model):
+        model(input_ids=ids)
+    assert not forwards
+    torch.manual_seed(5)
+    with pytest.warns(UserWarning, match=reason), capture_lm_head(model, fallback="logits") as head:
+        model(input_ids=ids)
+    assert len(forwards) == 1
+    loss = head.linear_cross_entropy(target)
+    loss.backward()
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    assert_same((loss.detach(), gradients), theirs)
+    model.merge_adapter()
+    with capture_lm_head(model, fallback="logits") as head:  # the same module, of which nothing was remembered
+        model(input_ids=ids)
+    assert head.logits is None
+
+
 def test_bfloat16_models_with_adapters_in_float32() -> None:
     """What PEFT makes of a model in bfloat16: its adapters stay in float32, gradients too."""
     results = []

@@ -74,11 +74,16 @@ def plain_layer(head: nn.Module) -> nn.Module:
     return cast(_Lora, head).base_layer if kind == LORA else head
 
 
-def product(head: nn.Module, hidden: Tensor) -> Product:
-    """What stands for ``head(hidden)``, hidden [..., D].
+def check_product(head: nn.Module) -> None:
+    """Raise NotImplementedError where :func:`product` would: for a variant of LoRA that is no product (DoRA)."""
+    if _kind(head) == LORA:
+        lora = cast(_Lora, head)
+        if not (lora.disable_adapters or lora.merged):
+            _active(lora)
 
-    Raises NotImplementedError for a variant of LoRA that is no product of these (DoRA).
-    """
+
+def product(head: nn.Module, hidden: Tensor) -> Product:
+    """What stands for ``head(hidden)``, hidden [..., D]. Raises as :func:`check_product`."""
     layer, kind = cast(nn.Linear, plain_layer(head)), _kind(head)
     plain = Product(hidden, layer.weight, layer.bias)
     if kind == LORA:
@@ -97,14 +102,7 @@ def _with_lora(head: _Lora, plain: Product) -> Product:
     if head.disable_adapters or head.merged:
         return plain
     hidden, weight, bias = plain
-    for name in head.active_adapters:
-        if name not in head.lora_A:
-            continue
-        if name in head.lora_variant:
-            raise NotImplementedError(
-                f"model: the adapter {name!r} of its LM head is {type(head.lora_variant[name]).__name__}, allowed is "
-                f"plain LoRA: use_dora=False and no other variant in the LoraConfig, or merge_adapter() to evaluate"
-            )
+    for name in _active(head):
         down, up = head.lora_A[name], head.lora_B[name]
         x = head._cast_input_dtype(plain.hidden, up.weight.dtype)
         low = down(head.lora_dropout[name](x)) * head.scaling[name]
@@ -114,6 +112,18 @@ def _with_lora(head: _Lora, plain: Product) -> Product:
             more = (up.bias * head.scaling[name]).to(weight.dtype)
             bias = more if bias is None else bias + more
     return Product(hidden, weight, bias)
+
+
+def _active(head: _Lora) -> list[str]:
+    """The adapters that this layer adds."""
+    names = [name for name in head.active_adapters if name in head.lora_A]
+    for name in names:
+        if name in head.lora_variant:
+            raise NotImplementedError(
+                f"model: the adapter {name!r} of its LM head is {type(head.lora_variant[name]).__name__}, allowed is "
+                f"plain LoRA: use_dora=False and no other variant in the LoraConfig, or merge_adapter() to evaluate"
+            )
+    return names
 
 
 def _kind(head: nn.Module) -> tuple[str, str]:
