@@ -381,6 +381,7 @@ REFUSED_MODULES = {
     "adapter": (lambda: with_head(Adapter()), r"its LM head is a \w+\.Adapter, allowed is a torch\.nn\.Linear: merge"),
     "own forward": (lambda: with_head(Odd(D, V)), r"its LM head is a \w+\.Odd,"),
     "quantised": (lambda: with_head(packed()), "its LM head's weight is torch.uint8"),
+    "cut logits": (lambda: Model(vocab_size=V - 2), f"has vocab_size {V - 2} and its LM head {V} rows, allowed is one"),
     "named scale": (lambda: Model(logit_scale="inv_sqrt_d_model"), "its logit_scale is 'inv_sqrt_d_model', allowed is"),
 }
 
@@ -656,6 +657,7 @@ class Pair(torch.nn.Module):
 PLAIN_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "two heads": (Pair, "found 2 LM heads in Pair"),
     "own forward": (OddHead, r"its LM head is a \w+\.Odd, allowed is"),
+    "cut logits": (lambda: Model(vocab_size=V - 2), f"has vocab_size {V - 2} and its LM head {V} rows, allowed is one"),
     "named scale": (lambda: Model(logit_scale="inv_sqrt_d_model"), "its logit_scale is 'inv_sqrt_d_model'"),
 }
 

@@ -24,6 +24,7 @@ from logitless.torch_impl.huggingface.lm_head import (
     LogitOptions,
     Recorder,
     check_probes,
+    check_whole,
     find_head,
     is_probes,
     logit_options,
@@ -286,6 +287,7 @@ class _Capture:
         try:
             self._check_known()
             owner, head = find_head(module)
+            check_whole(owner, head)
             self.found = CapturedHead(head, logit_options(owner))
             self.recording.enter_context(replaced(head, "forward", self.recorder))
         except NotImplementedError as refusal:

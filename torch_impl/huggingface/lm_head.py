@@ -225,6 +225,23 @@ def logit_options(owner: nn.Module) -> LogitOptions:
     return {"logit_scale": scale, "softcap": caps[0] if caps else None}
 
 
+def check_whole(owner: nn.Module, head: nn.Module) -> None:
+    """Raise NotImplementedError where the configuration counts other classes than the head: the model may cut logits.
+
+    The probes cannot show that: they are fewer than the classes that are left.
+    """
+    config = getattr(owner, "config", None)
+    text_config = getattr(config, "get_text_config", lambda: config)()
+    expected, weight = getattr(text_config, "vocab_size", None), getattr(head, "weight", None)
+    if not isinstance(expected, int) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return  # a weight of one axis waits to be gathered
+    if len(weight) != expected:
+        raise NotImplementedError(
+            f"module: its configuration has vocab_size {expected} and its LM head {len(weight)} rows, allowed is one "
+            f"number for both: otherwise the model may cut its logits"
+        )
+
+
 def _setting(owner: nn.Module, name: str) -> float | None:
     config = getattr(owner, "config", None)
     text_config = getattr(config, "get_text_config", lambda: None)
