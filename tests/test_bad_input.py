@@ -60,6 +60,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "shift": (*NO_INTEGERS, -1, 4, 100), "weight_layout": WORDS,
     "inplace_backward": NO_FLAGS, "averaged": NO_FLAGS,
     "process_group": (1, "world", [0]), "axis_name": (1.5, [1]), "vocab": (1.5, "7", 0, -1, True, [7]),
+    "group_sizes": (3, "array", [1.5], [True, 3], [], [-1, 5], [1], (1,)),
     "pad_to_multiple": (*NO_INTEGERS, 0, -1), "k": (*NO_INTEGERS, 0, -1, 100),
 }  # fmt: skip
 

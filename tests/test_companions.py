@@ -85,7 +85,9 @@ def test_partition_refuses() -> None:
 # The padded gather
 
 
-def gather(impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple: int) -> tuple[Any, Any]:
+def gather(
+    impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple: int, sizes: Any = None
+) -> tuple[Any, Any]:
     """The result and the gradient of Σ result · upstream, as float64."""
     if impl.name.startswith("torch"):
         import torch
@@ -93,7 +95,8 @@ def gather(impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple
         from logitless.torch_impl import padded_index_gather
 
         leaf = impl.array(rows, dtype).requires_grad_()
-        out = padded_index_gather(leaf, impl.array(index), pad_to_multiple=multiple)
+        sizes = impl.array(sizes) if isinstance(sizes, np.ndarray) else sizes
+        out = padded_index_gather(leaf, impl.array(index), pad_to_multiple=multiple, group_sizes=sizes)
         assert out.dtype == leaf.dtype
         (made,) = torch.autograd.grad(out, leaf, impl.array(upstream, dtype))
         return impl.numpy(out), impl.numpy(made)
@@ -102,8 +105,10 @@ def gather(impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple
     from logitless.jax_impl import padded_index_gather as in_jax
 
     with impl.precision(dtype):
-        ids = impl.array(index)
-        out, backward = jax.vjp(lambda x: in_jax(x, ids, pad_to_multiple=multiple), impl.array(rows, dtype))
+        ids, sizes = impl.array(index), impl.array(sizes) if isinstance(sizes, np.ndarray) else sizes
+        out, backward = jax.vjp(
+            lambda x: in_jax(x, ids, pad_to_multiple=multiple, group_sizes=sizes), impl.array(rows, dtype)
+        )
         (made,) = backward(impl.array(upstream, dtype))
         return impl.numpy(out), impl.numpy(made)
 
@@ -157,7 +162,13 @@ def test_gather_in_torch_keeps_the_index_alone() -> None:
     from logitless.torch_impl import padded_index_gather, profile_saved_tensors
 
     rows, index = torch.randn(6, 4, dtype=torch.double, requires_grad=True), torch.tensor([5, 0, 5])
-    assert torch.autograd.gradcheck(lambda x: padded_index_gather(x, index, pad_to_multiple=2), rows)
+    for sizes in (None, [2, 1], torch.tensor([2, 1])):
+
+        def gathered(x: Any, sizes: Any = sizes) -> Any:
+            return padded_index_gather(x, index, pad_to_multiple=2, group_sizes=sizes)
+
+        assert torch.autograd.gradcheck(gathered, rows)
+        assert torch.autograd.gradgradcheck(gathered, rows)
     kept = profile_saved_tensors(lambda: padded_index_gather(rows, index, pad_to_multiple=4))
     assert (kept.activation_bytes, kept.weight_bytes) == (index.nbytes, 0)
     compiled = torch.compile(
@@ -187,6 +198,164 @@ def test_gather_in_jax_keeps_the_index_alone() -> None:
     assert np.isnan(np.asarray(out)[1:]).all()
     (made,) = backward(jnp.ones_like(out))
     assert np.asarray(made).sum(1).tolist() == [0, 0, 0, 0, 0, 4]
+
+
+def in_groups(rows: Any, index: Any, sizes: list[int], multiple: int) -> Any:
+    """The truth: each group's rows, and zeros up to a multiple."""
+    parts, first = [], 0
+    for size in sizes:
+        parts += [rows[index[first : first + size]], np.zeros((-size % multiple, *rows.shape[1:]))]
+        first += size
+    return np.concatenate(parts)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("multiple", [1, 3, 16])
+def test_gather_in_groups(impl: Any, dtype: str, multiple: int) -> None:
+    """Each group begins at a multiple. Sizes may be numbers, or an array, of which only the length is known before."""
+    from logitless.rounding import round_to
+
+    rng, sizes = np.random.default_rng(1), [5, 0, 16, 1, 18, 0]
+    rows, index = round_to(rng.standard_normal((9, 2, 3)), dtype), rng.integers(0, 9, 40).astype(np.int32)
+    true = in_groups(rows, index, sizes, multiple)
+    real = in_groups(np.ones(9), index, sizes, multiple) == 1
+    bound = (40 + 6 * (multiple - 1)) // multiple * multiple
+    for group_sizes, length in ((sizes, len(true)), (np.array(sizes), bound)):
+        upstream = round_to(rng.standard_normal((length, 2, 3)), dtype)
+        out, made = gather(impl, rows, index, upstream, dtype, multiple, group_sizes)
+        assert out.shape == upstream.shape
+        assert (out[: len(true)] == true).all()
+        assert (out[len(true) :] == 0).all()
+        gradient = np.zeros((9, 2, 3))
+        np.add.at(gradient, index, upstream[: len(true)][real].astype(np.float64))
+        rounded = error(round_to(gradient, dtype), gradient)
+        assert error(made, gradient) <= BOUND["gather beside rounding, times"] * rounded + TINY["float32"]
+
+
+@every_implementation
+def test_group_sizes_that_are_wrong(impl: Any) -> None:
+    rows, index, upstream = np.ones((4, 3)), np.array([1, 2, 3]), np.ones((4, 3))
+    for sizes, words in (
+        ([2, 2], "got a sum of 4, allowed is index's M = 3"),
+        ([4, -1], "got -1, allowed is at least"),
+    ):
+        with pytest.raises(ValueError, match=f"group_sizes: {words}"):
+            gather(impl, rows, index, upstream, "float32", 1, sizes)
+        if not impl.on_gpu:
+            with pytest.raises(ValueError, match=f"group_sizes: {words}"):
+                gather(impl, rows, index, upstream, "float32", 1, np.array(sizes))
+    for group_sizes, kind, words in (
+        ([1.5, 1.5], TypeError, r"got \[1.5, 1.5\], allowed are integers"),
+        ([], TypeError, r"got \[\], allowed are integers, at least one"),
+        (np.ones((1, 1), np.int32), ValueError, r"got shape \(1, 1\), allowed is \[G\]"),
+        (np.ones(3, np.float32), TypeError, "got dtype float32, allowed are int32, int64"),
+        ("ab", TypeError, "got str"),
+    ):
+        with pytest.raises(kind, match=f"group_sizes: {words}"):
+            gather(impl, rows, index, upstream, "float32", 1, group_sizes)
+
+
+@needs_torch
+@pytest.mark.parametrize("looked_at", [True, False], ids=["looked_at", "not_waited_for"])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_of_a_gather_in_torch(dtype: str, index_dtype: str, grouped: bool, looked_at: bool) -> None:
+    """The forward takes at most 1.25 times its result, and the backward no copy of the source beside the gradient."""
+    import torch
+
+    from logitless.torch_impl.gather import GatherFunction, padded_index_gather
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    source = torch.randn(12000, 512).to(getattr(torch, dtype)).requires_grad_()
+    narrow = source.detach()[:, :64].contiguous()
+    index = torch.randint(0, 12000, (12000,)).to(getattr(torch, index_dtype))
+    sizes = torch.tensor([5000, 0, 7000]) if grouped else None
+
+    def forward(source: Any) -> Any:
+        if looked_at:
+            return padded_index_gather(source, index, pad_to_multiple=100, group_sizes=sizes)
+        # What a GPU's call does, where nothing waits for the index.
+        made: Any = GatherFunction.apply(source, index, sizes, (100, 12200 if grouped else 12000), torch.nan)
+        return made
+
+    most = 1.01 if looked_at and not grouped else 1.25
+    assert peak_scratch_bytes(lambda: forward(narrow)) <= most * forward(narrow).nbytes
+    out = forward(source)
+    upstream = torch.randn_like(out)
+    backward = peak_scratch_bytes(lambda: torch.autograd.grad(out, source, upstream, retain_graph=True))
+    assert backward <= (1 + 0.4) * source.nbytes
+
+
+@needs_jax
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_of_a_gather_in_jax(dtype: str, grouped: bool) -> None:
+    import jax
+
+    from logitless.jax_impl import padded_index_gather
+    from logitless.jax_impl.memory import temp_bytes
+
+    source, index = jax.ShapeDtypeStruct((8000, 512), dtype), jax.ShapeDtypeStruct((8000,), "int32")
+    sizes = jax.ShapeDtypeStruct((8,), "int32") if grouped else None
+
+    def forward(x: Any, i: Any, s: Any) -> Any:
+        return padded_index_gather(x, i, pad_to_multiple=128, group_sizes=s)
+
+    def backward(x: Any, i: Any, s: Any, upstream: Any) -> Any:
+        return jax.vjp(lambda x: forward(x, i, s), x)[1](upstream)[0]
+
+    out = jax.eval_shape(forward, source, index, sizes)
+    itemsize = out.dtype.itemsize
+    assert temp_bytes(forward, source, index, sizes) <= 0.25 * out.size * itemsize
+    assert temp_bytes(backward, source, index, sizes, out) <= 0.5 * source.size * itemsize
+
+
+@needs_torch
+def test_an_index_keeps_its_dtype_in_torch() -> None:
+    import torch
+
+    from logitless.torch_impl import padded_index_gather, profile_saved_tensors
+
+    rows, index = torch.randn(6, 4, requires_grad=True), torch.tensor([5, 0, 5], dtype=torch.int32)
+    kept = profile_saved_tensors(lambda: padded_index_gather(rows, index, pad_to_multiple=4))
+    assert kept.activation_bytes == 3 * 4
+
+
+@needs_jax
+def test_an_index_keeps_its_dtype_in_jax() -> None:
+    """Narrowed to int32, a place in more than 2³¹ rows would be another one."""
+    import jax
+
+    from logitless.jax_impl import padded_index_gather
+
+    with jax.enable_x64(True):
+        source, index = jax.ShapeDtypeStruct((2**31 + 8, 1), "float32"), jax.ShapeDtypeStruct((3,), "int64")
+        made = str(jax.make_jaxpr(padded_index_gather)(source, index))
+    assert "i64[3]" in made
+    assert "i32" not in made
+
+
+@needs_torch
+def test_wrong_sizes_that_nobody_has_looked_at() -> None:
+    import torch
+
+    from logitless.torch_impl import padded_index_gather
+
+    compiled = torch.compile(
+        lambda x, i, s: padded_index_gather(x, i, pad_to_multiple=4, group_sizes=s), fullgraph=True, backend="aot_eager"
+    )
+    rows, index = torch.randn(6, 4, requires_grad=True), torch.tensor([5, 0, 5])
+    right = compiled(rows, index, torch.tensor([1, 2]))
+    assert torch.equal(right[[0, 4, 5]], rows[index])
+    assert not right[[1, 2, 3, 6, 7]].any()
+    for wrong in ([1, 3], [1, 1], [4, -1], [10**9, 2]):
+        out = compiled(rows, index, torch.tensor(wrong))
+        assert out.isnan().any()
+        assert not (out == rows[index][:, None]).all(-1).any()
+        (made,) = torch.autograd.grad(out.nansum(), rows)
+        assert not made.any()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
