@@ -167,7 +167,7 @@ OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, tuple[Any, ...]]
         lambda: {"layers": 8, "stages": 2},
         {
             "layers": NO_SIZES, "stages": (*NO_SIZES, 0), "head_cost": COSTS, "embedding_cost": COSTS,
-            "min_layers": NO_SIZES,
+            "min_layers": NO_SIZES, "v_shaped": NO_FLAGS,
         },
     ),
     "logitless.interop.to_jax": (

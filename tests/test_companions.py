@@ -43,9 +43,8 @@ def loads(counts: list[int], head: float, embedding: float) -> list[float]:
     return [count + cost for count, cost in zip(counts, fixed, strict=True)]
 
 
-def smallest_load(layers: int, stages: int, head: float, embedding: float, least: int) -> float:
-    """The smallest possible largest load, found by trying every load there can be."""
-    fixed = loads([0] * stages, head, embedding)
+def smallest_load(layers: int, fixed: list[float], least: int) -> float:
+    """The smallest possible largest load beside fixed ones, found by trying every load there can be."""
     candidates = sorted({cost + count for cost in fixed for count in range(least, layers + 1)})
     for largest in candidates:
         room = [int(np.floor(largest - cost + 1e-9)) for cost in fixed]
@@ -63,11 +62,55 @@ def test_no_partition_has_a_smaller_largest_load(stages: int, more: int, least: 
     assert len(counts) == stages
     assert min(counts) >= least
     if more:
-        assert max(loads(counts, head / 8, embedding / 8)) == smallest_load(
-            layers, stages, head / 8, embedding / 8, least
-        )
+        fixed = loads([0] * stages, head / 8, embedding / 8)
+        assert max(loads(counts, head / 8, embedding / 8)) == smallest_load(layers, fixed, least)
     if max(head, embedding) < 8 and stages > 1:
         assert max(counts) - min(counts) <= 1
+
+
+def of_pairs(values: list[Any]) -> list[Any]:
+    """The sums of the first and the last, the second and the last but one, and so on."""
+    return [values[rank] + values[-1 - rank] for rank in range(len(values) // 2)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 2), st.integers(0, 40), st.integers(0, 40))
+def test_no_v_has_a_smaller_largest_load(ranks: int, more: int, least: int, head: int, embedding: int) -> None:
+    """The loads of ranks, each of two stages. Then, within a rank, those of its stages."""
+    layers, costs = 2 * ranks * least + more, {"head_cost": head / 8, "embedding_cost": embedding / 8}
+    counts = layer_partition(layers, 2 * ranks, min_layers=least, v_shaped=True, **costs)
+    assert sum(counts) == layers
+    assert len(counts) == 2 * ranks
+    assert min(counts) >= least
+    fixed = loads([0] * 2 * ranks, head / 8, embedding / 8)
+    made = loads(counts, head / 8, embedding / 8)
+    if more:
+        assert max(of_pairs(made)) == smallest_load(layers, of_pairs(fixed), 2 * least)
+    for rank, own in enumerate(of_pairs(counts)):
+        if own > 2 * least:
+            assert max(made[rank], made[-1 - rank]) == smallest_load(own, [fixed[rank], fixed[-1 - rank]], least)
+    if max(head, embedding) < 8:
+        assert max(counts) - min(counts) <= 2
+
+
+def test_a_v_beside_a_chain() -> None:
+    """A head and an embedding of 2.4 layers on one rank: its two stages hold 5 layers, where the others hold 9."""
+    costs = {"head_cost": 2.4, "embedding_cost": 2.4}
+    chain = layer_partition(32, 8, **costs)
+    v = layer_partition(32, 8, v_shaped=True, **costs)
+    assert (of_pairs(chain), of_pairs(v)) == ([4, 9, 9, 10], [5, 9, 9, 9])
+    assert layer_partition(27, 8, v_shaped=True) == [3, 4, 4, 4, 3, 3, 3, 3]
+
+
+@needs_torch
+def test_the_pairs_are_those_of_torchs_schedules() -> None:
+    from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+    for ranks in (1, 2, 5):
+        rank_of = generate_stage_to_rank_mapping(ranks, 2 * ranks, style="v")
+        assert [rank_of[stage] for stage in range(2 * ranks)] == [*range(ranks), *reversed(range(ranks))]
+    with pytest.raises(ValueError, match="stages: got 3, allowed beside v_shaped is an even number"):
+        layer_partition(9, 3, v_shaped=True)
 
 
 def test_partition_refuses() -> None:
