@@ -448,6 +448,115 @@ def test_saved_tensors_by_layer() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+D, HEADS, B, T = 32, 4, 2, 8
+
+
+def transformer_block() -> Any:
+    from torch import nn
+    from torch.nn import functional
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.between = nn.LayerNorm(D), nn.LayerNorm(D)
+            self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+            self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = self.qkv(self.before(x)).view(B, T, 3, HEADS, D // HEADS).permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+            x = x + self.out(mixed.reshape(B, T, D))
+            return x + self.down(functional.gelu(self.up(self.between(x))))
+
+    return Block()
+
+
+# Of a token, in elements: x, what comes out of the norms (2), q k v, the heads' result, x in the middle, and the
+# activation's argument and result; then mean and deviation of both norms, and a head's logsumexp.
+WIDE, NARROW = 2 * D + 2 * D + 3 * D + D + 2 * 4 * D, 4 + HEADS
+
+
+@needs_torch
+@pytest.mark.parametrize("way", ["plain", "input requires grad", "frozen", "checkpoint", "autocast"])
+def test_a_whole_transformer_block(way: str) -> None:
+    """Every byte that a block keeps is an activation or a weight, as counted by hand."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from logitless.torch_impl import profile_saved_tensors
+
+    block, x = transformer_block(), torch.randn(B, T, D, requires_grad=way not in ("plain", "autocast"))
+    products, norms = 12 * D * D, 4 * D
+
+    def run(x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            return checkpoint(block, x, use_reentrant=False) if way == "checkpoint" else block(x)
+
+    if way == "frozen":
+        block.requires_grad_(False)
+    made = profile_saved_tensors(run, x, module=block)
+    activations, weights = 4 * B * T * (WIDE + NARROW), 4 * (products + norms)
+    if way == "checkpoint":  # the input alone
+        activations, weights = 4 * B * T * D, 0
+    if way == "frozen":  # a frozen product does not keep its input; the attention keeps its own result
+        activations -= 4 * B * T * (2 * D + 4 * D)
+    if way == "autocast":  # what the norms read stays wide
+        activations, weights = 2 * B * T * (WIDE + 2 * D) + 4 * B * T * NARROW, 2 * products + 4 * norms
+    assert (made.activation_bytes, made.weight_bytes) == (activations, weights)
+
+
+@needs_torch
+def test_the_layers_of_a_block_are_added_up() -> None:
+    import torch
+
+    from logitless.torch_impl import profile_saved_tensors
+
+    model = torch.nn.Sequential(transformer_block(), transformer_block())
+    made = profile_saved_tensors(model, torch.randn(B, T, D))
+    blocks = made.to_depth(1)
+    assert [row.where for row in blocks.rows] == ["0", "1"]
+    weights = 4 * (12 * D * D + 4 * D)
+    assert [row.activation_bytes for row in blocks.rows] == [4 * B * T * (WIDE + NARROW)] * 2
+    assert [row.weight_bytes for row in blocks.rows] == [weights] * 2
+    assert made.to_depth(2) == made
+    assert SavedTensors(()).to_depth(1) == SavedTensors(())
+    with pytest.raises(ValueError, match="depth: got 0, allowed is at least 1"):
+        made.to_depth(0)
+    with pytest.raises(TypeError, match=r"depth: got 1\.0, allowed is an integer"):
+        made.to_depth(1.0)  # type: ignore[arg-type]
+
+
+@needs_jax
+def test_a_whole_transformer_block_in_jax() -> None:
+    """The block's input is an activation, if it is said which arguments are weights. The rest stays as it is."""
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import profile_saved_residuals
+
+    shapes = {"qkv": (D, 3 * D), "out": (D, D), "up": (D, 4 * D), "down": (4 * D, D)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def block(weights: Any, x: Any) -> Any:
+        q, k, v = jnp.moveaxis((x @ weights["qkv"]).reshape(B, T, 3, HEADS, D // HEADS), 2, 0)
+        x = x + jax.nn.dot_product_attention(q, k, v).reshape(B, T, D) @ weights["out"]
+        return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+    arguments = weights, jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+    every = profile_saved_residuals(block, *arguments)
+    split = profile_saved_residuals(block, *arguments, weight_argnums=0)
+    own = 4 * 12 * D * D
+    assert split.weight_bytes == own
+    assert every.weight_bytes == own + 4 * B * T * D
+    assert split.weight_bytes + split.activation_bytes == every.weight_bytes + every.activation_bytes
+    assert {row.where: row.activation_bytes for row in split.rows}["x"] == 4 * B * T * D
+    several = profile_saved_residuals(lambda *given: block(*given), *arguments, weight_argnums=(0,))
+    assert (several.weight_bytes, several.activation_bytes) == (own, split.activation_bytes)
+    for wrong, kind in ((2, ValueError), (-1, ValueError), ("x", TypeError), (True, TypeError)):
+        with pytest.raises(kind, match="weight_argnums: got "):
+            profile_saved_residuals(block, *arguments, weight_argnums=wrong)
+
+
 @pytest.mark.parametrize("framework", [pytest.param("torch", marks=needs_torch), pytest.param("jax", marks=needs_jax)])
 def test_the_share_of_the_loss(framework: str) -> None:
     """Full logits are kept in float32 at least once. Without them, what is kept is as large as the gradients."""
