@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numbers
-
-from logitless.spec import check_flags, check_number
+from logitless.spec import check_count, check_flags, check_number
 
 
 def layer_partition(
@@ -56,9 +54,9 @@ def layer_partition(
     >>> layer_partition(32, 8, head_cost=2.4, embedding_cost=2.4, v_shaped=True)
     [3, 5, 5, 5, 4, 4, 4, 2]
     """
-    _check_count("stages", stages, 1)
-    _check_count("min_layers", min_layers, 0)
-    _check_count("layers", layers, min_layers * stages, f", min_layers · stages = {min_layers} · {stages}")
+    check_count("stages", stages, 1)
+    check_count("min_layers", min_layers, 0)
+    check_count("layers", layers, min_layers * stages, f", min_layers · stages = {min_layers} · {stages}")
     check_flags(v_shaped=v_shaped)
     if v_shaped and stages % 2:
         raise ValueError(f"stages: got {stages}, allowed beside v_shaped is an even number: every rank has two")
@@ -76,10 +74,3 @@ def layer_partition(
         lightest = min(ranks, key=lambda rank: load(*rank))
         counts[min(lightest, key=load)] += 1
     return counts
-
-
-def _check_count(name: str, value: object, least: int, why: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is an integer")
-    if value < least:
-        raise ValueError(f"{name}: got {value}, allowed is at least {least}{why}")

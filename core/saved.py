@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from logitless.spec import check_count
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -52,10 +54,7 @@ class SavedTensors:
 
         A path is a module's in PyTorch: at depth 2 all of "layers.3.attention.out" and "layers.3.norm" is "layers.3".
         """
-        if isinstance(depth, bool) or not isinstance(depth, int):
-            raise TypeError(f"depth: got {depth!r}, allowed is an integer")
-        if depth < 1:
-            raise ValueError(f"depth: got {depth}, allowed is at least 1")
+        check_count("depth", depth, 1)
         blocks: dict[str, list[SavedRow]] = {}
         for row in self.rows:
             blocks.setdefault(".".join(row.where.split(".")[:depth]), []).append(row)

@@ -301,6 +301,14 @@ def check_dtype(name: str, info: ArrayInfo, allowed: tuple[str, ...]) -> None:
         raise TypeError(f"{name}: got dtype {info.dtype}, allowed are {', '.join(allowed)}")
 
 
+def check_count(name: str, value: object, least: int, why: str = "") -> None:
+    """Raise TypeError or ValueError unless the value is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is an integer")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, allowed is at least {least}{why}")
+
+
 def check_flags(**values: object) -> None:
     """Raise TypeError unless every value is True or False."""
     for name, value in values.items():

@@ -25,7 +25,8 @@ ELSEWHERE = {
     "capture_lm_head": "test_capture.py", "patch": "test_patch.py", "unpatch": "test_patch.py",
     "profile_losses": "test_companions.py", "profile_saved_tensors": "test_companions.py",
     "profile_saved_residuals": "test_companions.py", "sharded_linear_cross_entropy": "test_sharded_jax.py",
-    "sharded_linear_log_probs": "test_sharded_jax.py", "WeightGradQueue": "test_weight_grad_torch.py",
+    "sharded_linear_log_probs": "test_sharded_jax.py",
+    "WeightGradQueue": "test_weight_grad_torch.py, test_weight_grad_jax.py",
 }  # fmt: skip
 
 

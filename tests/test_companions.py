@@ -522,7 +522,7 @@ def test_the_layers_of_a_block_are_added_up() -> None:
     assert SavedTensors(()).to_depth(1) == SavedTensors(())
     with pytest.raises(ValueError, match="depth: got 0, allowed is at least 1"):
         made.to_depth(0)
-    with pytest.raises(TypeError, match=r"depth: got 1\.0, allowed is an integer"):
+    with pytest.raises(TypeError, match=r"depth: got float 1\.0, allowed is an integer"):
         made.to_depth(1.0)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from logitless.spec import check_count
 from logitless.torch_impl.distributed import dtensors
 
 
@@ -113,10 +114,7 @@ class WeightGradQueue:
 
         Raises ValueError or TypeError naming the argument, what came and what is allowed.
         """
-        if isinstance(limit, bool) or not isinstance(limit, int):
-            raise TypeError(f"limit: got {limit!r}, allowed is an integer")
-        if limit < 1:
-            raise ValueError(f"limit: got {limit}, allowed is at least 1")
+        check_count("limit", limit, 1)
         self.limit = limit
         self._scheduled = False
         # Both oldest first. A schedule's have arrived until it asks for a runner, and wait from then on.
@@ -144,10 +142,8 @@ class WeightGradQueue:
 
     def compute(self, count: int | None = None) -> int:
         """Compute the oldest ``count`` (None: all) that wait, in order; returns how many there were."""
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-            raise TypeError(f"count: got {count!r}, allowed is an integer or None")
-        if count is not None and count < 0:
-            raise ValueError(f"count: got {count}, allowed is at least 0")
+        if count is not None:
+            check_count("count", count, 0, " or None")
         chosen = list(self._waiting)[:count]
         self._compute(chosen)
         return len(chosen)
