@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from logitless.spec import check_count
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -47,14 +49,24 @@ class SavedTensors:
             rows[where] = SavedRow(where, row.arrays + 1, row.activation_bytes + activation, row.weight_bytes + weight)
         return cls(tuple(rows.values()))
 
+    def to_depth(self, depth: int) -> SavedTensors:
+        """The layers of a block as one row: rows whose paths begin with the same ``depth`` names are added up.
+
+        A path is a module's in PyTorch: at depth 2 all of "layers.3.attention.out" and "layers.3.norm" is "layers.3".
+        """
+        check_count("depth", depth, 1)
+        blocks: dict[str, list[SavedRow]] = {}
+        for row in self.rows:
+            blocks.setdefault(".".join(row.where.split(".")[:depth]), []).append(row)
+        return SavedTensors(tuple(_added(where, rows) for where, rows in blocks.items()))
+
     def table(self, title: str | None = None) -> Table:
         """A table in MiB; ``rich.print`` of the object itself prints it as well."""
         from rich.table import Table
 
         table = Table("where", "arrays", "activations [MiB]", "share", "weights [MiB]", title=title)
         total = max(1, self.activation_bytes)
-        sums = SavedRow("all", sum(r.arrays for r in self.rows), self.activation_bytes, self.weight_bytes)
-        for row in (*self.rows, sums):
+        for row in (*self.rows, _added("all", self.rows)):
             table.add_row(
                 row.where or "(outside of layers)",
                 str(row.arrays),
@@ -67,3 +79,10 @@ class SavedTensors:
 
     def __rich__(self) -> Table:
         return self.table()
+
+
+def _added(where: str, rows: Iterable[SavedRow]) -> SavedRow:
+    """The rows as one."""
+    counts = [(row.arrays, row.activation_bytes, row.weight_bytes) for row in rows]
+    arrays, activation, weight = (sum(column) for column in zip((0, 0, 0), *counts, strict=True))
+    return SavedRow(where, arrays, activation, weight)

@@ -24,8 +24,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast, get_args
 
 A = TypeVar("A")
 """An array of any framework."""
@@ -301,6 +301,14 @@ def check_dtype(name: str, info: ArrayInfo, allowed: tuple[str, ...]) -> None:
         raise TypeError(f"{name}: got dtype {info.dtype}, allowed are {', '.join(allowed)}")
 
 
+def check_count(name: str, value: object, least: int, why: str = "") -> None:
+    """Raise TypeError or ValueError unless the value is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: got {type(value).__name__} {value!r}, allowed is an integer")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, allowed is at least {least}{why}")
+
+
 def check_flags(**values: object) -> None:
     """Raise TypeError unless every value is True or False."""
     for name, value in values.items():
@@ -449,8 +457,14 @@ def out_of_range_error(
     )
 
 
-def check_gather(input: ArrayInfo, index: ArrayInfo, pad_to_multiple: object) -> None:
-    """Check the arguments of padded_index_gather: input [R, ...] floating, index [M] int32 or int64."""
+def check_gather(
+    input: ArrayInfo, index: ArrayInfo, pad_to_multiple: object, group_sizes: ArrayInfo | Sequence[object] | None
+) -> int:
+    """Check the arguments of padded_index_gather: input [R, ...] floating, index [M] int32 or int64, G group sizes.
+
+    Returns the rows of the result. Sizes that are an array may not be known yet. Whatever they are, M and G multiples
+    less one row each are enough, and the result has as many of them as a multiple allows.
+    """
     check_dtype("input", input, FLOAT_DTYPES)
     check_dtype("index", index, TARGET_DTYPES)
     if len(input.shape) < 1:
@@ -461,6 +475,33 @@ def check_gather(input: ArrayInfo, index: ArrayInfo, pad_to_multiple: object) ->
         raise TypeError(f"pad_to_multiple: got {pad_to_multiple!r}, allowed is an integer")
     if pad_to_multiple < 1:
         raise ValueError(f"pad_to_multiple: got {pad_to_multiple}, allowed is at least 1")
+    multiple = cast("int", pad_to_multiple)
+    count, groups = index.shape[0], 1
+    if isinstance(group_sizes, ArrayInfo):
+        check_dtype("group_sizes", group_sizes, TARGET_DTYPES)
+        if len(group_sizes.shape) != 1 or not group_sizes.shape[0]:
+            raise ValueError(f"group_sizes: got shape {group_sizes.shape}, allowed is [G] with G at least 1")
+        groups = group_sizes.shape[0]
+    elif group_sizes is not None:
+        sizes = _group_sizes(group_sizes)
+        check_group_sum(sizes, count)
+        return sum(-(-size // multiple) * multiple for size in sizes)
+    return (count + groups * (multiple - 1)) // multiple * multiple
+
+
+def _group_sizes(sizes: Sequence[object]) -> list[int]:
+    found = [int(size) for size in sizes if isinstance(size, numbers.Integral) and not isinstance(size, bool)]
+    if len(found) != len(sizes) or not found:
+        raise TypeError(f"group_sizes: got {sizes!r}, allowed are integers, at least one, or an array [G] of them")
+    return found
+
+
+def check_group_sum(sizes: Sequence[int], count: int) -> None:
+    """Raise ValueError unless sizes of groups, whose values are known, are those of ``count`` indices."""
+    if min(sizes) < 0:
+        raise ValueError(f"group_sizes: got {min(sizes)}, allowed is at least 0")
+    if sum(sizes) != count:
+        raise ValueError(f"group_sizes: got a sum of {sum(sizes)}, allowed is index's M = {count}")
 
 
 def index_error(position: int, index: int, rows: int) -> ValueError:

@@ -10,10 +10,11 @@ from logitless.jax_impl.given_logits.api import cross_entropy
 from logitless.jax_impl.losses import clipped_policy_loss, dpo_loss, kto_loss
 from logitless.jax_impl.profiling import profile_losses, profile_saved_residuals
 from logitless.jax_impl.weight_grad.api import linear_cross_entropy_value_and_grad
-from logitless.jax_impl.weight_grad.deferred import DeferredWeightGrad
+from logitless.jax_impl.weight_grad.deferred import DeferredWeightGrad, WeightGradQueue
 
 __all__ = [
     "DeferredWeightGrad",
+    "WeightGradQueue",
     "clipped_policy_loss",
     "cross_entropy",
     "dense_distillation_loss",

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "profile_losses": "test_companions.py", "profile_saved_tensors": "test_companions.py",
     "profile_saved_residuals": "test_companions.py", "sharded_linear_cross_entropy": "test_sharded_jax.py",
     "sharded_linear_log_probs": "test_sharded_jax.py",
+    "WeightGradQueue": "test_weight_grad_torch.py",
 }  # fmt: skip
 
 
@@ -60,6 +61,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "shift": (*NO_INTEGERS, -1, 4, 100), "weight_layout": WORDS,
     "inplace_backward": NO_FLAGS, "averaged": NO_FLAGS,
     "process_group": (1, "world", [0]), "axis_name": (1.5, [1]), "vocab": (1.5, "7", 0, -1, True, [7]),
+    "group_sizes": (3, "array", [1.5], [True, 3], [], [-1, 5], [1], (1,)),
     "pad_to_multiple": (*NO_INTEGERS, 0, -1), "k": (*NO_INTEGERS, 0, -1, 100),
 }  # fmt: skip
 
@@ -166,7 +168,7 @@ OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, tuple[Any, ...]]
         lambda: {"layers": 8, "stages": 2},
         {
             "layers": NO_SIZES, "stages": (*NO_SIZES, 0), "head_cost": COSTS, "embedding_cost": COSTS,
-            "min_layers": NO_SIZES,
+            "min_layers": NO_SIZES, "v_shaped": NO_FLAGS,
         },
     ),
     "logitless.interop.to_jax": (

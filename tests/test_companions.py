@@ -43,9 +43,8 @@ def loads(counts: list[int], head: float, embedding: float) -> list[float]:
     return [count + cost for count, cost in zip(counts, fixed, strict=True)]
 
 
-def smallest_load(layers: int, stages: int, head: float, embedding: float, least: int) -> float:
-    """The smallest possible largest load, found by trying every load there can be."""
-    fixed = loads([0] * stages, head, embedding)
+def smallest_load(layers: int, fixed: list[float], least: int) -> float:
+    """The smallest possible largest load beside fixed ones, found by trying every load there can be."""
     candidates = sorted({cost + count for cost in fixed for count in range(least, layers + 1)})
     for largest in candidates:
         room = [int(np.floor(largest - cost + 1e-9)) for cost in fixed]
@@ -63,11 +62,55 @@ def test_no_partition_has_a_smaller_largest_load(stages: int, more: int, least: 
     assert len(counts) == stages
     assert min(counts) >= least
     if more:
-        assert max(loads(counts, head / 8, embedding / 8)) == smallest_load(
-            layers, stages, head / 8, embedding / 8, least
-        )
+        fixed = loads([0] * stages, head / 8, embedding / 8)
+        assert max(loads(counts, head / 8, embedding / 8)) == smallest_load(layers, fixed, least)
     if max(head, embedding) < 8 and stages > 1:
         assert max(counts) - min(counts) <= 1
+
+
+def of_pairs(values: list[Any]) -> list[Any]:
+    """The sums of the first and the last, the second and the last but one, and so on."""
+    return [values[rank] + values[-1 - rank] for rank in range(len(values) // 2)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 30), st.integers(0, 2), st.integers(0, 40), st.integers(0, 40))
+def test_no_v_has_a_smaller_largest_load(ranks: int, more: int, least: int, head: int, embedding: int) -> None:
+    """The loads of ranks, each of two stages. Then, within a rank, those of its stages."""
+    layers, costs = 2 * ranks * least + more, {"head_cost": head / 8, "embedding_cost": embedding / 8}
+    counts = layer_partition(layers, 2 * ranks, min_layers=least, v_shaped=True, **costs)
+    assert sum(counts) == layers
+    assert len(counts) == 2 * ranks
+    assert min(counts) >= least
+    fixed = loads([0] * 2 * ranks, head / 8, embedding / 8)
+    made = loads(counts, head / 8, embedding / 8)
+    if more:
+        assert max(of_pairs(made)) == smallest_load(layers, of_pairs(fixed), 2 * least)
+    for rank, own in enumerate(of_pairs(counts)):
+        if own > 2 * least:
+            assert max(made[rank], made[-1 - rank]) == smallest_load(own, [fixed[rank], fixed[-1 - rank]], least)
+    if max(head, embedding) < 8:
+        assert max(counts) - min(counts) <= 2
+
+
+def test_a_v_beside_a_chain() -> None:
+    """A head and an embedding of 2.4 layers on one rank: its two stages hold 5 layers, where the others hold 9."""
+    costs = {"head_cost": 2.4, "embedding_cost": 2.4}
+    chain = layer_partition(32, 8, **costs)
+    v = layer_partition(32, 8, v_shaped=True, **costs)
+    assert (of_pairs(chain), of_pairs(v)) == ([4, 9, 9, 10], [5, 9, 9, 9])
+    assert layer_partition(27, 8, v_shaped=True) == [3, 4, 4, 4, 3, 3, 3, 3]
+
+
+@needs_torch
+def test_the_pairs_are_those_of_torchs_schedules() -> None:
+    from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+    for ranks in (1, 2, 5):
+        rank_of = generate_stage_to_rank_mapping(ranks, 2 * ranks, style="v")
+        assert [rank_of[stage] for stage in range(2 * ranks)] == [*range(ranks), *reversed(range(ranks))]
+    with pytest.raises(ValueError, match="stages: got 3, allowed beside v_shaped is an even number"):
+        layer_partition(9, 3, v_shaped=True)
 
 
 def test_partition_refuses() -> None:
@@ -85,7 +128,9 @@ def test_partition_refuses() -> None:
 # The padded gather
 
 
-def gather(impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple: int) -> tuple[Any, Any]:
+def gather(
+    impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple: int, sizes: Any = None
+) -> tuple[Any, Any]:
     """The result and the gradient of Σ result · upstream, as float64."""
     if impl.name.startswith("torch"):
         import torch
@@ -93,7 +138,8 @@ def gather(impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple
         from logitless.torch_impl import padded_index_gather
 
         leaf = impl.array(rows, dtype).requires_grad_()
-        out = padded_index_gather(leaf, impl.array(index), pad_to_multiple=multiple)
+        sizes = impl.array(sizes) if isinstance(sizes, np.ndarray) else sizes
+        out = padded_index_gather(leaf, impl.array(index), pad_to_multiple=multiple, group_sizes=sizes)
         assert out.dtype == leaf.dtype
         (made,) = torch.autograd.grad(out, leaf, impl.array(upstream, dtype))
         return impl.numpy(out), impl.numpy(made)
@@ -102,8 +148,10 @@ def gather(impl: Any, rows: Any, index: Any, upstream: Any, dtype: str, multiple
     from logitless.jax_impl import padded_index_gather as in_jax
 
     with impl.precision(dtype):
-        ids = impl.array(index)
-        out, backward = jax.vjp(lambda x: in_jax(x, ids, pad_to_multiple=multiple), impl.array(rows, dtype))
+        ids, sizes = impl.array(index), impl.array(sizes) if isinstance(sizes, np.ndarray) else sizes
+        out, backward = jax.vjp(
+            lambda x: in_jax(x, ids, pad_to_multiple=multiple, group_sizes=sizes), impl.array(rows, dtype)
+        )
         (made,) = backward(impl.array(upstream, dtype))
         return impl.numpy(out), impl.numpy(made)
 
@@ -157,7 +205,13 @@ def test_gather_in_torch_keeps_the_index_alone() -> None:
     from logitless.torch_impl import padded_index_gather, profile_saved_tensors
 
     rows, index = torch.randn(6, 4, dtype=torch.double, requires_grad=True), torch.tensor([5, 0, 5])
-    assert torch.autograd.gradcheck(lambda x: padded_index_gather(x, index, pad_to_multiple=2), rows)
+    for sizes in (None, [2, 1], torch.tensor([2, 1])):
+
+        def gathered(x: Any, sizes: Any = sizes) -> Any:
+            return padded_index_gather(x, index, pad_to_multiple=2, group_sizes=sizes)
+
+        assert torch.autograd.gradcheck(gathered, rows)
+        assert torch.autograd.gradgradcheck(gathered, rows)
     kept = profile_saved_tensors(lambda: padded_index_gather(rows, index, pad_to_multiple=4))
     assert (kept.activation_bytes, kept.weight_bytes) == (index.nbytes, 0)
     compiled = torch.compile(
@@ -187,6 +241,164 @@ def test_gather_in_jax_keeps_the_index_alone() -> None:
     assert np.isnan(np.asarray(out)[1:]).all()
     (made,) = backward(jnp.ones_like(out))
     assert np.asarray(made).sum(1).tolist() == [0, 0, 0, 0, 0, 4]
+
+
+def in_groups(rows: Any, index: Any, sizes: list[int], multiple: int) -> Any:
+    """The truth: each group's rows, and zeros up to a multiple."""
+    parts, first = [], 0
+    for size in sizes:
+        parts += [rows[index[first : first + size]], np.zeros((-size % multiple, *rows.shape[1:]))]
+        first += size
+    return np.concatenate(parts)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("multiple", [1, 3, 16])
+def test_gather_in_groups(impl: Any, dtype: str, multiple: int) -> None:
+    """Each group begins at a multiple. Sizes may be numbers, or an array, of which only the length is known before."""
+    from logitless.rounding import round_to
+
+    rng, sizes = np.random.default_rng(1), [5, 0, 16, 1, 18, 0]
+    rows, index = round_to(rng.standard_normal((9, 2, 3)), dtype), rng.integers(0, 9, 40).astype(np.int32)
+    true = in_groups(rows, index, sizes, multiple)
+    real = in_groups(np.ones(9), index, sizes, multiple) == 1
+    bound = (40 + 6 * (multiple - 1)) // multiple * multiple
+    for group_sizes, length in ((sizes, len(true)), (np.array(sizes), bound)):
+        upstream = round_to(rng.standard_normal((length, 2, 3)), dtype)
+        out, made = gather(impl, rows, index, upstream, dtype, multiple, group_sizes)
+        assert out.shape == upstream.shape
+        assert (out[: len(true)] == true).all()
+        assert (out[len(true) :] == 0).all()
+        gradient = np.zeros((9, 2, 3))
+        np.add.at(gradient, index, upstream[: len(true)][real].astype(np.float64))
+        rounded = error(round_to(gradient, dtype), gradient)
+        assert error(made, gradient) <= BOUND["gather beside rounding, times"] * rounded + TINY["float32"]
+
+
+@every_implementation
+def test_group_sizes_that_are_wrong(impl: Any) -> None:
+    rows, index, upstream = np.ones((4, 3)), np.array([1, 2, 3]), np.ones((4, 3))
+    for sizes, words in (
+        ([2, 2], "got a sum of 4, allowed is index's M = 3"),
+        ([4, -1], "got -1, allowed is at least"),
+    ):
+        with pytest.raises(ValueError, match=f"group_sizes: {words}"):
+            gather(impl, rows, index, upstream, "float32", 1, sizes)
+        if not impl.on_gpu:
+            with pytest.raises(ValueError, match=f"group_sizes: {words}"):
+                gather(impl, rows, index, upstream, "float32", 1, np.array(sizes))
+    for group_sizes, kind, words in (
+        ([1.5, 1.5], TypeError, r"got \[1.5, 1.5\], allowed are integers"),
+        ([], TypeError, r"got \[\], allowed are integers, at least one"),
+        (np.ones((1, 1), np.int32), ValueError, r"got shape \(1, 1\), allowed is \[G\]"),
+        (np.ones(3, np.float32), TypeError, "got dtype float32, allowed are int32, int64"),
+        ("ab", TypeError, "got str"),
+    ):
+        with pytest.raises(kind, match=f"group_sizes: {words}"):
+            gather(impl, rows, index, upstream, "float32", 1, group_sizes)
+
+
+@needs_torch
+@pytest.mark.parametrize("looked_at", [True, False], ids=["looked_at", "not_waited_for"])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_of_a_gather_in_torch(dtype: str, index_dtype: str, grouped: bool, looked_at: bool) -> None:
+    """The forward takes at most 1.25 times its result, and the backward no copy of the source beside the gradient."""
+    import torch
+
+    from logitless.torch_impl.gather import GatherFunction, padded_index_gather
+    from logitless.torch_impl.memory import peak_scratch_bytes
+
+    source = torch.randn(12000, 512).to(getattr(torch, dtype)).requires_grad_()
+    narrow = source.detach()[:, :64].contiguous()
+    index = torch.randint(0, 12000, (12000,)).to(getattr(torch, index_dtype))
+    sizes = torch.tensor([5000, 0, 7000]) if grouped else None
+
+    def forward(source: Any) -> Any:
+        if looked_at:
+            return padded_index_gather(source, index, pad_to_multiple=100, group_sizes=sizes)
+        # What a GPU's call does, where nothing waits for the index.
+        made: Any = GatherFunction.apply(source, index, sizes, (100, 12200 if grouped else 12000), torch.nan)
+        return made
+
+    most = 1.01 if looked_at and not grouped else 1.25
+    assert peak_scratch_bytes(lambda: forward(narrow)) <= most * forward(narrow).nbytes
+    out = forward(source)
+    upstream = torch.randn_like(out)
+    backward = peak_scratch_bytes(lambda: torch.autograd.grad(out, source, upstream, retain_graph=True))
+    assert backward <= (1 + 0.4) * source.nbytes
+
+
+@needs_jax
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_of_a_gather_in_jax(dtype: str, grouped: bool) -> None:
+    import jax
+
+    from logitless.jax_impl import padded_index_gather
+    from logitless.jax_impl.memory import temp_bytes
+
+    source, index = jax.ShapeDtypeStruct((8000, 512), dtype), jax.ShapeDtypeStruct((8000,), "int32")
+    sizes = jax.ShapeDtypeStruct((8,), "int32") if grouped else None
+
+    def forward(x: Any, i: Any, s: Any) -> Any:
+        return padded_index_gather(x, i, pad_to_multiple=128, group_sizes=s)
+
+    def backward(x: Any, i: Any, s: Any, upstream: Any) -> Any:
+        return jax.vjp(lambda x: forward(x, i, s), x)[1](upstream)[0]
+
+    out = jax.eval_shape(forward, source, index, sizes)
+    itemsize = out.dtype.itemsize
+    assert temp_bytes(forward, source, index, sizes) <= 0.25 * out.size * itemsize
+    assert temp_bytes(backward, source, index, sizes, out) <= 0.5 * source.size * itemsize
+
+
+@needs_torch
+def test_an_index_keeps_its_dtype_in_torch() -> None:
+    import torch
+
+    from logitless.torch_impl import padded_index_gather, profile_saved_tensors
+
+    rows, index = torch.randn(6, 4, requires_grad=True), torch.tensor([5, 0, 5], dtype=torch.int32)
+    kept = profile_saved_tensors(lambda: padded_index_gather(rows, index, pad_to_multiple=4))
+    assert kept.activation_bytes == 3 * 4
+
+
+@needs_jax
+def test_an_index_keeps_its_dtype_in_jax() -> None:
+    """Narrowed to int32, a place in more than 2³¹ rows would be another one."""
+    import jax
+
+    from logitless.jax_impl import padded_index_gather
+
+    with jax.enable_x64(True):
+        source, index = jax.ShapeDtypeStruct((2**31 + 8, 1), "float32"), jax.ShapeDtypeStruct((3,), "int64")
+        made = str(jax.make_jaxpr(padded_index_gather)(source, index))
+    assert "i64[3]" in made
+    assert "i32" not in made
+
+
+@needs_torch
+def test_wrong_sizes_that_nobody_has_looked_at() -> None:
+    import torch
+
+    from logitless.torch_impl import padded_index_gather
+
+    compiled = torch.compile(
+        lambda x, i, s: padded_index_gather(x, i, pad_to_multiple=4, group_sizes=s), fullgraph=True, backend="aot_eager"
+    )
+    rows, index = torch.randn(6, 4, requires_grad=True), torch.tensor([5, 0, 5])
+    right = compiled(rows, index, torch.tensor([1, 2]))
+    assert torch.equal(right[[0, 4, 5]], rows[index])
+    assert not right[[1, 2, 3, 6, 7]].any()
+    for wrong in ([1, 3], [1, 1], [4, -1], [10**9, 2]):
+        out = compiled(rows, index, torch.tensor(wrong))
+        assert out.isnan().any()
+        assert not (out == rows[index][:, None]).all(-1).any()
+        (made,) = torch.autograd.grad(out.nansum(), rows)
+        assert not made.any()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,6 +446,115 @@ def test_saved_tensors_by_layer() -> None:
     assert least <= head.activation_bytes <= least + 4 * 4 * 4 + 64
     assert made.activation_bytes == sum(row.activation_bytes for row in made.rows)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+D, HEADS, B, T = 32, 4, 2, 8
+
+
+def transformer_block() -> Any:
+    from torch import nn
+    from torch.nn import functional
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.between = nn.LayerNorm(D), nn.LayerNorm(D)
+            self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+            self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = self.qkv(self.before(x)).view(B, T, 3, HEADS, D // HEADS).permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+            x = x + self.out(mixed.reshape(B, T, D))
+            return x + self.down(functional.gelu(self.up(self.between(x))))
+
+    return Block()
+
+
+# Of a token, in elements: x, what comes out of the norms (2), q k v, the heads' result, x in the middle, and the
+# activation's argument and result; then mean and deviation of both norms, and a head's logsumexp.
+WIDE, NARROW = 2 * D + 2 * D + 3 * D + D + 2 * 4 * D, 4 + HEADS
+
+
+@needs_torch
+@pytest.mark.parametrize("way", ["plain", "input requires grad", "frozen", "checkpoint", "autocast"])
+def test_a_whole_transformer_block(way: str) -> None:
+    """Every byte that a block keeps is an activation or a weight, as counted by hand."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from logitless.torch_impl import profile_saved_tensors
+
+    block, x = transformer_block(), torch.randn(B, T, D, requires_grad=way not in ("plain", "autocast"))
+    products, norms = 12 * D * D, 4 * D
+
+    def run(x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            return checkpoint(block, x, use_reentrant=False) if way == "checkpoint" else block(x)
+
+    if way == "frozen":
+        block.requires_grad_(False)
+    made = profile_saved_tensors(run, x, module=block)
+    activations, weights = 4 * B * T * (WIDE + NARROW), 4 * (products + norms)
+    if way == "checkpoint":  # the input alone
+        activations, weights = 4 * B * T * D, 0
+    if way == "frozen":  # a frozen product does not keep its input; the attention keeps its own result
+        activations -= 4 * B * T * (2 * D + 4 * D)
+    if way == "autocast":  # what the norms read stays wide
+        activations, weights = 2 * B * T * (WIDE + 2 * D) + 4 * B * T * NARROW, 2 * products + 4 * norms
+    assert (made.activation_bytes, made.weight_bytes) == (activations, weights)
+
+
+@needs_torch
+def test_the_layers_of_a_block_are_added_up() -> None:
+    import torch
+
+    from logitless.torch_impl import profile_saved_tensors
+
+    model = torch.nn.Sequential(transformer_block(), transformer_block())
+    made = profile_saved_tensors(model, torch.randn(B, T, D))
+    blocks = made.to_depth(1)
+    assert [row.where for row in blocks.rows] == ["0", "1"]
+    weights = 4 * (12 * D * D + 4 * D)
+    assert [row.activation_bytes for row in blocks.rows] == [4 * B * T * (WIDE + NARROW)] * 2
+    assert [row.weight_bytes for row in blocks.rows] == [weights] * 2
+    assert made.to_depth(2) == made
+    assert SavedTensors(()).to_depth(1) == SavedTensors(())
+    with pytest.raises(ValueError, match="depth: got 0, allowed is at least 1"):
+        made.to_depth(0)
+    with pytest.raises(TypeError, match=r"depth: got float 1\.0, allowed is an integer"):
+        made.to_depth(1.0)  # type: ignore[arg-type]
+
+
+@needs_jax
+def test_a_whole_transformer_block_in_jax() -> None:
+    """The block's input is an activation, if it is said which arguments are weights. The rest stays as it is."""
+    import jax
+    import jax.numpy as jnp
+
+    from logitless.jax_impl import profile_saved_residuals
+
+    shapes = {"qkv": (D, 3 * D), "out": (D, D), "up": (D, 4 * D), "down": (4 * D, D)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def block(weights: Any, x: Any) -> Any:
+        q, k, v = jnp.moveaxis((x @ weights["qkv"]).reshape(B, T, 3, HEADS, D // HEADS), 2, 0)
+        x = x + jax.nn.dot_product_attention(q, k, v).reshape(B, T, D) @ weights["out"]
+        return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+    arguments = weights, jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+    every = profile_saved_residuals(block, *arguments)
+    split = profile_saved_residuals(block, *arguments, weight_argnums=0)
+    own = 4 * 12 * D * D
+    assert split.weight_bytes == own
+    assert every.weight_bytes == own + 4 * B * T * D
+    assert split.weight_bytes + split.activation_bytes == every.weight_bytes + every.activation_bytes
+    assert {row.where: row.activation_bytes for row in split.rows}["x"] == 4 * B * T * D
+    several = profile_saved_residuals(lambda *given: block(*given), *arguments, weight_argnums=(0,))
+    assert (several.weight_bytes, several.activation_bytes) == (own, split.activation_bytes)
+    for wrong, kind in ((2, ValueError), (-1, ValueError), ("x", TypeError), (True, TypeError)):
+        with pytest.raises(kind, match="weight_argnums: got "):
+            profile_saved_residuals(block, *arguments, weight_argnums=wrong)
 
 
 @pytest.mark.parametrize("framework", [pytest.param("torch", marks=needs_torch), pytest.param("jax", marks=needs_jax)])

@@ -207,11 +207,12 @@ def test_forward_mode_is_refused(function: str, road: str) -> None:
 
 
 @pytest.mark.case(37)
-def test_a_gathers_second_derivatives_are_right() -> None:
+@pytest.mark.parametrize("group_sizes", [None, (1, 2)])
+def test_a_gathers_second_derivatives_are_right(group_sizes: Any) -> None:
     index = jnp.array([3, 0, 5])
 
     def total(x: Any) -> Any:
-        return (padded_index_gather(x, index, pad_to_multiple=4) ** 3).sum()
+        return (padded_index_gather(x, index, pad_to_multiple=4, group_sizes=group_sizes) ** 3).sum()
 
     x = X[:, :2]
     direction = jnp.ones_like(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from logitless import plan as make_plan  # noqa: E402
 from logitless import reference  # noqa: E402
 from logitless.jax_impl import (  # noqa: E402
     DeferredWeightGrad,
+    WeightGradQueue,
     checks,
     linear_cross_entropy,
     linear_cross_entropy_value_and_grad,
@@ -145,6 +147,88 @@ def test_deferred(way: str, into: bool) -> None:
     assert dweight.dtype == (buffer_dtype if into else head)
     assert_close(np.asarray(dweight, np.float64) - start, true.weight_grad, dtype)
     assert_close(dbias, true.bias_grad, dtype)
+
+
+@jax.jit
+def first_half(given: dict[str, Any]) -> Any:
+    return linear_cross_entropy_value_and_grad(**given, upstream=UPSTREAM, defer_weight_grad=True)[1][1]
+
+
+def microbatch(number: int, dtype: str = "float32") -> dict[str, Any]:
+    """The call's arguments, with hidden states of the number's own."""
+    given = arrays(dtype)
+    return given | {"hidden": given["hidden"] * (1 + number)}
+
+
+def assert_sums(made: Any, numbers: list[int], start: float = 0.0) -> None:
+    true = [truth(microbatch(number), {}) for number in numbers]
+    assert_close(np.asarray(made[0], np.float64) - start, sum(each.weight_grad for each in true), "float32")
+    assert_close(made[1], sum(each.bias_grad for each in true), "float32")
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_a_queue_computes_the_oldest_and_holds_no_more_than_its_limit(into: bool) -> None:
+    buffer = jnp.full((VOCAB, SIZE), 0.5) if into else None
+    queue, weight = WeightGradQueue(2, accumulate_into=buffer), arrays()["weight"]
+    with queue:
+        for number in (0, 1):
+            queue.put(first_half(microbatch(number)), weight)
+        assert len(queue) == 2
+        queue.put(first_half(microbatch(2)), weight)  # the third: the oldest is computed at once
+        assert len(queue) == 2
+        if not into:
+            assert_sums(queue.gradients(), [0])
+        assert queue.compute(1) == 1
+        if not into:
+            assert_sums(queue.gradients(), [1])
+        assert (queue.compute(0), len(queue)) == (0, 1)
+        queue.put(first_half(microbatch(3)), weight)
+    assert (len(queue), queue.compute()) == (0, 0)  # the end has computed the rest
+    assert_sums(queue.gradients(), [0, 1, 2, 3] if into else [2, 3], 0.5 if into else 0.0)
+    assert queue.gradients() == (None, None)
+
+
+def test_an_exception_drops_all_that_wait() -> None:
+    queue, weight = WeightGradQueue(3), arrays()["weight"]
+
+    def fill() -> list[Any]:
+        held = [first_half(microbatch(number)) for number in range(3)]
+        for each in held:
+            queue.put(each, weight)
+        assert len(queue) == 3
+        return [weakref.ref(each) for each in held]
+
+    def fail_in_the_block() -> None:
+        with queue:
+            raise KeyError(fill())
+
+    with pytest.raises(KeyError) as caught:
+        fail_in_the_block()
+    assert not any(reference() is not None for reference in caught.value.args[0])
+    assert (len(queue), queue.gradients()) == (0, (None, None))
+    queue.put(first_half(microbatch(0)), weight)
+    queue.put(first_half(microbatch(1)), weight[:-1])
+    queue.put(first_half(microbatch(2)), weight)
+    with pytest.raises(ValueError, match=r"weight: got shape .* allowed is the call's"):
+        queue.compute()
+    assert len(queue) == 0
+    assert_sums(queue.gradients(), [0])
+
+
+def test_what_a_queue_refuses() -> None:
+    for limit, kind in ((0, ValueError), (1.0, TypeError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(kind, match="limit: got "):
+            WeightGradQueue(limit)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="accumulate_into: got "):
+        WeightGradQueue(1, accumulate_into=[1.0])  # type: ignore[arg-type]
+    queue, deferred = WeightGradQueue(1), first_half(microbatch(0))
+    with pytest.raises(TypeError, match="weight_grad: got int, allowed is a DeferredWeightGrad"):
+        queue.put(3, arrays()["weight"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="weight: got "):
+        queue.put(deferred, None)  # type: ignore[arg-type]
+    for count, wrong in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(wrong, match="count: got "):
+            queue.compute(count)  # type: ignore[arg-type]
 
 
 def test_what_is_kept() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
 from logitless import plan as make_plan  # noqa: E402
 from logitless.tolerances import BOUND, TINY, error  # noqa: E402
-from logitless.torch_impl import LinearCrossEntropy, linear_cross_entropy  # noqa: E402
+from logitless.torch_impl import LinearCrossEntropy, WeightGradQueue, linear_cross_entropy  # noqa: E402
 from logitless.torch_impl.memory import peak_scratch_bytes  # noqa: E402
 
 TOKENS, SIZE, VOCAB = 40, 16, 70
@@ -265,6 +268,155 @@ def test_the_module_and_a_compiled_function_take_them() -> None:
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of a graph"):
         torch.compile(step, backend="aot_eager", fullgraph=True)(t["hidden"], t["target"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The queue; tests/test_pipeline.py has it in a pipeline
+
+
+def microbatch(queue: Any, number: int, weight: Any) -> Any:
+    """A loss whose dW is that of ``number``; its weight_grad is in the queue."""
+    made = torch.Generator().manual_seed(number)
+    hidden = torch.randn(6, SIZE, generator=made).requires_grad_() * 1.0
+    loss, weight_grad = linear_cross_entropy(hidden, weight, torch.arange(6), defer_weight_grad=True)
+    queue.put(weight_grad)
+    return loss, weight_grad, hidden
+
+
+def total_of(numbers: Iterable[int], weight: Any) -> Any:
+    """The sum of the microbatches' gradients, in float64."""
+    alone = weight.detach().double().requires_grad_()
+    for number in numbers:
+        made = torch.Generator().manual_seed(number)
+        x = torch.randn(6, SIZE, generator=made).double()
+        torch.nn.functional.cross_entropy(x @ alone.T, torch.arange(6)).backward()
+    return alone.grad
+
+
+def test_a_queue_computes_the_oldest_and_holds_no_more_than_its_limit() -> None:
+    weight, queue = tensors()["weight"], WeightGradQueue(limit=2)
+    losses = [microbatch(queue, number, weight)[0] for number in range(4)]
+    assert len(queue) == 0  # no backward has run
+    with queue:
+        for number in (2, 0):
+            losses[number].backward()
+        assert (len(queue), weight.grad) == (2, None)
+        losses[3].backward()  # the third: the oldest is computed at once
+        assert len(queue) == 2
+        close(weight.grad, total_of([2], weight), torch.float32)
+        assert queue.compute(1) == 1
+        close(weight.grad, total_of([2, 0], weight), torch.float32)
+        assert (queue.compute(0), len(queue)) == (0, 1)
+        losses[1].backward()
+    assert len(queue) == 0  # the end has computed the rest
+    close(weight.grad, total_of([0, 1, 2, 3], weight), torch.float32)
+    assert queue.compute() == 0
+
+
+def test_a_weight_grad_waits_once_and_leaves_when_it_is_computed() -> None:
+    weight, queue = tensors()["weight"], WeightGradQueue(limit=2)
+    loss, weight_grad, _ = microbatch(queue, 1, weight)
+    for _ in range(2):  # the upstream gradients of two backward calls add up
+        loss.backward(torch.tensor(0.5), retain_graph=True)
+        assert len(queue) == 1
+    queue.put(weight_grad)
+    weight_grad.compute()
+    assert len(queue) == 0
+    close(weight.grad, total_of([1], weight), torch.float32)
+    loss.backward()
+    assert (len(queue), queue.compute()) == (1, 1)
+    close(weight.grad, total_of([1, 1], weight), torch.float32)
+    loss, late = linear_cross_entropy(**tensors(), defer_weight_grad=True)
+    loss.backward()
+    queue.put(late)
+    assert len(queue) == 1
+
+
+def test_an_exception_drops_all_that_wait() -> None:
+    """Their gradients are not added, and their hidden states are free. Then the queue is as good as new."""
+    weight, queue = tensors()["weight"], WeightGradQueue(limit=3)
+
+    handles = []  # a schedule holds them too
+
+    def fill() -> tuple[list[Any], Any]:
+        made = [microbatch(queue, number, weight) for number in range(3)]
+        handles.extend(handle for _, handle, _ in made)
+        for loss, *_ in made:
+            loss.backward()
+        assert len(queue) == 3
+        return [weakref.ref(hidden) for *_, hidden in made], made[1][2]
+
+    def fail_in_the_block() -> list[Any]:
+        with queue:
+            held, _ = fill()
+            del _
+            assert all(reference() is not None for reference in held)
+            raise KeyError(held)
+
+    with pytest.raises(KeyError) as caught:
+        fail_in_the_block()
+    gc.collect()
+    assert not any(reference() is not None for reference in caught.value.args[0])
+    assert (len(queue), weight.grad) == (0, None)
+
+    def run_backward() -> None:
+        for number in range(3):
+            microbatch(queue, number, weight)[0].backward()
+
+    for compute in (queue.compute, run_backward):  # the second by more than fit
+        weight.grad = None
+        _, second = fill()
+        queue.compute(1)
+        with torch.no_grad():
+            second.add_(1.0)
+        with pytest.raises(RuntimeError, match="was changed in place after the backward"):
+            compute()
+        assert len(queue) == 0
+        close(weight.grad, total_of([0], weight), torch.float32)
+    with queue:
+        microbatch(queue, 5, weight)[0].backward()
+    close(weight.grad, total_of([0, 5], weight), torch.float32)
+
+
+def test_what_a_schedule_tries_is_dropped() -> None:
+    """Before the first microbatch it runs the loss on made-up data, and asks for no runner. A queue of one has room."""
+    weight, queue = tensors()["weight"], WeightGradQueue(limit=1)
+    build = queue.dw_builder()
+    for _ in range(2):
+        torch.autograd.grad(*microbatch(queue, 9, weight)[::2])
+    assert len(queue) == 0
+    losses, runs = [microbatch(queue, number, weight)[0] for number in (0, 1)], []
+    for loss in losses:
+        loss.backward()
+        runs.append(build())
+        assert len(queue) == 1
+    close(weight.grad, total_of([0], weight), torch.float32)  # two do not fit
+    for run in runs:
+        run()
+    assert len(queue) == 0
+    close(weight.grad, total_of([0, 1], weight), torch.float32)
+    loss, *_ = microbatch(queue, 2, weight)
+    loss.backward(torch.tensor(0.25), retain_graph=True)
+    run = build()
+    loss.backward(torch.tensor(0.75))  # once more, before what it left is computed
+    microbatch(queue, 3, weight)
+    run()
+    close(weight.grad, total_of([0, 1, 2], weight), torch.float32)
+
+
+def test_what_a_queue_refuses() -> None:
+    for limit, kind in ((0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(kind, match="limit: got "):
+            WeightGradQueue(limit)  # type: ignore[arg-type]
+    queue, other = WeightGradQueue(1), WeightGradQueue(1)
+    with pytest.raises(TypeError, match="weight_grad: got int, allowed is a DeferredWeightGrad"):
+        queue.put(3)  # type: ignore[arg-type]
+    weight_grad = microbatch(queue, 0, tensors()["weight"])[1]
+    with pytest.raises(ValueError, match="weight_grad: got one of another queue"):
+        other.put(weight_grad)
+    for count, wrong in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(wrong, match="count: got "):
+            queue.compute(count)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

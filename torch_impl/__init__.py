@@ -2,7 +2,7 @@
 
 from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.distillation.api import dense_distillation_loss, distillation_loss, sparse_distillation_loss
-from logitless.torch_impl.distributed.deferred import DeferredWeightGrad
+from logitless.torch_impl.distributed.deferred import DeferredWeightGrad, WeightGradQueue
 from logitless.torch_impl.distributed.normalizer import global_normalizer
 from logitless.torch_impl.gather import padded_index_gather
 from logitless.torch_impl.given_ids.api import linear_token_log_probs, linear_top_k
@@ -17,6 +17,7 @@ __all__ = [
     "CapturedHead",
     "DeferredWeightGrad",
     "LinearCrossEntropy",
+    "WeightGradQueue",
     "capture_lm_head",
     "clipped_policy_loss",
     "cross_entropy",

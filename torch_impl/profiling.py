@@ -18,6 +18,12 @@ from logitless.torch_impl.api import linear_cross_entropy
 
 _PATH = "logitless.path"  # in the metadata of a node of autograd's graph
 
+# Nodes whose result is the whole of their one argument, in another dtype or shape.
+_SAME = {
+    f"{name}Backward0"
+    for name in ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias")
+}
+
 
 def profile_saved_tensors(
     function: Callable[..., Any], *arguments: Any, module: nn.Module | None = None, **options: Any
@@ -27,14 +33,18 @@ def profile_saved_tensors(
     Counted when the call has returned, in the bytes of whole storages (a view keeps all of its storage), each storage
     once, at the layer that saved it first: tensors that operations have saved, and tensors that custom functions hold
     on their context (such as gradients that wait for the upstream scalar). A layer is the innermost module whose
-    forward was running; "" is outside of all. Parameters, buffers and other leaves that require grad count as weights,
-    everything else as activations. Nothing is differentiated, and what the function returns is dropped.
+    forward was running; "" is outside of all. Nothing is differentiated, and what the function returns is dropped.
+
+    Weights are parameters and buffers, and a parameter's copy in another dtype, as torch.autocast makes them (not of a
+    frozen one: nothing then says where a copy comes from). Everything else is an activation, an input that requires
+    grad too. Without a module every leaf that requires grad is a weight.
 
     Arguments:
         function: a torch.nn.Module, or any callable that runs one.
         module: whose layers to tell apart, if ``function`` is not a module itself; None: no layers.
 
-    Returns :class:`logitless.saved.SavedTensors`; ``rich.print`` shows it as a table.
+    Returns :class:`logitless.saved.SavedTensors`; ``rich.print`` shows it as a table, and its ``to_depth`` adds up the
+    layers of each block.
 
     Of an activation checkpoint only its inputs are kept, and counted. Under torch.compile the layers are one graph and
     cannot be told apart.
@@ -50,17 +60,19 @@ def profile_saved_tensors(
         for handle in handles:
             handle.remove()
     recorder.claim(result)
-    kept = [(path, saved.tensor) for path, reference in recorder.saved if (saved := reference()) is not None]
+    kept = [(path, saved.tensor, saved.source) for path, ref in recorder.saved if (saved := ref()) is not None]
     leaves = [] if module is None else [*module.parameters(), *module.buffers()]
     for node in _nodes(result):
-        leaves += [node.variable] if hasattr(node, "variable") else []
-        kept += [(_metadata(node)[_PATH], tensor) for tensor in _tensors_in(getattr(node, "__dict__", {}), set())]
+        leaf = getattr(node, "variable", None)
+        leaves += [leaf] if leaf is not None and (module is None or isinstance(leaf, nn.Parameter)) else []
+        kept += [(_metadata(node)[_PATH], tensor, None) for tensor in _tensors_in(getattr(node, "__dict__", {}), set())]
     weights = {leaf.untyped_storage().data_ptr() for leaf in leaves}
     found: dict[int, tuple[str, int, bool]] = {}
-    for path, tensor in kept:
+    for path, tensor, source in kept:
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            found.setdefault(storage.data_ptr(), (path, storage.nbytes(), storage.data_ptr() in weights))
+            is_weight = bool(weights & {storage.data_ptr(), source})
+            found.setdefault(storage.data_ptr(), (path, storage.nbytes(), is_weight))
     return SavedTensors.of(found.values())
 
 
@@ -90,6 +102,7 @@ class _Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # an operation's own result would keep the operation
+        self.source = _source(tensor.grad_fn)
 
     def unpack(self) -> Tensor:
         return self.tensor
@@ -130,6 +143,14 @@ class _Recorder:
         """Write the running layer's path on those nodes of the graph behind some results that have none yet."""
         for node in _nodes(results, lambda node: _PATH not in _metadata(node)):
             _metadata(node)[_PATH] = self.running[-1]
+
+
+def _source(node: Node | None) -> int | None:
+    """The address of the leaf that a tensor made by this node is a copy of, if of one."""
+    while node is not None and node.name() in _SAME:
+        node = node.next_functions[0][0]
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return None if leaf is None else leaf.untyped_storage().data_ptr()
 
 
 def _metadata(node: Node) -> dict[str, str]:

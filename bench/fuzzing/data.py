@@ -58,7 +58,7 @@ def side_dtype(problem: Problem) -> str:
 
 def _gather(problem: Problem, rng: Any) -> Arrays:
     rows, places = problem.shape
-    padded = -(-places // problem.options["pad_to_multiple"]) * problem.options["pad_to_multiple"]
+    padded = len(problem.padded_places)
     values = round_to(rng.standard_normal((rows, problem.hidden)), problem.dtype)
     arrays = {"input": values, "index": rng.integers(0, rows, places)}
     arrays = {name: _shared(values, problem.layouts[name]) for name, values in arrays.items()}

@@ -92,6 +92,16 @@ class Problem:
         return self.options.get("weight_layout") == "dv"
 
     @property
+    def padded_places(self) -> np.ndarray:
+        """Of padded_index_gather: the index that each padded row takes, −1 for none."""
+        multiple, count = self.options["pad_to_multiple"], self.shape[1]
+        rows, first = [np.zeros(0, np.int64)], 0
+        for size in self.options.get("group_sizes", (count,)):
+            rows += [np.arange(first, first + size), np.full(-size % multiple, -1)]
+            first += size
+        return np.concatenate(rows)
+
+    @property
     def count(self) -> int:
         """How many ids a token has, where a function is about several."""
         return self.options["k"] if self.function == "linear_top_k" else int(self.arrays["ids"].split()[1])
@@ -136,7 +146,7 @@ COUNTED = ("backend", "function", "dtype", "data", "blemish", "upstream", "plan"
 
 
 def _in_words(value: Any) -> str:
-    return "given" if isinstance(value, float) else str(value)
+    return "given" if isinstance(value, float | tuple) else str(value)
 
 
 class Dice:
@@ -195,6 +205,8 @@ def draw(seed: int, index: int, device: str = "cpu", backends: tuple[str, ...] =
     )  # fmt: skip
     if function == "linear_cross_entropy":
         problem = _with_lse_and_shift(dice, problem)
+    if function == "padded_index_gather":
+        problem = _with_groups(dice, problem)
     return _with_weight_layout(dice, problem) if function in ("linear_cross_entropy", "linear_log_probs") else problem
 
 
@@ -293,6 +305,16 @@ def _with_lse_and_shift(dice: Dice, problem: Problem) -> Problem:
         if layouts["target"] in ("expanded", "broadcast"):  # the last ids are not the others
             layouts["target"] = "step"
     return dataclasses.replace(problem, options=options, layouts=layouts)
+
+
+def _with_groups(dice: Dice, problem: Problem) -> Problem:
+    """Half of the gathers have groups, some of them empty."""
+    if dice.chance(0.5):
+        return problem
+    count = problem.shape[1]
+    ends = sorted(int(dice.rng.integers(count + 1)) for _ in range(dice.one((0, 1, 4))))
+    sizes = tuple(np.diff([0, *ends, count]).tolist())
+    return dataclasses.replace(problem, options=problem.options | {"group_sizes": sizes})
 
 
 def _with_weight_layout(dice: Dice, problem: Problem) -> Problem:

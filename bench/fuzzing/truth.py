@@ -169,11 +169,11 @@ def _ideal(problem: Problem, arrays: Arrays, options: dict[str, Any]) -> dict[st
 
 def _gather(problem: Problem, arrays: Arrays) -> dict[str, Expected]:
     index, up = arrays["index"], arrays["upstream"].astype(np.float64)
-    padded = np.zeros(up.shape)
-    padded[: len(index)] = arrays["input"][index]
+    padded, real = np.zeros(up.shape), problem.padded_places >= 0
+    padded[real] = arrays["input"][index]
     gradient, rough = np.zeros(arrays["input"].shape), np.zeros(arrays["input"].shape)
-    np.add.at(gradient, index, up[: len(index)])
-    np.add.at(rough, index, up[: len(index)] ** 2)
+    np.add.at(gradient, index, up[real])
+    np.add.at(rough, index, up[real] ** 2)
     outputs = {"output": Expected(padded, 0.0, problem.dtype)}
     known = norm_of(round_to(gradient, problem.dtype) - gradient)
     wide = float(np.sqrt(rough.sum()))
