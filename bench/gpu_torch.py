@@ -120,7 +120,7 @@ class Arrays:
             yield "Liger-Kernel, CuTe", lambda x, w, y: cute.apply(x, w, y), False
         if cce := peer("cut_cross_entropy", "linear_cross_entropy"):
             yield "cut-cross-entropy", lambda x, w, y: cce(x, w, y), False
-            yield "cut-cross-entropy, exact", lambda x, w, y: cce(x, w, y, impl="cce_exact"), False
+            yield "cut-cross-entropy, exact", lambda x, w, y: cce(x, w, y, filter_eps=None), False
         if quack := peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy"):
             base = {"reduction": "mean", "chunk_size": 4096, "use_scaled_exp": False}
             scaled = {"reduction": "mean", "chunk_size": _quack_rows(*self.x.shape), "use_scaled_exp": True}

@@ -500,17 +500,15 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
                 here = column < end - place if careful else None
                 make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
                 e, sums = make(config, _Block(r, vectors, start + place, column, here), z)
-                for name, values in sums.items():  # what is no sum comes in one piece
-                    lines[name] = lines[name] + values if name in lines else values
+                lines.update(_merged(lines, sums, first))
                 return e
 
             if "e" in r:
-                whole = None if config.tiles.in_turn else piece(0, tile.width).astype(r["e"].dtype)
                 to = r["e"].at[pl.ds(tile.row, tile.height), pl.ds(tile.column, tile.width)]
-                parts = piece if whole is None else lambda first, width: whole[:, first : first + width]
-                _store(tile, parts, STAGED, {"out": r["staging"]}, {"out": to}, r["e"].shape[1])
+                _store(tile, piece, STAGED, {"out": r["staging"]}, {"out": to}, r["e"].shape[1])
             else:
-                piece(0, tile.width)
+                for number in range(tile.width // STAGED):
+                    piece(number * STAGED, STAGED)
             for name, values in lines.items():
                 r[name][tile.n, pl.ds(tile.row, tile.height)] = values
 
@@ -528,6 +526,22 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
     holds = config.mode in (ANCHORED, KNOWN)
     scratch: Scratch = {"staging": _staging(arguments["x"].dtype, STAGED, config.shape[0])} if holds else {}
     return launch(body, arguments, outputs, name=f"logits_{config.mode}", grid=None, scratch=scratch)
+
+
+def _merged(lines: dict[str, Array], piece: dict[str, Array], first: int) -> dict[str, Array]:
+    """Partial sums with those of the piece that begins ``first`` columns on."""
+    if "argmax" in piece:
+        piece = piece | {"argmax": piece["argmax"] + float(first)}
+    if not lines:
+        return piece
+    merged = {name: lines[name] + values for name, values in piece.items()}
+    if "highest" in piece:
+        merged["highest"] = jnp.maximum(lines["highest"], piece["highest"])
+    if "argmax" in piece:
+        higher = piece["highest"] > lines["highest"]  # of equal ones the first
+        merged["argmax"] = jnp.where(higher, piece["argmax"], lines["argmax"])
+        merged["lowest"] = jnp.minimum(lines["lowest"], piece["lowest"])
+    return merged
 
 
 @dataclasses.dataclass(frozen=True)

@@ -856,6 +856,43 @@ def store_over(
 
 
 @gluon.jit
+def piece_axes(top, left, layout: gl.constexpr, piece, INDEX: gl.constexpr):
+    """The vocabulary entries and the columns of a tile's piece; the tile starts at (top, left)."""
+    entry = top + gl.arange(0, piece.shape[0], layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, piece.shape[1], layout=gl.SliceLayout(0, layout))
+    return entry, left + INDEX * piece.shape[1] + column
+
+
+@gluon.jit
+def parts_of_sum(
+    sum_ptr, low_ptr, top, left, start, columns, size, stride, piece, INDEX: gl.constexpr, BY_ROWS: gl.constexpr,
+    TURNED: gl.constexpr,
+):  # fmt: skip
+    """The upper 16 and the next 8 bits of a sum's elements that belong to a tile's piece."""
+    high = elements_of(sum_ptr, stride, top, left, start, columns, size, piece, INDEX, 8, BY_ROWS, TURNED)
+    low_width = low_stride(stride)
+    return high, elements_of(low_ptr, low_width, top, left, start, columns, size, piece, INDEX, 16, BY_ROWS, TURNED)
+
+
+@gluon.jit
+def elements_of(
+    pointer, stride, top, left, start, columns, size, piece, INDEX: gl.constexpr, VECTOR: gl.constexpr,
+    BY_ROWS: gl.constexpr, TURNED: gl.constexpr,
+):  # fmt: skip
+    """A matrix' elements that belong to a tile's piece. BY_ROWS: a thread has VECTOR of a row.
+
+    Else they come as a product's result lies in the threads: a warp reads 16 bytes of each of 8 rows at a time.
+    """
+    LANES: gl.constexpr = piece.shape[1] // VECTOR
+    layout: gl.constexpr = piece.type.layout if not BY_ROWS or LANES == 0 else gl.BlockedLayout(
+        [1, VECTOR], [32 // LANES, LANES], [4, 1], [1, 0]
+    )  # fmt: skip
+    entry, column = piece_axes(top, left, layout, piece, INDEX)
+    place = weight_place((start + entry)[:, None], column[None, :], stride, TURNED)
+    return gl.load(pointer + place, mask=(entry < columns)[:, None] & (column < size)[None, :], other=0)
+
+
+@gluon.jit
 def weight_tiles(
     out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent, staged,
     emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr,
@@ -870,6 +907,10 @@ def weight_tiles(
     # A float32 buffer is added to by the memory, too; a narrow one is read, so that its sum is rounded once.
     IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
     ADDS: gl.constexpr = (ADD and not FINAL) or IN_MEMORY
+    SUMS: gl.constexpr = PARTED and ADD
+    BY_ROWS: gl.constexpr = not TURNED and not FINAL  # the last chunk's operands leave no shared memory for it
+    like = piece_of(gl.zeros((BM // 2, BN), gl.float32, layout), 0, PIECES)  # of all pieces' shape and layout
+    spread: gl.constexpr = like.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
     tiles = row_tiles * column_tiles
@@ -885,6 +926,10 @@ def weight_tiles(
             key, value = target_step(key_ptr, value_ptr, begin, end, left)
             later, _n = tile_of(gl.minimum(tile + PROGRAMS, tiles - 1), row_tiles, column_tiles, GROUP)
             next_begin, next_end = targets_of(bounds_ptr, later, BM)
+        if SUMS:  # each piece is asked for before the work that comes before it
+            next_high, next_low = parts_of_sum(
+                sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, 0, BY_ROWS, TURNED
+            )
         whole = multiply(
             e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, not LENT or TURNED, True, BM, BN,
             STAGES, SKEW, layout,
@@ -899,17 +944,18 @@ def weight_tiles(
             gl.atomic_add(counter_ptr + 2 * m + HALF, 1, sem="release")
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
-            if FINAL or (PARTED and ADD):
-                entry = top + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, value.type.layout))
-                column = gl.arange(0, BN // PIECES, layout=gl.SliceLayout(0, value.type.layout))
-                column += n * BN + q * (BN // PIECES)
+            if SUMS:
+                high = gl.convert_layout(next_high, spread)
+                value += joined(high, gl.convert_layout(next_low, spread))
+                if q + 1 < PIECES:
+                    next_high, next_low = parts_of_sum(
+                        sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, q + 1, BY_ROWS, TURNED
+                    )
+            if FINAL:
+                entry, column = piece_axes(top, n * BN, spread, like, q)
                 mask = (entry < columns)[:, None] & (column < size)[None, :]
                 place = weight_place((start + entry)[:, None], column[None, :], out_width, TURNED)
-                if PARTED and ADD:
-                    high = gl.load(sum_ptr + place, mask=mask, other=0)
-                    low_place = weight_place((start + entry)[:, None], column[None, :], low_stride(out_width), TURNED)
-                    value += joined(high, gl.load(low_ptr + low_place, mask=mask, other=0))
-                elif ADD and not INTO:
+                if ADD and not INTO and not PARTED:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0)
             if FINAL:
                 if SMOOTH:
