@@ -221,7 +221,7 @@ def _pallas(cut: Cut) -> int:
     if hidden != cut.hidden:
         copies += 2 * cut.tokens * hidden * item
     if cut.turned and cut.token_chunk < cut.tokens:
-        copies += vocab * hidden * item  # dW is summed as [V, D], and turned at the end
+        copies += vocab * hidden * item  # the last chunk writes dW as [D, V], beside the sum [V, D]
     matrix = round_up(cut.token_chunk, 8) * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
     operand = rows * size * item
     lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * rows * 4

@@ -60,15 +60,18 @@ def test_chunks_and_slices(impl: Any, order: str) -> None:
     assert_within(problem, outcome_of(impl, problem, plan=plan), impl.product)
 
 
+@pytest.mark.parametrize("order", [None, "tokens"])
 @pytest.mark.parametrize("name", ["odd_bias", "confident_wrong"])
-def test_interpreted_pallas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_pallas(name: str, order: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     jax = pytest.importorskip("jax", reason="these tests are about JAX")
     if jax.__version_info__ < (0, 11) or jax.devices()[0].platform != "cpu":
         pytest.skip("kernels are interpreted by jax 0.11, on a CPU")
     monkeypatch.setenv("LOGITLESS_PALLAS_INTERPRET", "1")
     impl = JaxPallas()
     problem = BY_NAME[name].with_dtype(impl.dtype)
-    assert_within(problem, outcome_of(impl, problem), impl.product)
+    plan = None if order is None else cut(problem, impl, order)
+    assert plan is None or plan.chunks > 1
+    assert_within(problem, outcome_of(impl, problem, plan=plan), impl.product)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

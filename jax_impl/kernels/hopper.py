@@ -774,14 +774,15 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
     Arguments:
         rows: [1] int32: how many rows e and x have; start: [1] int32: the first vocabulary entry.
         e: [C, S]; x: [C, D]; low: [V, D] int8, with ``adds``; scale: [1] float32.
+        high: [V, D], a sum's upper 16 bits that do not lie in out: with ``turned`` and ``adds``.
         smooth_x: [tiles of D], class_weight: [tiles of V] float32, with label smoothing.
         listed: [places, D], bounds, numbers, or none of them: see :class:`_Listed`.
     ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Where e has no rows, sums stay as
     they are. ``turned``: out is [D, V]; a sum is not.
     """
-    final = "scale" in arguments
-    parts = {"out": {**outputs, **arguments}["out"].dtype, "low": jnp.int8}
-    staged = {"out": parts["out"]} if final else parts
+    final, high = "scale" in arguments, "high" if turned else "out"
+    dtype = {**outputs, **arguments}["out"].dtype
+    staged = {"out": dtype} if final else {"out": dtype, "low": jnp.int8}
     staged_columns = _staged_columns(staged, adds)
 
     def body(r: References) -> None:
@@ -792,11 +793,11 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
         if adds and not final:
             row_tiles = jnp.where(rows > 0, row_tiles, 0)
 
-        def part_of(matrix: Ref, tile: _Tile) -> Ref:
+        def part_of(matrix: Ref, tile: _Tile, turned: bool = False) -> Ref:
             rows, columns = pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)
             return matrix.at[columns, rows] if turned else matrix.at[rows, columns]
 
-        begin, add = _with_sums(r, part_of, ("out", "low"))
+        begin, add = _with_sums(r, part_of, (high, "low"))
 
         def epilogue(tile: _Tile, _: None, value: Array) -> None:
             shape = (WARPGROUP_ROWS, staged_columns)
@@ -811,7 +812,7 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
                     part = part - share
                 return part * r["scale"][0] if final else part
 
-            to = {name: part_of(r[name], tile) for name in staged}
+            to = {name: part_of(r[name], tile, turned) for name in staged}
             staging, width = {name: r[f"staging_{name}"] for name in staged}, r["x"].shape[1]
             _store(tile, piece, staged_columns, staging, to, width, turned)
 
@@ -827,5 +828,5 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
             listed=_Listed(r["listed"], r["bounds"], r["numbers"]) if "listed" in r else None,
         )
 
-    scratch = _gradient_scratch(staged, staged_columns, parts if adds else {}, turned)
+    scratch = _gradient_scratch(staged, staged_columns, {high: dtype, "low": jnp.int8} if adds else {}, turned)
     return launch(body, arguments, outputs, name="weight", grid=None, scratch=scratch)

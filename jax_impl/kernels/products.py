@@ -27,7 +27,7 @@ class State(NamedTuple):
     """dX by position, dW and db as far as they are; None where not wanted or not begun."""
 
     hidden: Array | None = None  # [≥ N, D]
-    weight: Array | None = None  # [V, D] (or turned, [D, V]), or the upper 16 bits of its sum
+    weight: Array | None = None  # [V, D] (or turned, [D, V]), or the upper 16 bits of its sum [V, D]
     low: Array | None = None  # [V, D] int8: the next 8
     bias: Array | None = None  # [V] float32
 
@@ -37,8 +37,6 @@ class GradientProducts:
 
     def __init__(self, c: KernelCall, needs: Needs, g: Array, unit: Array) -> None:
         self.call, self.needs, self.g, self.unit = c, needs, g / unit, unit
-        # Several chunks add up to [V, D] all the same: their sum is read as it is written.
-        self.turned = c.turned and c.chunks == 1
         self.smoothing = s = smoothing_of(c)
         self.smooth: Array | None = None
         self.smooth_x: Array | None = None
@@ -88,10 +86,13 @@ class GradientProducts:
         if not self.needs.weight:
             return state
         arguments = {"rows": rows.number, "start": as_index(start), "e": e, "x": x} | (listed or {})
+        turned = c.turned and scale is not None  # sums over chunks are [V, D] all the same: read as they are written
         size = (c.padded_vocab, c.padded_size)
-        shape = size[::-1] if self.turned else size
+        shape = size[::-1] if turned else size
         outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(shape, c.dtype)}
         adds = state.low is not None
+        if turned and adds and state.weight is not None:
+            arguments["high"], outs["out"] = state.weight, None
         if scale is None:
             outs["low"], shapes["low"] = state.low, jax.ShapeDtypeStruct(size, jnp.int8)
         else:
@@ -102,7 +103,7 @@ class GradientProducts:
                 arguments["smooth_x"] = c.along_size(self.smooth_x)
                 if c.class_weight is not None:
                     arguments["class_weight"] = c.class_weight
-        kernel = functools.partial(hopper.weight, columns=columns, adds=adds, turned=self.turned)
+        kernel = functools.partial(hopper.weight, columns=columns, adds=adds, turned=turned)
         results = _into(kernel, arguments, outs, shapes)
         return state._replace(weight=results["out"], low=results.get("low"))
 
@@ -135,7 +136,7 @@ class GradientProducts:
         hidden = None if state.hidden is None else self._hidden_by_token(state.hidden, scale, lent)
         weight = state.weight
         if weight is not None:
-            weight = (weight.T if self.turned else weight)[: c.vocab, : c.size]
+            weight = (weight.T if c.turned else weight)[: c.vocab, : c.size]
         bias = state.bias
         if bias is not None:
             if self.smoothing is not None:
