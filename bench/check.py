@@ -14,7 +14,8 @@ and commit that it was measured with (``machine``, ``token_machine``, ``jax_mach
 ``tests_commit``). More files may follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in
 place of what came before. (With ``--tests "" --shapes`` nothing is run, and they are put together.) ``--rows-only``
 keeps the other shapes of a part, too: the rows of this call's shapes (and with "small" the errors) take the place of
-the earlier ones, and say their own commit; ``FILE:llama`` gives PyTorch's rows of that shape alone.
+the earlier ones, and say their own commit; ``FILE:llama`` gives PyTorch's rows of that shape alone. A peer that is not
+installed where a call is made keeps its earlier row.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ PARTS = {
     "jax": ("jax_machine", "jax_first_call_s", "jax_rows", "jax_errors"),
     "jax_tokens": ("jax_token_machine", "jax_token_rows"),
 }
+# Implementations that may not be installed where a call is made.
+PEERS = ("Liger-Kernel", "cut-cross-entropy", "QuACK", "tokamax", "jax-cce")
 Part = Iterator[tuple[str, Any]]
 """(key, value) of a part as they become known; lists come in pieces."""
 
@@ -168,10 +171,16 @@ class Parts:
             raise ValueError(f"rows: got {machine}, allowed is what the other rows were measured with: {earlier}")
 
     def _put_rows(self, key: str, rows: list[dict[str, Any]]) -> None:
-        """``rows`` in place of those of their shapes."""
-        shapes = {row.get("shape") for row in rows}
-        others = [row for row in self.values[key] if row.get("shape") not in shapes]
-        self.values[key] = sorted(others + rows, key=lambda row: place(row.get("shape", "")))
+        """``rows`` in place of those of their shapes. A peer that this call did not find keeps its earlier row."""
+        shapes, new = {row.get("shape") for row in rows}, {(row.get("shape"), row.get("variant")) for row in rows}
+        kept = []
+        for row in self.values[key]:
+            shape, variant = row.get("shape"), row.get("variant", "")
+            if shape not in shapes:
+                kept.append(row)
+            elif (shape, variant) not in new and variant.startswith(PEERS):
+                kept.append({"commit": self.values["machine"]["commit"]} | row)
+        self.values[key] = sorted(rows + kept, key=lambda row: place(row.get("shape", "")))
 
     def add(self, key: str, value: Any) -> None:
         if isinstance(value, list):

@@ -116,7 +116,9 @@ def kernel_plans(arrays: Arrays, fastest: bool = False) -> dict[str, ChunkPlan]:
     """The kernels' plans by a variant's name: the default, the fastest and the leanest, and one for each budget.
     ``fastest``: that one as the default, without the others."""
     planned = functools.partial(plan, **arrays.shape.sizes(), fused=True, padded=arrays.padded)
-    chosen = {arrays.kernels: planned(lends=True) if _plan_takes("lends") and arrays.lends else planned()}
+    if _plan_takes("lends") and arrays.lends:
+        planned = functools.partial(planned, lends=True)  # as the calls do
+    chosen = {arrays.kernels: planned()}
     if _plan_takes("prefer") and fastest:
         chosen = {arrays.kernels: planned(prefer="fast")}
     elif _plan_takes("prefer"):

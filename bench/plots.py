@@ -111,8 +111,11 @@ def _over_floor(every: list[dict[str, Any]], name_of_gpu: str, colours: dict[str
             own = sorted((row for row in rows if _family(row["variant"]) == name), key=lambda row: row["scratch_bytes"])
             if own:
                 scratch = [max(row["scratch_bytes"] / 2**20, 1) for row in own]
-                style = "o-" if name in KERNELS else "o"  # ours are one curve, from lean to fast
-                panel.plot(scratch, [row["over_floor"] for row in own], style, color=colour, label=name)
+                times = [row["over_floor"] for row in own]
+                panel.plot(scratch, times, "o", color=colour, label=name)
+                if name in KERNELS:  # one curve, from lean to fast, of the plans that nothing leaner outruns
+                    best = [i for i, time in enumerate(times) if time == min(times[: i + 1])]
+                    panel.plot([scratch[i] for i in best], [times[i] for i in best], "-", color=colour)
         panel.axhline(1.0, color="grey", ls=":")
         panel.set(
             xscale="log",
