@@ -327,6 +327,16 @@ def test_one_token() -> None:
     assert_same_trees(*(jax.value_and_grad(each)(layer) for each in (ours, full)))
 
 
+def test_two_calls_of_one_function() -> None:
+    """JAX traces it once, and both calls are opened: for the logits, and for a bias that must be computed."""
+    widened = jax.jit(lambda x: x.astype(jnp.float64))
+    rng = np.random.default_rng(3)
+    weight, bias, x = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((V, D), V, D))
+    head = capture_lm_head(lambda x: widened(weight @ x) + widened(bias))(x)
+    np.testing.assert_array_equal(head.bias, bias)
+    np.testing.assert_array_equal(head.weight, weight)
+
+
 @pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
 def test_bfloat16_with_float32_parameters(library: str) -> None:
     """The parameters are captured before they are rounded, and their gradients are float32."""
@@ -568,6 +578,12 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a parameter": (lambda h, p: p["turned"], "its logits are no product"),
     "integers": (lambda h, p: (h @ p["turned"]).astype(jnp.int32), "it gives int32"),
     "int8": (lambda h, p: (h.astype(jnp.int8) @ p["turned"].astype(jnp.int8)).astype(float), "not floating numbers"),
+    "rounded to integers": (
+        lambda h, p: (h @ p["turned"]).astype(jnp.int32).astype(h.dtype), "go through convert_element_type"
+    ),
+    "hidden states per class": (
+        lambda h, p: jnp.einsum("btvd,vd->btv", h[:, :, None] * p["bias"][:, None], p["embed"]), "multiplies f"
+    ),
     "the loss": (lambda h, p: full_loss(h @ p["turned"], jnp.asarray(TARGET)), r"it gives float64\[\]"),
     "a precision": (lambda h, p: jnp.dot(h, p["turned"], precision="highest"), "precision=.*HIGHEST"),
     "no logits": (lambda h, p: {"hidden": h}, "it gave dict without logits"),
