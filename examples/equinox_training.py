@@ -11,13 +11,13 @@ try:
 except ImportError as error:
     raise SystemExit(f"{error}: pip install equinox optax") from None
 
-from logitless.jax_impl import linear_cross_entropy
+from logitless.jax_impl import capture_lm_head, linear_cross_entropy
 
 VOCABULARY, WIDTH, STEPS = 4096, 128, 30
 
 
 class Model(eqx.Module):
-    """An embedding, a recurrent layer, and a head whose weight is [V, D], as eqx.nn.Linear stores it."""
+    """An embedding, a recurrent layer and an LM head."""
 
     embedding: jax.Array
     recurrent: eqx.nn.Linear
@@ -30,19 +30,19 @@ class Model(eqx.Module):
         self.head = eqx.nn.Linear(WIDTH, VOCABULARY, use_bias=False, key=keys[2])
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """Hidden states [T, D] of one sequence of ids [T]."""
+        """Logits [T, V] of one sequence of ids [T]."""
 
         def cell(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             state = jnp.tanh(x + self.recurrent(state))
             return state, state
 
-        return jax.lax.scan(cell, jnp.zeros(WIDTH), self.embedding[ids])[1]
+        return jax.vmap(self.head)(jax.lax.scan(cell, jnp.zeros(WIDTH), self.embedding[ids])[1])
 
 
 @eqx.filter_value_and_grad
 def loss_of(model: Model, ids: jax.Array) -> Any:
-    hidden = jax.vmap(model)(ids[:, :-1])
-    return linear_cross_entropy(hidden, model.head.weight, ids[:, 1:], z_loss=1e-4)
+    head = capture_lm_head(jax.vmap(model))(ids[:, :-1])
+    return linear_cross_entropy(head.hidden, head.weight, ids[:, 1:], head.bias, z_loss=1e-4, **head.options)
 
 
 def main() -> float:

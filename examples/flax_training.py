@@ -11,21 +11,22 @@ try:
 except ImportError as error:
     raise SystemExit(f"{error}: pip install flax optax") from None
 
-from logitless.jax_impl import linear_cross_entropy
+from logitless.jax_impl import capture_lm_head, linear_cross_entropy
 
 VOCABULARY, WIDTH, STEPS = 4096, 128, 30
 
 
 class Model(nnx.Module):
-    """An embedding, a recurrent layer, and a head whose kernel is [V, D]: the transpose of nnx.Linear's."""
+    """An embedding, a recurrent layer and an LM head."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embedding = nnx.Embed(VOCABULARY, WIDTH, embedding_init=nnx.initializers.normal(0.5), rngs=rngs)
         self.recurrent = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
-        self.head = nnx.Param(jax.random.normal(rngs.params(), (VOCABULARY, WIDTH)) * 0.02)
+        small = nnx.initializers.normal(0.02)
+        self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, kernel_init=small, rngs=rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """Hidden states [T, B, D] of ids [B, T]."""
+        """Logits [T, B, V] of ids [B, T]."""
         kernel = self.recurrent.kernel[...]
 
         def cell(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -33,12 +34,13 @@ class Model(nnx.Module):
             return state, state
 
         inputs = self.embedding(ids).swapaxes(0, 1)
-        return jax.lax.scan(cell, jnp.zeros((ids.shape[0], WIDTH)), inputs)[1]
+        return self.head(jax.lax.scan(cell, jnp.zeros((ids.shape[0], WIDTH)), inputs)[1])
 
 
 def loss_of(model: Model, ids: jax.Array) -> Any:
-    hidden = model(ids[:, :-1])
-    return linear_cross_entropy(hidden, model.head, ids[:, 1:].swapaxes(0, 1), z_loss=1e-4)
+    head = capture_lm_head(model)(ids[:, :-1])
+    target = ids[:, 1:].swapaxes(0, 1)
+    return linear_cross_entropy(head.hidden, head.weight, target, head.bias, z_loss=1e-4, **head.options)
 
 
 @nnx.jit

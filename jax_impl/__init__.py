@@ -1,6 +1,7 @@
 """Linear cross-entropy for JAX; the same names as :mod:`logitless.torch_impl`."""
 
 from logitless.jax_impl.api import linear_cross_entropy, linear_log_probs
+from logitless.jax_impl.capture.api import CapturedHead, capture_lm_head
 from logitless.jax_impl.distillation.api import dense_distillation_loss, distillation_loss, sparse_distillation_loss
 from logitless.jax_impl.distributed.normalizer import global_normalizer
 from logitless.jax_impl.distributed.sharding import sharded_linear_cross_entropy, sharded_linear_log_probs
@@ -13,8 +14,10 @@ from logitless.jax_impl.weight_grad.api import linear_cross_entropy_value_and_gr
 from logitless.jax_impl.weight_grad.deferred import DeferredWeightGrad, WeightGradQueue
 
 __all__ = [
+    "CapturedHead",
     "DeferredWeightGrad",
     "WeightGradQueue",
+    "capture_lm_head",
     "clipped_policy_loss",
     "cross_entropy",
     "dense_distillation_loss",

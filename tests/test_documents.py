@@ -65,7 +65,7 @@ def framework_of(code: str) -> str:
 @pytest.mark.parametrize("code", PLAIN_BLOCKS, ids=framework_of)
 def test_plain_blocks_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     kind = framework_of(code)
-    for name in ("torch", "jax") if kind == "interop" else (kind,):
+    for name in (*(("torch", "jax") if kind == "interop" else (kind,)), *(["flax"] if "from flax " in code else [])):
         pytest.importorskip(name, reason="the block needs it")
     names: dict[str, Any] = {}
     exec(compile(code, "page", "exec"), names)

@@ -1,0 +1,1 @@
+"""Hidden states and head of a model, read from its traced forward."""
