@@ -164,7 +164,12 @@ def _rows(arrays: Arrays, name: str, steps: dict[str, Planned], rounds: int) -> 
     steps = {arrays.floor_name: (arrays.floor(), None), **steps}
     variants = _variants(arrays, steps)
     more = arrays.more_floors()
-    return measured_rows(name, arrays.shape, variants | more, rounds, (arrays.floor_name, *more))
+    rows = measured_rows(name, arrays.shape, variants | more, rounds, (arrays.floor_name, *more))
+    for row in rows:
+        chosen = steps[row["variant"]][1] if row["variant"] in steps else None
+        if chosen is not None:  # the planner may choose another one some day
+            row |= {"order": chosen.order, "chunk": chosen.token_chunk if chosen.order == "tokens" else None}
+    return rows
 
 
 def measure(framework: str, name: str, rounds: int, with_peers: bool) -> list[dict[str, Any]]:

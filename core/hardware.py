@@ -41,9 +41,9 @@ class Architecture:
 HOPPER = Architecture(
     tile=(128, 256),
     multiprocessors=132,  # of an H100 or H200
-    # Two and three chunks of 16384 × 4096 × 128256, six of 32768 × 768 × 128256: 328, 475 and 413. Rather too many: a
-    # default plan may not be slower than it says.
-    accumulator_tokens=450,
+    # Sixteen, eight and four chunks of 16384 × 4096 × 128256: 172, 197 and 170; of 32768 × 768 × 128256 66 and 157.
+    # Rather too many: a default plan may not be slower than it says.
+    accumulator_tokens=200,
     accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
     chunk_overhead_flops=4e10,  # 60 µs at 680 TFLOP/s
     slice_overhead_flops=4e9,  # 6 µs
