@@ -38,7 +38,7 @@ def layer_partition(
     Arguments:
         layers: number of layers, at least min_layers · stages.
         stages: number of pipeline stages, at least 1. A stage that holds several chunks (interleaved schedules) is as
-            many entries. Even if ``v_shaped``.
+            many entries. An even number beside ``v_shaped``.
         head_cost, embedding_cost: at least 0, in layers.
         min_layers: layers that every stage has at least; 0 lets a stage hold nothing but the head or the embedding.
         v_shaped: whether stages r and stages − 1 − r are on one rank.

@@ -13,8 +13,8 @@ from logitless.jax_impl.call import Inputs, TokenSums
 from logitless.jax_impl.chunk import RunningSums, empty_sums
 from logitless.jax_impl.given_logits.xla import LogitRows
 from logitless.jax_impl.kernels import architecture
+from logitless.jax_impl.kernels.arithmetic import LINES
 from logitless.jax_impl.kernels.loops import one_by_one
-from logitless.jax_impl.kernels.sums import LINES
 from logitless.spec import CLASS_SUMS, LossOptions
 
 with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called

@@ -9,6 +9,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 LOG2E = math.log2(math.e)
+# What two of a kernel's lines of sums are in spec.CLASS_SUMS. The others have their names there.
+LINES = {"sum": "s", "gap": "gap_sum"}
 
 
 def tanh(t: Array) -> Array:

@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 
 from logitless import spec
 from logitless.jax_impl.kernels.architecture import HOPPER, Tiles, pair, programs
-from logitless.jax_impl.kernels.arithmetic import LOG2E, capped, joined, parted, sloped
+from logitless.jax_impl.kernels.arithmetic import LINES, LOG2E, capped, joined, parted, sloped
 from logitless.jax_impl.kernels.launch import (
     ACC,
     COLUMN_LAYOUT,
@@ -529,19 +529,19 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
 
 
 def _merged(lines: dict[str, Array], piece: dict[str, Array], first: int) -> dict[str, Array]:
-    """Partial sums with those of the piece that begins ``first`` columns on."""
+    """Partial sums with those of the piece that begins ``first`` columns on, as spec.CLASS_SUMS says."""
     if "argmax" in piece:
         piece = piece | {"argmax": piece["argmax"] + float(first)}
     if not lines:
         return piece
-    merged = {name: lines[name] + values for name, values in piece.items()}
-    if "highest" in piece:
-        merged["highest"] = jnp.maximum(lines["highest"], piece["highest"])
-    if "argmax" in piece:
-        higher = piece["highest"] > lines["highest"]  # of equal ones the first
-        merged["argmax"] = jnp.where(higher, piece["argmax"], lines["argmax"])
-        merged["lowest"] = jnp.minimum(lines["lowest"], piece["lowest"])
-    return merged
+
+    def together(name: str, before: Array, value: Array) -> Array:
+        how = spec.CLASS_SUMS[LINES.get(name, name)].merge
+        if how == "first":
+            return jnp.where(piece["highest"] > lines["highest"], value, before)  # of equal ones the first
+        return {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[how](before, value)
+
+    return {name: together(name, lines[name], value) for name, value in piece.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -588,7 +588,7 @@ def _exponentials(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str,
     if config.extremes:
         above = b.real(z, -jnp.inf)
         top = jnp.max(above, axis=1)
-        # The first column that has it, in integers: to convert each element's column would take longer than its exp2.
+        # The first column that has it.
         first = jnp.where(above == _along_rows(top, z.shape), b.column, z.shape[1])
         lines |= {"highest": top, "argmax": jnp.min(first, axis=1).astype(jnp.float32)}
         lines["lowest"] = jnp.min(b.real(z, jnp.inf), axis=1)

@@ -13,6 +13,7 @@ from logitless import numerics
 from logitless.jax_impl.call import XP, KnownRows, TokenSums
 from logitless.jax_impl.chunk import RunningSums, Smoothing
 from logitless.jax_impl.kernels.architecture import HOPPER
+from logitless.jax_impl.kernels.arithmetic import LINES
 from logitless.jax_impl.kernels.kernel_call import KernelCall
 from logitless.jax_impl.kernels.rows import Rows, dots, row_logits
 from logitless.jax_impl.slices import Index
@@ -25,10 +26,6 @@ with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says
 RESCUE_SUM = math.exp(RESCUE_NATS)
 # The largest target's value that is stored in e: no product of it overflows.
 LARGEST_STORED = 2.0**60
-
-
-# What two of a kernel's lines are in spec.CLASS_SUMS. The others have their names there.
-LINES = {"sum": "s", "gap": "gap_sum"}
 
 
 class Factors(NamedTuple):

@@ -879,9 +879,10 @@ def elements_of(
     pointer, stride, top, left, start, columns, size, piece, INDEX: gl.constexpr, VECTOR: gl.constexpr,
     BY_ROWS: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
-    """A matrix' elements that belong to a tile's piece. BY_ROWS: a thread has VECTOR of a row.
+    """A matrix' elements that belong to a tile's piece.
 
-    Else they come as a product's result lies in the threads: a warp reads 16 bytes of each of 8 rows at a time.
+    BY_ROWS: a thread reads VECTOR neighbours of a row. Else it reads the elements whose sums it has, so a warp reads 16
+    bytes of each of 8 rows at a time, which is slow.
     """
     LANES: gl.constexpr = piece.shape[1] // VECTOR
     layout: gl.constexpr = piece.type.layout if not BY_ROWS or LANES == 0 else gl.BlockedLayout(
@@ -957,7 +958,6 @@ def weight_tiles(
                 place = weight_place((start + entry)[:, None], column[None, :], out_width, TURNED)
                 if ADD and not INTO and not PARTED:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0)
-            if FINAL:
                 if SMOOTH:
                     smooth_x = gl.load(smooth_x_ptr + column, mask=column < size, other=0.0)[None, :]
                     if HAS_CLASS:
