@@ -18,7 +18,8 @@ from compiled_kernels import compiled_by  # noqa: E402
 from imaginary import Imaginary, imaginary  # noqa: E402
 from implementations import TorchTriton, assert_within, problem_named, run_case  # noqa: E402
 
-from logitless import plan  # noqa: E402
+from logitless import plan, torch_impl  # noqa: E402
+from logitless.tolerances import GRADIENT, error  # noqa: E402
 from logitless.torch_impl.kernels import architecture, tiles  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +81,21 @@ def test_the_record_of_a_call(
     found = architecture.architecture_of(getattr(torch, dtype), 0, aligned)
     assert found.name == name
     assert set(found.tiles) == set(tiles.KERNELS)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("vocab", "taken"), [(260, 1), (257, 0)])
+def test_a_buffer_whose_rows_start_anywhere(vocab: int, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record that wants rows on 16 bytes takes a call that adds dW to a buffer [D, V] whose rows are not."""
+    products = Imaginary()
+    first = dataclasses.replace(imaginary(products, "ieee", None), aligned=True)
+    monkeypatch.setattr(architecture, "ARCHITECTURES", [first, *architecture.ARCHITECTURES])
+    hidden, weight = torch.randn(8, 64), torch.randn(vocab, 64).requires_grad_()
+    target, into = torch.randint(vocab, (8,)), torch.zeros(64, vocab).T
+    torch_impl.linear_cross_entropy(hidden, weight, target, backend="triton", accumulate_into=into).backward()
+    assert products.launched["weight"] == taken
+    truth = torch.autograd.grad(torch.nn.functional.cross_entropy(hidden @ weight.T, target), weight)[0]
+    assert error(into.double().numpy(), truth.double().numpy()) <= GRADIENT["float32"]
 
 
 @INTERPRETED

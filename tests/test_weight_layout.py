@@ -109,13 +109,18 @@ def test_a_gradient_lies_as_its_weight(device: str, backend: str, options: dict[
 
 
 @pytest.mark.parametrize(("device", "backend"), TORCH_PLACES)
+@pytest.mark.parametrize("lies", ["dv", "vd"])
 @pytest.mark.parametrize("buffer", ["dv", "vd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_buffer_of_either_layout(device: str, backend: str, buffer: str, dtype: str) -> None:
+@pytest.mark.parametrize("vocab", [520, 257])
+def test_a_buffer_of_either_layout(device: str, backend: str, lies: str, buffer: str, dtype: str, vocab: int) -> None:
+    """Beside a weight that lies in either; rows of 257 elements start anywhere."""
     torch_impl = pytest.importorskip("logitless.torch_impl", reason="these tests are about PyTorch")
     import torch
 
-    x, k, y = arrays_of(device)
+    x, k, y = arrays_of(device, vocab=vocab)
+    if lies == "vd":
+        k = k.detach().T.contiguous().T.requires_grad_()
     shape = k.shape if buffer == "dv" else k.shape[::-1]
     into = torch.ones(shape, device=device, dtype=getattr(torch, dtype))
     if buffer == "dv":

@@ -117,7 +117,7 @@ def loss_gradients(
     inputs: Rows, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Held]:
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
-    c = KernelCall(inputs, options, plan)
+    c = KernelCall(inputs, options, plan, needs.into)
     sums = Sums(c, statistics)
     factors = relative_factors(c)
     products = GradientProducts(c, needs, sums.smoothing, factors.g, norm * inputs.summary[1])
@@ -141,7 +141,7 @@ def token_gradients(
     inputs: Rows, options: LossOptions, plan: ChunkPlan, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, HeldTokens]:
     """Sums, and exponentials that wait for an upstream gradient per token: 6·N·D·V flops, in a plan of one chunk."""
-    c = KernelCall(inputs, options, plan)
+    c = KernelCall(inputs, options, plan, needs.into)
     sums, factors = Sums(c, statistics), relative_factors(c)
     weight = empty_like_weight(c.weight, c.dtype) if plan.lends else None
     with c.on_device():
@@ -156,7 +156,7 @@ def known_gradients(
     inputs: Rows, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor, needs: Needs
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`eager.known_gradients`."""
-    c = KernelCall(inputs, options, plan)
+    c = KernelCall(inputs, options, plan, needs.into)
     unit = known.unit(XP)
     smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
     products = GradientProducts(c, needs, smoothing, g / unit, unit)

@@ -102,7 +102,7 @@ def held_gradients(
     held = dict(zip(layout, tensors, strict=True))
     if is_turned(arrays.weight):
         held |= {name: tensor.T for name, tensor in held.items() if name in LIKE_WEIGHT}
-    c = KernelCall(make_inputs(held.get("weight")), options, plan, held)
+    c = KernelCall(make_inputs(held.get("weight")), options, plan, needs.into, held)
     smoothing = None
     if options.label_smoothing:
         smoothing = Smoothing(options.label_smoothing / c.shard.vocab, held["weighted_rows"], held["weighted_bias"])

@@ -36,9 +36,11 @@ class KernelCall:
     """Everything that the launches of one call share: its rows, its matrices, its constants."""
 
     def __init__(
-        self, inputs: Rows, options: LossOptions, plan: ChunkPlan, held: dict[str, Tensor] | None = None
-    ) -> None:
-        """``held``: tensors that a call with the same arguments left behind (:func:`held_layout`)."""
+        self, inputs: Rows, options: LossOptions, plan: ChunkPlan, into: Tensor | None = None,
+        held: dict[str, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """``into``: the buffer that dW is added to. ``held``: tensors that a call with the same arguments left behind
+        (:func:`held_layout`)."""
         self.inputs, self.options, self.plan = inputs, options, plan
         self.device, self.dtype = inputs.hidden.device, inputs.hidden.dtype
         self.hidden = inputs.hidden if inputs.hidden.stride(-1) == 1 else inputs.hidden.contiguous()
@@ -53,6 +55,7 @@ class KernelCall:
         # Slices of a turned weight begin within its rows.
         inside = self.turned and plan.fused_columns < self.vocab
         aligned = aligned_rows(self.weight) and not (inside and plan.fused_columns * self.dtype.itemsize % 16)
+        aligned = aligned and (into is None or aligned_rows(into))  # which may lie as [D, V] beside a weight [V, D]
         self.architecture = architecture_of(self.dtype, self.device.index, aligned, self.turned)
         self.tma = aligned and self.architecture.descriptors
         self.products = self.architecture.products()
@@ -217,8 +220,9 @@ def addresses(**matrices: Tensor | None) -> dict[str, Tensor | int | None]:
 
 
 def aligned_rows(weight: Tensor) -> bool:
-    """Whether the weight's rows (in memory), and those of matrices of its size, start on 16 bytes. A weight with steps
-    along both axes is copied before it is read."""
+    """Whether the rows in memory of the weight, or of a dW, and of matrices of its size start on 16 bytes.
+
+    A weight with steps along both axes is copied before it is read."""
     vocab, size = weight.shape
     turned, start = is_turned(weight), weight.data_ptr()
     widths = [size, weight.stride(0)]
