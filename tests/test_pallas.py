@@ -34,7 +34,7 @@ from logitless.jax_impl import linear_cross_entropy, linear_log_probs  # noqa: E
 from logitless.jax_impl.kernels import hopper as products  # noqa: E402
 from logitless.jax_impl.kernels import row_kernels  # noqa: E402
 from logitless.jax_impl.kernels.architecture import can_interpret  # noqa: E402
-from logitless.tolerances import BOUND, ON_TOP_GRADIENT, THREE_DIGITS, TINY, error  # noqa: E402
+from logitless.tolerances import BOUND, GRADIENT, ON_TOP_GRADIENT, THREE_DIGITS, TINY, error  # noqa: E402
 
 PALLAS = JaxPallas()
 INTERPRET = "LOGITLESS_PALLAS_INTERPRET"
@@ -411,6 +411,32 @@ def test_vmap_of_grad_is_each_problem_by_itself(needs: Any, order: Any, reductio
     mapped = jax.jit(jax.vmap(one, (0, None, 0)))(x, w, y)
     for i in range(len(x)):
         assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], mapped), jax.jit(one)(x[i], w, y[i]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"softcap": 38.0}, {"softcap": 38.0, "label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", ["vd", "dv"])
+def test_statistics_of_whole_tiles(options: dict[str, Any], biased: bool, layout: str, hopper: None) -> None:
+    """A kernel that spilled registers added the bias of other columns, in sizes that no interpreted test has."""
+    rng = np.random.default_rng(5)
+    x, w, b = (rounded(rng.standard_normal(shape)) for shape in ((512, 128), (4096, 128), (4096,)))
+    w, b = rounded(w * 128**-0.5), b if biased else None
+    y = np.where(rng.random(512) < 0.7, -100, rng.integers(0, 4096, 512))
+    given = np.ascontiguousarray(w.T) if layout == "dv" else w
+    made = JaxPallasCuda().run(
+        x, given, y, b, dtype="bfloat16", return_stats=True, weight_layout=layout, reduction="sum", **options
+    )
+    true = reference.linear_cross_entropy(x, w, y, b, reduction="sum", **options)
+    for name in ("nll", "lse", "entropy", "max_logit", "min_logit", "sum_p_squared"):
+        assert error(getattr(made.stats, name), getattr(true.stats, name)) <= TINY["bfloat16"], name
+    assert (made.stats.argmax == true.stats.argmax).all()
+    dweight = made.grads["weight"].T if layout == "dv" else made.grads["weight"]
+    assert error(dweight, true.weight_grad) <= GRADIENT["bfloat16"]
+
+
+def rounded(values: Any) -> Any:
+    return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float32)
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -370,28 +371,37 @@ def _store(
 ) -> None:  # fmt: skip
     """Store a warpgroup's part of a tile by TMA ``to`` its part of a matrix of ``size`` columns.
 
-    It goes piece(column, width) by piece, rounded to "out", or to "out" and "low" (:func:`arithmetic.parted`).
-    ``turned``: the matrix lies transposed, and so does what is staged.
+    It goes piece(column, width) by piece: see :func:`_store_piece`.
     """
-    pieces = _pieces(tile, size, width)
-    for number in range(pieces):
-        slot = number % 2
-        value, dtype = piece(number * width, width), staging["out"].dtype
-        parts = parted(value, dtype) if "low" in to else (value.astype(dtype),)
-        # One piece may be on its way, but not from this slot. The last piece of the tile before may be in it, where the
-        # number of pieces is odd.
-        plgpu.wait_smem_to_gmem(0 if number == 0 and pieces % 2 else 1, wait_read_only=True)
-        for name, part in zip(to, parts, strict=True):
-            if turned:
-                transposed(staging[name].at[tile.warpgroup, slot])[...] = plgpu.layout_cast(part, TURNED_LAYOUT)
-            else:
-                staging[name][tile.warpgroup, slot] = part
-        plgpu.commit_smem()
-        for name, matrix in to.items():
-            columns = pl.ds(number * width, width)
-            place = matrix.at[columns, :] if turned else matrix.at[:, columns]
-            last = name == tuple(to)[-1]
-            plgpu.copy_smem_to_gmem(staging[name].at[tile.warpgroup, slot], place, commit_group=last)
+    count = _pieces(tile, size, width)
+    for number in range(count):
+        _store_piece(tile, number, count, piece(number * width, width), staging, to, turned)
+
+
+def _store_piece(
+    tile: _Tile, number: Index, count: int, value: Array, staging: References, to: References, turned: bool = False
+) -> None:
+    """Store the piece with this ``number`` of a part of a tile that goes in ``count`` pieces.
+
+    It is rounded to "out", or to "out" and "low" (:func:`arithmetic.parted`). ``turned``: the matrix lies transposed,
+    and so does what is staged.
+    """
+    slot, width, dtype = lax.rem(number, 2), value.shape[1], staging["out"].dtype
+    parts = parted(value, dtype) if "low" in to else (value.astype(dtype),)
+    # One piece may be on its way, but not from this slot. The last piece of the tile before may be in it, where the
+    # number of pieces is odd.
+    plgpu.wait_smem_to_gmem(0 if isinstance(number, int) and number == 0 and count % 2 else 1, wait_read_only=True)
+    for name, part in zip(to, parts, strict=True):
+        if turned:
+            transposed(staging[name].at[tile.warpgroup, slot])[...] = plgpu.layout_cast(part, TURNED_LAYOUT)
+        else:
+            staging[name][tile.warpgroup, slot] = part
+    plgpu.commit_smem()
+    for name, matrix in to.items():
+        columns = pl.ds(number * width, width)
+        place = matrix.at[columns, :] if turned else matrix.at[:, columns]
+        last = name == tuple(to)[-1]
+        plgpu.copy_smem_to_gmem(staging[name].at[tile.warpgroup, slot], place, commit_group=last)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -437,6 +447,11 @@ class Logits:
     def shape(self) -> tuple[int, int]:
         """What a warpgroup has of a tile."""
         return TILE_ROWS if self.tiles.in_turn else WARPGROUP_ROWS, self.tiles.columns
+
+    @property
+    def piece(self) -> int:
+        """How many columns of a tile its epilogue works on at a time."""
+        return STAGED // 2 if self.extremes else STAGED
 
     @property
     def column_tiles(self) -> int:
@@ -488,27 +503,35 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
             lax.cond(careful, lambda: finish(tile, begun[1], value, True), lambda: finish(tile, begun[1], value, False))
 
         def finish(tile: _Tile, vectors: dict[str, Array], value: Array, careful: bool) -> None:
-            lines: dict[str, Array] = {}
+            e, width = r.get("e"), config.piece
+            count = tile.width // width if e is None else _pieces(tile, e.shape[1], width)
 
-            def piece(first: int, width: int) -> Array:
-                """e of some columns, whose sums are added to the lines."""
-                z, place = value[:, first : first + width], tile.column + first
+            def piece(number: Index, z: Array, lines: dict[str, Array]) -> dict[str, Array]:
+                """Store e of some columns; the lines with their sums."""
+                first = number * width
+                place = tile.column + first
                 if "bias" in r:
                     z = z + _along_columns(load(r["bias"], start + place, width, COLUMN_LAYOUT), z.shape)
                 z = capped(z, config.scale, config.cap)
                 column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
                 here = column < end - place if careful else None
                 make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
-                e, sums = make(config, _Block(r, vectors, start + place, column, here), z)
-                lines.update(_merged(lines, sums, first))
-                return e
+                values, sums = make(config, _Block(r, vectors, start + place, column, here), z)
+                lines = _merged(lines, sums, first)
+                if e is not None:
+                    to = e.at[pl.ds(tile.row, tile.height), pl.ds(tile.column, tile.width)]
+                    _store_piece(tile, number, count, values, {"out": r["staging"]}, {"out": to})
+                return lines
 
-            if "e" in r:
-                to = r["e"].at[pl.ds(tile.row, tile.height), pl.ds(tile.column, tile.width)]
-                _store(tile, piece, STAGED, {"out": r["staging"]}, {"out": to}, r["e"].shape[1])
+            cuts = [functools.partial(_columns, value, number * width, width) for number in range(count)]
+            lines: dict[str, Array] = {}
+            if config.extremes:
+                lines = lax.fori_loop(
+                    0, count, lambda number, lines: piece(number, lax.switch(number, cuts), lines), _no_sums(config)
+                )
             else:
-                for number in range(tile.width // STAGED):
-                    piece(number * STAGED, STAGED)
+                for number, cut in enumerate(cuts):
+                    lines = piece(number, cut(), lines)
             for name, values in lines.items():
                 r[name][tile.n, pl.ds(tile.row, tile.height)] = values
 
@@ -524,14 +547,35 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
         )
 
     holds = config.mode in (ANCHORED, KNOWN)
-    scratch: Scratch = {"staging": _staging(arguments["x"].dtype, STAGED, config.shape[0])} if holds else {}
+    scratch: Scratch = {"staging": _staging(arguments["x"].dtype, config.piece, config.shape[0])} if holds else {}
     return launch(body, arguments, outputs, name=f"logits_{config.mode}", grid=None, scratch=scratch)
 
 
-def _merged(lines: dict[str, Array], piece: dict[str, Array], first: int) -> dict[str, Array]:
+def _columns(value: Array, first: int, width: int) -> Array:
+    return value[:, first : first + width]
+
+
+def _no_sums(config: Logits) -> dict[str, Array]:
+    """The lines before the first piece, for a loop over the pieces.
+
+    It has to be a loop where there are many lines. Of pieces one after the other, ptxas puts the sums off until the
+    last one: it spilled up to 444 bytes a thread, and ptxas 13.0.88 took one spilled index for another. So it added the
+    bias of other columns.
+    """
+    nothing = {"sum": 0.0, "max": -math.inf, "first": 0.0, "min": math.inf}
+
+    def line(name: str) -> Array:
+        how = spec.CLASS_SUMS[LINES.get(name, name)].merge
+        values: Array = plgpu.layout_cast(jnp.full(config.shape[0], nothing[how], jnp.float32), ROW_LAYOUT)
+        return values
+
+    return {name: line(name) for name in config.lines}
+
+
+def _merged(lines: dict[str, Array], piece: dict[str, Array], first: Index) -> dict[str, Array]:
     """Partial sums with those of the piece that begins ``first`` columns on, as spec.CLASS_SUMS says."""
     if "argmax" in piece:
-        piece = piece | {"argmax": piece["argmax"] + float(first)}
+        piece = piece | {"argmax": piece["argmax"] + jnp.asarray(first, jnp.float32)}
     if not lines:
         return piece
 
@@ -541,7 +585,7 @@ def _merged(lines: dict[str, Array], piece: dict[str, Array], first: int) -> dic
             return jnp.where(piece["highest"] > lines["highest"], value, before)  # of equal ones the first
         return {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[how](before, value)
 
-    return {name: together(name, lines[name], value) for name, value in piece.items()}
+    return {name: together(name, lines[name], piece[name]) for name in lines}
 
 
 @dataclasses.dataclass(frozen=True)

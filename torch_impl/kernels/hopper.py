@@ -1096,7 +1096,7 @@ class Hopper:
     def weight(self, c, t, kind, low, aligned):
         parts = t.bn // t.block_columns
         several = kind.final and (kind.reads or kind.smooth)
-        pieces = 8 if kind.parted else 4 if several else parts
+        pieces = (8 if kind.final else 4) if kind.parted else 4 if several else parts
         described = None
         if kind.parted and not kind.final:
             described = c.describe_matrix(low, t.block_rows, t.block_columns)
