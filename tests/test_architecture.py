@@ -84,17 +84,26 @@ def test_the_record_of_a_call(
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("vocab", "taken"), [(260, 1), (257, 0)])
-def test_a_buffer_whose_rows_start_anywhere(vocab: int, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No record that wants rows on 16 bytes takes a call that adds dW to a buffer [D, V] whose rows are not."""
+@pytest.mark.parametrize(("vocab", "entries", "taken"), [(260, 260, 1), (257, 257, 0), (512, 256, 2), (512, 509, 0)])
+def test_a_buffer_whose_rows_start_anywhere(
+    vocab: int, entries: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No record that wants rows on 16 bytes takes a call that adds dW to a buffer [D, V] whose rows, or whose parts of
+    rows for some entries of the vocabulary, are not."""
     products = Imaginary()
     first = dataclasses.replace(imaginary(products, "ieee", None), aligned=True)
     monkeypatch.setattr(architecture, "ARCHITECTURES", [first, *architecture.ARCHITECTURES])
-    hidden, weight = torch.randn(8, 64), torch.randn(vocab, 64).requires_grad_()
-    target, into = torch.randint(vocab, (8,)), torch.zeros(64, vocab).T
-    torch_impl.linear_cross_entropy(hidden, weight, target, backend="triton", accumulate_into=into).backward()
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 64, generator=generator) for rows in (8, vocab))
+    weight = weight.div_(8.0).requires_grad_()
+    target, into = torch.randint(vocab, (8,), generator=generator), torch.zeros(64, vocab).T
+    sizes = {"tokens": 8, "hidden": 64, "vocab": vocab, "dtype": "float32", "fused": True}
+    chosen = plan(**sizes, order="vocab", chunk=entries) if entries < vocab else None
+    loss = torch_impl.linear_cross_entropy(hidden, weight, target, backend="triton", accumulate_into=into, plan=chosen)
+    loss.backward()
     assert products.launched["weight"] == taken
-    truth = torch.autograd.grad(torch.nn.functional.cross_entropy(hidden @ weight.T, target), weight)[0]
+    logits = hidden.double() @ weight.double().T
+    truth = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, target), weight)[0]
     assert error(into.double().numpy(), truth.double().numpy()) <= GRADIENT["float32"]
 
 

@@ -19,7 +19,7 @@ from implementations import (
     plan_for,
 )
 
-from logitless import ChunkPlan
+from logitless import ChunkPlan, plan
 from logitless.problems import BY_NAME, Problem
 from logitless.tolerances import GRADIENT, error
 
@@ -112,9 +112,11 @@ def test_a_gradient_lies_as_its_weight(device: str, backend: str, options: dict[
 @pytest.mark.parametrize("lies", ["dv", "vd"])
 @pytest.mark.parametrize("buffer", ["dv", "vd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("vocab", [520, 257])
-def test_a_buffer_of_either_layout(device: str, backend: str, lies: str, buffer: str, dtype: str, vocab: int) -> None:
-    """Beside a weight that lies in either; rows of 257 elements start anywhere."""
+@pytest.mark.parametrize(("vocab", "entries"), [(520, None), (257, None), (520, 253)])
+def test_a_buffer_of_either_layout(
+    device: str, backend: str, lies: str, buffer: str, dtype: str, vocab: int, entries: int | None
+) -> None:
+    """Beside a weight that lies in either; rows of 257 elements, or parts of them for 253 entries, start anywhere."""
     torch_impl = pytest.importorskip("logitless.torch_impl", reason="these tests are about PyTorch")
     import torch
 
@@ -123,10 +125,14 @@ def test_a_buffer_of_either_layout(device: str, backend: str, lies: str, buffer:
         k = k.detach().T.contiguous().T.requires_grad_()
     shape = k.shape if buffer == "dv" else k.shape[::-1]
     into = torch.ones(shape, device=device, dtype=getattr(torch, dtype))
+    options: dict[str, Any] = {"backend": backend, "accumulate_into": into}
+    if entries is not None:
+        sizes = {"tokens": x.shape[0], "hidden": x.shape[1], "vocab": vocab, "dtype": "bfloat16"}
+        options["plan"] = plan(**sizes, order="vocab", chunk=entries, fused=backend == "triton")
     if buffer == "dv":
-        loss = torch_impl.linear_cross_entropy(x, k, y, weight_layout="dv", backend=backend, accumulate_into=into)
+        loss = torch_impl.linear_cross_entropy(x, k, y, weight_layout="dv", **options)
     else:
-        loss = torch_impl.linear_cross_entropy(x, k.T, y, backend=backend, accumulate_into=into)
+        loss = torch_impl.linear_cross_entropy(x, k.T, y, **options)
     loss.backward()
     into = into if buffer == "dv" else into.T
     assert k.grad is None

@@ -52,10 +52,7 @@ class KernelCall:
         self.tokens, self.size = self.hidden.shape
         self.vocab, self.shard = self.weight.shape[0], inputs.shard
         self.programs = multiprocessors(self.device.index)
-        # Slices of a turned weight begin within its rows.
-        inside = self.turned and plan.fused_columns < self.vocab
-        aligned = aligned_rows(self.weight) and not (inside and plan.fused_columns * self.dtype.itemsize % 16)
-        aligned = aligned and (into is None or aligned_rows(into))  # which may lie as [D, V] beside a weight [V, D]
+        aligned = all(aligned_slices(w, plan.fused_columns) for w in (self.weight, into) if w is not None)
         self.architecture = architecture_of(self.dtype, self.device.index, aligned, self.turned)
         self.tma = aligned and self.architecture.descriptors
         self.products = self.architecture.products()
@@ -231,6 +228,12 @@ def aligned_rows(weight: Tensor) -> bool:
     elif weight.stride(1) != 1:
         widths, start = [size], 0
     return all(width * weight.itemsize % 16 == 0 for width in widths) and start % 16 == 0
+
+
+def aligned_slices(weight: Tensor, entries: int) -> bool:
+    """:func:`aligned_rows` of every slice of so many vocabulary entries: those of a turned weight begin within rows."""
+    inside = is_turned(weight) and entries < weight.shape[0]
+    return aligned_rows(weight) and not (inside and entries * weight.itemsize % 16)
 
 
 def is_across(matrix: Tensor | None) -> bool:
