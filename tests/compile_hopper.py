@@ -165,8 +165,8 @@ CONFIGURATIONS = {
     "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
     "weight sum": lambda: weight("bf16", False, 2),
     "weight sum, add": lambda: weight("bf16", False, 2, ADD=True),
-    "weight parted": lambda: weight("bf16", False, 8, PARTED=True),
-    "weight parted, added": lambda: weight("bf16", False, 8, PARTED=True, ADD=True),
+    "weight parted": lambda: weight("bf16", False, 4, PARTED=True),
+    "weight parted, added": lambda: weight("bf16", False, 4, PARTED=True, ADD=True),
     "weight from parts": lambda: weight("bf16", True, 8, PARTED=True, ADD=True, SMOOTH=True, TARGETS=True),
 }
 
