@@ -167,6 +167,7 @@ CONFIGURATIONS = {
     "weight sum, add": lambda: weight("bf16", False, 2, ADD=True),
     "weight parted": lambda: weight("bf16", False, 4, PARTED=True),
     "weight parted, added": lambda: weight("bf16", False, 4, PARTED=True, ADD=True),
+    "weight parted, turned, added": lambda: weight("bf16", False, 8, PARTED=True, ADD=True, TURNED=True),
     "weight from parts": lambda: weight("bf16", True, 8, PARTED=True, ADD=True, SMOOTH=True, TARGETS=True),
 }
 

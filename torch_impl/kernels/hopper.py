@@ -1096,7 +1096,9 @@ class Hopper:
     def weight(self, c, t, kind, low, aligned):
         parts = t.bn // t.block_columns
         several = kind.final and (kind.reads or kind.smooth)
-        pieces = (8 if kind.final else 4) if kind.parted else 4 if several else parts
+        pieces = 4 if several else parts
+        if kind.parted:  # four pieces are faster where nothing more has to be in registers
+            pieces = 8 if kind.final or kind.turned else 4
         described = None
         if kind.parted and not kind.final:
             described = c.describe_matrix(low, t.block_rows, t.block_columns)
