@@ -143,7 +143,7 @@ def gradients(x: Any, w: Any, y: Any, b: Any, **options: Any) -> Any:
         (gradients, {}),
         (gradients, {"softcap": 30.0, "return_stats": True}),
     ],
-    ids=str,
+    ids=["log_prob", "entropy", "stats", "loss", "loss_stats"],
 )
 def test_little_is_spilled(
     function: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
