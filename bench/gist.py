@@ -1,7 +1,9 @@
 """Ways to compute a head's loss, side by side: ``python -m bench gist`` writes gist.json, and a plot beside it.
 
-A head with a bias on B × T tokens, forward and all gradients. Five ways that people write themselves, Liger-Kernel
-where it is installed, and ours. All of them are a mean over the tokens that count, also where the tokens are no
+A head with a bias on B × T tokens, forward and all gradients. The five rows of the gist "chunked_lce.py" by its names
+(https://gist.github.com/Chillee/22cd93e11b887db1f596ab754d60a899): Liger-Kernel where it is installed, full logits, and
+chunks of 1024 tokens whose gradients are made in the forward, both eager and compiled. Beside them chunks that are
+checkpointed, and ours. All of them are a mean over the tokens that count, also where the tokens are no
 multiple of the chunk. A time is the median of interleaved rounds, host included; scratch is the peak beyond inputs and
 gradients. Runs on a CUDA device, or at small sizes on a CPU.
 """
@@ -42,7 +44,7 @@ class Sizes:
         "--bias": {"action": argparse.BooleanOptionalAction, "default": True},
         "--ignored": {"type": float, "default": 0.0, "help": "share of tokens without a loss"},
         "--dtype": {"help": "default: bfloat16 on a GPU, float32 on a CPU"},
-        "--chunk": {"type": int, "default": 4096, "help": "tokens in a chunk of the chunked variants"},
+        "--chunk": {"type": int, "default": 4096, "help": "tokens in a chunk that is checkpointed"},
         "--memory-budget": {"type": int, "metavar": "MIB", "help": "ours once more, within it"},
         "--compile": {"action": argparse.BooleanOptionalAction, "default": True},
         "--device": {"help": "default: cuda where there is one"},

@@ -20,6 +20,8 @@ from logitless.torch_impl.memory import peak_scratch_bytes
 
 Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 IGNORED = -100
+# Tokens in a chunk of the gist's two chunked rows.
+GIST_CHUNK = 1024
 
 
 def full_logits(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> Tensor:
@@ -34,48 +36,44 @@ def valid_count(y: Tensor) -> Tensor:
 def chunked_with_checkpoint(chunk: int) -> Loss:
     """A chunk's logits are thrown away and made again in the backward: 8·N·D·V flops."""
 
-    def part(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> Tensor:
-        z = functional.linear(x, w, b).float()
-        return functional.cross_entropy(z, y, ignore_index=IGNORED, reduction="sum")
-
     def loss(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> Tensor:
         parts = zip(x.split(chunk), y.split(chunk), strict=True)
-        sums: list[Any] = [checkpoint(part, rows, w, b, ids, use_reentrant=False) for rows, ids in parts]
+        sums: list[Any] = [checkpoint(part_of_sum, rows, w, b, ids, use_reentrant=False) for rows, ids in parts]
         return torch.stack(sums).sum() / valid_count(y)
 
     return loss
 
 
-class GradientInForward(torch.autograd.Function):
-    """Every chunk's gradients are made with its loss, 6·N·D·V flops, and wait for the upstream scalar.
+def part_of_sum(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor) -> Tensor:
+    """The sum of some tokens' losses, through their logits in float32."""
+    z = functional.linear(x, w, b).float()
+    return functional.cross_entropy(z, y, ignore_index=IGNORED, reduction="sum")
 
-    With ``narrow`` as Liger does it: the logits' gradient in the input dtype, in the logits' place, and dW summed in
-    the weight's dtype. Without: the logits' gradient in float32 until it enters the products, and dW's chunks summed in
-    float32.
-    """
+
+def add_chunk(
+    x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, total: Tensor, dw: Tensor, db: Tensor | None
+) -> Tensor:
+    """dX of a chunk's sum; the sum, dW and db are added to the last three."""
+    wanted = (0, 1) if b is None else (0, 1, 2)
+    gradients, value = torch.func.grad_and_value(part_of_sum, argnums=wanted)(x, w, b, y)
+    total.add_(value)
+    dw.add_(gradients[1])
+    if db is not None:
+        db.add_(gradients[2])
+    dx: Tensor = gradients[0]
+    return dx
+
+
+class GradientsInForward(torch.autograd.Function):
+    """Every chunk's gradients are made with its loss, 6·N·D·V flops, and wait for the upstream scalar."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, chunk: int, narrow: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, chunk: int, add: Any) -> Tensor:
         count, total = valid_count(y), torch.zeros((), device=x.device)
-        sum_dtype = w.dtype if narrow else torch.float32
-        dx, dw = torch.empty_like(x), torch.zeros_like(w, dtype=sum_dtype)
-        db = None if b is None else torch.zeros_like(b, dtype=sum_dtype)
-        for start in range(0, len(y), chunk):
-            rows, ids = x[start : start + chunk], y[start : start + chunk]
-            counts, safe = ids != IGNORED, ids.clamp(min=0).unsqueeze(1)
-            z = functional.linear(rows, w, b)
-            log_p = torch.log_softmax(z.float(), dim=1)
-            total -= log_p.gather(1, safe).squeeze(1).masked_fill(~counts, 0.0).sum()
-            dz = log_p.exp_()
-            dz.scatter_add_(1, safe, torch.full_like(safe, -1, dtype=dz.dtype))
-            dz.masked_fill_(~counts.unsqueeze(1), 0.0).div_(count)
-            if narrow:
-                dz = z.copy_(dz)
-            dx[start : start + chunk] = dz.to(x.dtype) @ w
-            dw += dz.to(x.dtype).t() @ rows
-            if db is not None:
-                db += dz.sum(dim=0)
-        ctx.save_for_backward(dx, dw.to(w.dtype), None if db is None else db.to(w.dtype))
+        dw, db = torch.zeros_like(w), None if b is None else torch.zeros_like(b)
+        chunks = zip(x.split(chunk), y.split(chunk), strict=True)
+        dx = torch.cat([add(rows, w, b, ids, total, dw, db) for rows, ids in chunks])
+        ctx.save_for_backward(*(None if gradient is None else gradient.div_(count) for gradient in (dx, dw, db)))
         return total / count
 
     @staticmethod
@@ -84,31 +82,21 @@ class GradientInForward(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def gradient_in_forward(chunk: int) -> Loss:
-    apply: Any = GradientInForward.apply
-    return lambda x, w, b, y: apply(x, w, b, y, chunk, False)
-
-
-def liger_chunk(tokens: int, hidden: int, vocab: int) -> int:
-    """So many tokens that a chunk of logits is about as large as the hidden states: N · D / V, up to a power of two."""
-    return 1 << max(0, -(-tokens // -(-vocab // hidden)) - 1).bit_length()
-
-
-def liger_style(sizes: Sizes) -> Loss:
-    chunk, apply = liger_chunk(sizes.tokens, sizes.hidden, sizes.vocab), GradientInForward.apply
-    return lambda x, w, b, y: apply(x, w, b, y, chunk, True)  # type: ignore[no-untyped-call]
+def chunked(compiled: bool) -> Loss:
+    apply: Any = GradientsInForward.apply
+    add = torch.compile(add_chunk) if compiled else add_chunk
+    return lambda x, w, b, y: apply(x, w, b, y, GIST_CHUNK, add)
 
 
 def variants(sizes: Sizes, chunk: int, compiled: bool, budget: int | None) -> dict[str, Loss]:
     """Name → loss(x, w, b, y), a mean over the tokens that count."""
-    losses: dict[str, Loss] = {"full logits": full_logits}
-    if compiled:
-        losses["full logits, torch.compile"] = torch.compile(full_logits)
-    losses["chunks, checkpoint"] = chunked_with_checkpoint(chunk)
-    losses["chunks, gradient in the forward"] = gradient_in_forward(chunk)
-    losses["chunks, as Liger"] = liger_style(sizes)
+    losses: dict[str, Loss] = {}
     if liger := peer("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"):
-        losses["Liger-Kernel"] = lambda x, w, b, y: liger(x, w, y, bias=b, ignore_index=IGNORED)
+        losses["liger lce"] = lambda x, w, b, y: liger(x, w, y, bias=b, ignore_index=IGNORED)
+    losses |= {"eager (non-chunked)": full_logits, "eager (chunked)": chunked(False)}
+    if compiled:
+        losses |= {"compile (non-chunked)": torch.compile(full_logits), "compile (chunked)": chunked(True)}
+    losses["chunks, checkpoint"] = chunked_with_checkpoint(chunk)
     losses["logitless"] = lambda x, w, b, y: linear_cross_entropy(x, w, y, b)
     if budget is not None:
         losses[f"logitless, {budget >> 20} MiB"] = lambda x, w, b, y: linear_cross_entropy(

@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
     [(3, 37, 0.3, True), (3, 37, 0.3, False), (4, 16, 0.3, True), (1, 13, 0.5, True), (1, 1, 0.0, True)],
     ids=["ragged", "no bias", "whole chunks", "less than a chunk", "one token"],
 )
-def test_every_variant_is_the_same_mean(batch: int, length: int, ignored: float, bias: bool) -> None:
+def test_every_variant_is_the_same_mean(
+    batch: int, length: int, ignored: float, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mean over the tokens that count, whether some or all of them count."""
     sizes = gist.Sizes(batch, length, 16, 203, "float32", bias=bias, ignored=ignored)
     *leaves, y = head_losses.arrays(sizes, "cpu")
@@ -36,8 +38,9 @@ def test_every_variant_is_the_same_mean(batch: int, length: int, ignored: float,
         return [made, *torch.autograd.grad(made * 3, [leaf for leaf in leaves if leaf is not None])]
 
     truth = outcome(head_losses.full_logits)
+    monkeypatch.setattr(head_losses, "GIST_CHUNK", 16)
     made = head_losses.variants(sizes, chunk=16, compiled=False, budget=1 << 20)
-    assert len(made) >= 6
+    assert len(made) >= 5
     for name, loss in made.items():
         for value, true in zip(outcome(loss), truth, strict=True):
             assert error(value.detach().numpy(), true.detach().numpy()) <= 3 * TINY["float32"], name
@@ -51,7 +54,7 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "bench", "gist", *given], cwd=ROOT, check=True, timeout=300)
     made = json.loads(path.read_text())
     assert made["machine"]["cores"] >= 1
-    assert len({row["variant"] for row in made["rows"]}) == len(made["rows"]) >= 5
+    assert len({row["variant"] for row in made["rows"]}) == len(made["rows"]) >= 4
     for row in made["rows"]:
         assert row["time_ms"] > 0
         assert row["scratch_bytes"] > 0
