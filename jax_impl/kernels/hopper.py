@@ -389,7 +389,7 @@ def _store_piece(
     slot, width, dtype = lax.rem(number, 2), value.shape[1], staging["out"].dtype
     parts = parted(value, dtype) if "low" in to else (value.astype(dtype),)
     # One piece may be on its way, but not from this slot. The last piece of the tile before may be in it, where the
-    # number of pieces is odd.
+    # number of pieces is odd: it is even in a loop, whose number is no int.
     plgpu.wait_smem_to_gmem(0 if isinstance(number, int) and number == 0 and count % 2 else 1, wait_read_only=True)
     for name, part in zip(to, parts, strict=True):
         if turned:
