@@ -34,6 +34,7 @@ from logitless.jax_impl import linear_cross_entropy, linear_log_probs  # noqa: E
 from logitless.jax_impl.kernels import hopper as products  # noqa: E402
 from logitless.jax_impl.kernels import row_kernels  # noqa: E402
 from logitless.jax_impl.kernels.architecture import can_interpret  # noqa: E402
+from logitless.rounding import round_to  # noqa: E402
 from logitless.tolerances import BOUND, GRADIENT, ON_TOP_GRADIENT, THREE_DIGITS, TINY, error  # noqa: E402
 
 PALLAS = JaxPallas()
@@ -420,8 +421,8 @@ def test_vmap_of_grad_is_each_problem_by_itself(needs: Any, order: Any, reductio
 def test_statistics_of_whole_tiles(options: dict[str, Any], biased: bool, layout: str, hopper: None) -> None:
     """A kernel that spilled registers added the bias of other columns, in sizes that no interpreted test has."""
     rng = np.random.default_rng(5)
-    x, w, b = (rounded(rng.standard_normal(shape)) for shape in ((512, 128), (4096, 128), (4096,)))
-    w, b = rounded(w * 128**-0.5), b if biased else None
+    x, w, b = (round_to(rng.standard_normal(shape), "bfloat16") for shape in ((512, 128), (4096, 128), (4096,)))
+    w, b = round_to(w * 128**-0.5, "bfloat16"), b if biased else None
     y = np.where(rng.random(512) < 0.7, -100, rng.integers(0, 4096, 512))
     given = np.ascontiguousarray(w.T) if layout == "dv" else w
     made = JaxPallasCuda().run(
@@ -433,10 +434,6 @@ def test_statistics_of_whole_tiles(options: dict[str, Any], biased: bool, layout
     assert (made.stats.argmax == true.stats.argmax).all()
     dweight = made.grads["weight"].T if layout == "dv" else made.grads["weight"]
     assert error(dweight, true.weight_grad) <= GRADIENT["bfloat16"]
-
-
-def rounded(values: Any) -> Any:
-    return np.asarray(jnp.asarray(values, jnp.bfloat16), np.float32)
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ def _numpy(value: Tensor) -> Any:
 
 def _tensor(problem: Problem, name: str, values: Any, device: str) -> Tensor:
     """The values in their dtype and layout, with other values in the memory between."""
-    values = np.ascontiguousarray(values) if np.ndim(values) else np.asarray(values)  # or a layout would be its own
+    values = np.array(values, order="C")  # torch.tensor keeps the strides of what it copies
     tensor = torch.tensor(values)
     if name in ("hidden", "weight", "bias", "logits", "input") or name.startswith("teacher_"):
         dtype = getattr(torch, problem.dtype)

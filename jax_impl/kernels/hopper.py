@@ -523,7 +523,8 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
                     _store_piece(tile, number, count, values, {"out": r["staging"]}, {"out": to})
                 return lines
 
-            cuts = [functools.partial(_columns, value, number * width, width) for number in range(count)]
+            edges = [((0, first), (tile.height, first + width)) for first in range(0, count * width, width)]
+            cuts = [functools.partial(lax.slice, value, *edge) for edge in edges]
             lines: dict[str, Array] = {}
             if config.extremes:
                 lines = lax.fori_loop(
@@ -549,10 +550,6 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
     holds = config.mode in (ANCHORED, KNOWN)
     scratch: Scratch = {"staging": _staging(arguments["x"].dtype, config.piece, config.shape[0])} if holds else {}
     return launch(body, arguments, outputs, name=f"logits_{config.mode}", grid=None, scratch=scratch)
-
-
-def _columns(value: Array, first: int, width: int) -> Array:
-    return value[:, first : first + width]
 
 
 def _no_sums(config: Logits) -> dict[str, Array]:
