@@ -98,13 +98,16 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
     t = HOPPER.tiles[WEIGHT if final and not into else WEIGHT_SUM]
     options = {"ADD": False, "FINAL": final, "INTO": False, "PARTED": False, "SMOOTH": False, "HAS_CLASS": False}
     options |= {"TARGETS": False, "LENT": False, "TURNED": False}
-    out = turned(chosen.get("TURNED", False), t.block_rows, t.block_columns)
+    streamed = parted and chosen.get("ADD", False) and not (final or chosen.get("TURNED", False))
+    options |= {"STREAMED": streamed}
+    parts = pieces if streamed else t.bn // t.block_columns
+    out = turned(chosen.get("TURNED", False), t.block_rows, t.bn // parts)
     high, low = (block(bits, *out) for bits in ("i16", "i8"))
     summed = high if parted else block("fp32", *out)
     return {
         "kernel": hopper.weight_kernel,
         "tiles": t,
-        "constants": options | chosen | {"PIECES": pieces, "PARTS": t.bn // t.block_columns},
+        "constants": options | chosen | {"PIECES": pieces, "PARTS": parts},
         "none": (() if final else ("scale_ptr",)) + (() if parted else ("low_ptr",))
         + (() if parted and not final else ("low_desc",)),
         "blocks": {

@@ -67,6 +67,8 @@ TARGET_STEP = gl.constexpr(kernels.TARGET_STEP.value)
 # Steps of gathered hidden states that are in shared memory at once, and the warps that gather them.
 TARGET_SLOTS = gl.constexpr(2)
 GATHERING_WARPS = gl.constexpr(2)
+# Pieces of each group's sum over chunks that are in shared memory at once: on their way in, added to, on their way out.
+SUM_SLOTS = gl.constexpr(3)
 # Looks at the others' progress before a program stops to wait for them: about a millisecond.
 PATIENCE = gl.constexpr(2000)
 
@@ -289,11 +291,11 @@ def barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def pairs_of_barriers():
-    """Two and two, at each of which one group or warp arrives."""
-    first = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    second = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+def pairs_of_barriers(SLOTS: gl.constexpr):
+    """So many and so many, at each of which one group or warp arrives."""
+    first = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
         mbarrier.init(first.index(i), count=1)
         mbarrier.init(second.index(i), count=1)
     fence_async_shared()
@@ -856,6 +858,67 @@ def store_over(
 
 
 @gluon.jit
+def load_sums(
+    high_desc, low_desc, high_slots, low_slots, loaded, stored, count_ptr, first, chunk, columns, size,
+    STREAMED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads a sum over chunks, piece by piece of both groups' halves, ahead of :func:`add_piece`."""
+    if STREAMED:
+        WIDTH: gl.constexpr = BN // PIECES
+        done = 0
+        _rows, row_tiles, column_tiles, _steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
+        for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+            m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+            for q in range(PIECES):
+                for half in gl.static_range(2):
+                    slot = half * SUM_SLOTS + done % SUM_SLOTS
+                    mbarrier.wait(stored.index(slot), ((done // SUM_SLOTS) & 1) ^ 1)
+                    bar = loaded.index(slot)
+                    mbarrier.expect(bar, (BM // 2) * WIDTH * 3)
+                    place = [m * BM + half * (BM // 2), n * BN + q * WIDTH]
+                    tma_load(high_desc, place, bar, high_slots.index(slot))
+                    tma_load(low_desc, place, bar, low_slots.index(slot))
+                done += 1
+
+
+@gluon.jit
+def store_or_load(
+    out_desc, low_desc, staging, low_staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
+    LENT: gl.constexpr, STREAMED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PIECES: gl.constexpr, TURNED: gl.constexpr,
+):  # fmt: skip
+    """The warp beside those that multiply and load operands: one of its two tasks, or none."""
+    store_over(
+        out_desc, staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
+        LENT, BM, BN, BK, GROUP, PROGRAMS, TURNED,
+    )  # fmt: skip
+    load_sums(
+        out_desc, low_desc, staging, low_staging, staged, emptied, count_ptr, first, chunk, columns, size,
+        STREAMED, BM, BN, BK, GROUP, PROGRAMS, PIECES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_piece(high_desc, low_desc, high_slots, low_slots, loaded, stored, done, piece, row, column, HALF: gl.constexpr):
+    """A piece of a product added to the sum over chunks, which :func:`load_sums` loads; ``done``: pieces before it."""
+    slot = HALF * SUM_SLOTS + done % SUM_SLOTS
+    high = high_slots.index(slot)
+    low = low_slots.index(slot)
+    mbarrier.wait(loaded.index(slot), (done // SUM_SLOTS) & 1)
+    layout: gl.constexpr = piece.type.layout
+    bits = rounded(piece + joined(high.load(layout), low.load(layout)))
+    high.store(upper_bits(bits).to(high.dtype))
+    low.store(lower_bits(bits).to(low.dtype))
+    fence_async_shared()
+    tma_store(high_desc, [row, column], high)
+    tma_store(low_desc, [row, column], low)
+    tma.store_wait(2)  # until the piece before has left shared memory
+    before = HALF * SUM_SLOTS + (done + SUM_SLOTS - 1) % SUM_SLOTS
+    mbarrier.arrive(stored.index(before), pred=done > 0)
+
+
+@gluon.jit
 def piece_axes(top, left, layout: gl.constexpr, piece, INDEX: gl.constexpr):
     """The vocabulary entries and the columns of a tile's piece; the tile starts at (top, left)."""
     entry = top + gl.arange(0, piece.shape[0], layout=gl.SliceLayout(1, layout))
@@ -865,32 +928,19 @@ def piece_axes(top, left, layout: gl.constexpr, piece, INDEX: gl.constexpr):
 
 @gluon.jit
 def parts_of_sum(
-    sum_ptr, low_ptr, top, left, start, columns, size, stride, piece, INDEX: gl.constexpr, BY_ROWS: gl.constexpr,
-    TURNED: gl.constexpr,
-):  # fmt: skip
-    """The upper 16 and the next 8 bits of a sum's elements that belong to a tile's piece."""
-    high = elements_of(sum_ptr, stride, top, left, start, columns, size, piece, INDEX, 8, BY_ROWS, TURNED)
-    low_width = low_stride(stride)
-    return high, elements_of(low_ptr, low_width, top, left, start, columns, size, piece, INDEX, 16, BY_ROWS, TURNED)
+    sum_ptr, low_ptr, top, left, start, columns, size, stride, piece, INDEX: gl.constexpr, TURNED: gl.constexpr
+):
+    """The upper 16 and the next 8 bits of a sum's elements that belong to a tile's piece.
 
-
-@gluon.jit
-def elements_of(
-    pointer, stride, top, left, start, columns, size, piece, INDEX: gl.constexpr, VECTOR: gl.constexpr,
-    BY_ROWS: gl.constexpr, TURNED: gl.constexpr,
-):  # fmt: skip
-    """A matrix' elements that belong to a tile's piece.
-
-    BY_ROWS: a thread reads VECTOR neighbours of a row. Else it reads the elements whose sums it has, so a warp reads 16
-    bytes of each of 8 rows at a time, which is slow.
+    A thread reads the elements whose sums it has, so a warp reads 16 bytes of each of 8 rows at a time, which is slow.
     """
-    LANES: gl.constexpr = piece.shape[1] // VECTOR
-    layout: gl.constexpr = piece.type.layout if not BY_ROWS or LANES == 0 else gl.BlockedLayout(
-        [1, VECTOR], [32 // LANES, LANES], [4, 1], [1, 0]
-    )  # fmt: skip
+    layout: gl.constexpr = piece.type.layout
     entry, column = piece_axes(top, left, layout, piece, INDEX)
-    place = weight_place((start + entry)[:, None], column[None, :], stride, TURNED)
-    return gl.load(pointer + place, mask=(entry < columns)[:, None] & (column < size)[None, :], other=0)
+    mask = (entry < columns)[:, None] & (column < size)[None, :]
+    high_place = weight_place((start + entry)[:, None], column[None, :], stride, TURNED)
+    low_place = weight_place((start + entry)[:, None], column[None, :], low_stride(stride), TURNED)
+    high = gl.load(sum_ptr + high_place, mask=mask, other=0)
+    return high, gl.load(low_ptr + low_place, mask=mask, other=0)
 
 
 @gluon.jit
@@ -902,14 +952,14 @@ def weight_tiles(
     SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
+    STREAMED: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`weight_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     # A float32 buffer is added to by the memory, too; a narrow one is read, so that its sum is rounded once.
     IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
     ADDS: gl.constexpr = (ADD and not FINAL) or IN_MEMORY
-    SUMS: gl.constexpr = PARTED and ADD
-    BY_ROWS: gl.constexpr = not TURNED and not FINAL  # the last chunk's operands leave no shared memory for it
+    SUMS: gl.constexpr = PARTED and ADD and not STREAMED
     like = piece_of(gl.zeros((BM // 2, BN), gl.float32, layout), 0, PIECES)  # of all pieces' shape and layout
     spread: gl.constexpr = like.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -929,7 +979,7 @@ def weight_tiles(
             next_begin, next_end = targets_of(bounds_ptr, later, BM)
         if SUMS:  # each piece is asked for before the work that comes before it
             next_high, next_low = parts_of_sum(
-                sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, 0, BY_ROWS, TURNED
+                sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, 0, TURNED
             )
         whole = multiply(
             e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, not LENT or TURNED, True, BM, BN,
@@ -946,11 +996,10 @@ def weight_tiles(
         for q in gl.static_range(PIECES):
             value = piece_of(whole, q, PIECES)
             if SUMS:
-                high = gl.convert_layout(next_high, spread)
-                value += joined(high, gl.convert_layout(next_low, spread))
+                value += joined(next_high, next_low)
                 if q + 1 < PIECES:
                     next_high, next_low = parts_of_sum(
-                        sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, q + 1, BY_ROWS, TURNED
+                        sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, q + 1, TURNED
                     )
             if FINAL:
                 entry, column = piece_axes(top, n * BN, spread, like, q)
@@ -969,6 +1018,11 @@ def weight_tiles(
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
             if LENT:
                 put_aside(staging.index(HALF), staged.index(HALF), emptied.index(HALF), turns, value, q, PIECES, TURNED)
+            elif STREAMED:
+                add_piece(
+                    out_desc, low_desc, staging, low_staging, staged, emptied, turns * PIECES + q, value, top,
+                    n * BN + q * like.shape[1], HALF,
+                )  # fmt: skip
             elif PARTED and not FINAL:
                 bits = rounded(value)
                 put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False, TURNED)
@@ -987,7 +1041,7 @@ def weight_kernel(
     HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
-    PIECES: gl.constexpr, PARTS: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
+    PIECES: gl.constexpr, PARTS: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr, STREAMED: gl.constexpr,
 ):  # fmt: skip
     """kernels.weight_kernel, with the same arguments: dW of vocabulary entries from a chunk. A sum in one matrix is
     added to by the memory itself, so that no group waits for what it held.
@@ -998,9 +1052,13 @@ def weight_kernel(
     LENT: eᵀ lies in the result's own rows, or e itself in those of a TURNED one, and one more warp stores
     (:func:`store_over`). ``counter`` is 0 before.
     ``staged[h]``: half h of a tile waits in shared memory; ``emptied[h]``: it was stored.
+
+    STREAMED: that warp loads the sum that the product is added to. ``staged[s]``: slot s of it has come;
+    ``emptied[s]``: it was stored.
     """
     E_DEPTH_FIRST: gl.constexpr = not LENT or TURNED
-    STAGED: gl.constexpr = [2, BN // PARTS, BM // 2] if TURNED else [2, BM // 2, BN // PARTS]
+    SLOTS: gl.constexpr = 2 * SUM_SLOTS if STREAMED else 2
+    STAGED: gl.constexpr = [SLOTS, BN // PARTS, BM // 2] if TURNED else [SLOTS, BM // 2, BN // PARTS]
     e_smem = gl.allocate_shared_memory(
         e_desc.dtype, [2 * STAGES, BK, BM // 2] if E_DEPTH_FIRST else [2 * STAGES, BM // 2, BK], e_desc.layout
     )
@@ -1015,8 +1073,8 @@ def weight_kernel(
     spent = free
     staged = ready
     emptied = free
-    if LENT:
-        staged, emptied = pairs_of_barriers()
+    if LENT or STREAMED:
+        staged, emptied = pairs_of_barriers(SLOTS)
     if TARGETS:
         gathered = gl.allocate_shared_memory(x_desc.dtype, [TARGET_SLOTS, TARGET_STEP, BN], x_desc.layout)
         filled, spent, _turn = barriers(TARGET_SLOTS)
@@ -1027,14 +1085,14 @@ def weight_kernel(
                 staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
                 bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
                 0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED, STREAMED,
             )),
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
                 staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
                 bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
                 1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED, STREAMED,
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, None, count_ptr, first, chunk, columns, size,
@@ -1044,9 +1102,9 @@ def weight_kernel(
                 gathered, filled, spent, token_ptr, bounds_ptr, hidden_ptr, hidden_stride, count_ptr, first, chunk,
                 columns, size, TARGETS, BM, BN, BK, GROUP, PROGRAMS,
             )),
-            (store_over, (
-                out_desc, staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
-                LENT, BM, BN, BK, GROUP, PROGRAMS, TURNED,
+            (store_or_load, (
+                out_desc, low_desc, staging, low_staging, staged, emptied, counter_ptr, count_ptr, first, chunk,
+                columns, size, LENT, STREAMED, BM, BN, BK, GROUP, PROGRAMS, PIECES, TURNED,
             )),
         ],
         [4, 1, GATHERING_WARPS, 1], [REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
@@ -1099,11 +1157,12 @@ class Hopper:
         pieces = 4 if several else parts
         if kind.parted:  # four pieces are faster where nothing more has to be in registers
             pieces = 8 if kind.final or kind.turned else 4
-        described = None
+        streamed = kind.parted and kind.reads and not (kind.final or kind.turned)
+        parts, described = pieces if streamed else parts, None
         if kind.parted and not kind.final:
-            described = c.describe_matrix(low, t.block_rows, t.block_columns)
-        values = {"PARTS": parts, "PIECES": pieces, "low_desc": described}
-        return WeightLaunch(self.constants(t) | self.registers(kind) | values, True)
+            described = c.describe_matrix(low, t.block_rows, t.bn // parts)
+        values = {"PARTS": parts, "PIECES": pieces, "STREAMED": streamed, "low_desc": described}
+        return WeightLaunch(self.constants(t) | self.registers(kind) | values, True, t.bn // parts)
 
     def constants(self, t):
         return t.sizes | {"STAGES": t.stages, "SKEW": t.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}

@@ -1090,7 +1090,7 @@ class Portable:
     def weight(self, c, t, kind, low, aligned):
         by_descriptor = c.tma and aligned and (kind.final or not kind.parted) and not kind.turned
         values = {"SPLIT": t.split, "TMA": by_descriptor, "DEEP": t.deep, "low_desc": None}
-        return WeightLaunch(self.constants(c, t) | values, by_descriptor)
+        return WeightLaunch(self.constants(c, t) | values, by_descriptor, t.block_columns)
 
     def constants(self, c, t):
         own = {"FLATTEN": t.flatten, "PRECISION": c.precision, "num_warps": t.warps, "num_stages": t.stages}

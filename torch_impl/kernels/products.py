@@ -250,7 +250,7 @@ class GradientProducts:
             c.products.weight_kernel, programs, **placed, **own.values, **addresses(e=e, x=x),
             e_desc=c.describe_matrix(e, t.bk, t.block_rows), x_desc=c.describe(x, t.bk, t.bn),
             sum_ptr=out if into else self.high if parted else self.weight_sum, low_ptr=self.low if parted else None,
-            out_desc=c.describe_matrix(out[entries], t.block_rows, t.block_columns) if own.by_descriptor else None,
+            out_desc=c.describe_matrix(out[entries], t.block_rows, own.columns) if own.by_descriptor else None,
             out_width=width, TURNED=self.turned,
             out_ptr=out, scale_ptr=scale, smooth_x_ptr=self.smooth_x_scaled if final and smooth else None,
             first=first, start=entries.start, columns=entries.stop - entries.start, ADD=first > 0 or into, FINAL=final,

@@ -81,6 +81,8 @@ class WeightLaunch:
     """By the kernel's names for them; low_desc among them, the descriptor of the sum's lower bits, or None."""
     by_descriptor: bool
     """Whether the result is written by descriptor."""
+    columns: int
+    """Of a block that is."""
 
 
 @dataclasses.dataclass(frozen=True)
