@@ -195,7 +195,8 @@ def _triton(cut: Cut) -> int:
     if cut.token_chunk < cut.tokens:
         # The lower 8 bits of dW's sum; the upper 16 lie where dW will be.
         sums += cut.vocab * round_up(cut.hidden, LOW_ROW_ALIGNMENT) if item < 4 else 0
-        sums += cut.tokens * cut.hidden * 4 if cut.one_pass else 0
+        # So do those of dX, which waits for the upstream gradient.
+        sums += cut.tokens * cut.hidden if cut.one_pass and item < 4 else 0
     if cut.fused_columns < cut.vocab:
         sums += cut.tokens * cut.hidden * 4
     if cut.splits_hidden:

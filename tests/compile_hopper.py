@@ -75,14 +75,17 @@ def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]
 
 
 def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
-    t = HOPPER.tiles[HIDDEN if final else HIDDEN_SUM]
-    options = {"ADD": False, "FINAL": final} | dict.fromkeys(("ROWS", "SMOOTH", "SPLIT", "LENT", "TURNED"), False)
-    options |= chosen
+    waits = chosen.get("WAITS", False)
+    t = HOPPER.tiles[HIDDEN if final or waits else HIDDEN_SUM]
+    false = ("WAITS", "ROWS", "SMOOTH", "SPLIT", "LENT", "TURNED")
+    options = {"ADD": False, "FINAL": final} | dict.fromkeys(false, False) | chosen
     return {
         "kernel": hopper.hidden_kernel,
         "tiles": t,
         "constants": options | {"PIECES": 4, "PARTS": t.bn // t.block_columns},
-        "none": ("sum_desc",) if final else ("scale_ptr",),
+        "none": (("sum_desc",) if final or waits else ())
+        + (() if final else ("scale_ptr",))
+        + (() if waits else ("low_ptr",)),
         "blocks": {
             "e_desc": block(dtype, *turned(options["LENT"], t.block_rows, t.bk)),
             "w_desc": block(dtype, *turned(options["TURNED"], t.bk, t.bn)),
@@ -151,6 +154,9 @@ CONFIGURATIONS = {
     "hidden, lent, split": lambda: hidden("bf16", True, ROWS=True, LENT=True, SPLIT=True),
     "hidden, split": lambda: hidden("bf16", True, ROWS=True, SPLIT=True),
     "hidden, all": lambda: hidden("bf16", True, ROWS=True, ADD=True, SMOOTH=True),
+    "hidden, waiting": lambda: hidden("bf16", False, ROWS=True, WAITS=True),
+    "hidden, waiting, split": lambda: hidden("bf16", False, ROWS=True, WAITS=True, SPLIT=True),
+    "hidden, waiting, turned": lambda: hidden("bf16", False, ROWS=True, WAITS=True, TURNED=True),
     "hidden sum": lambda: hidden("bf16", False, ROWS=True),
     "hidden sum, add": lambda: hidden("bf16", False, ADD=True),
     "weight": lambda: weight("bf16", True, 1),
@@ -194,6 +200,8 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
         out["sum_ptr"] = out["out_ptr"]
     if constants.get("PARTED"):
         out |= {"sum_ptr": "*i16", "low_ptr": "*i8"} | ({} if narrow else {"out_ptr": "*i16"})
+    if constants.get("WAITS"):
+        out = {"out_ptr": "*i16", "low_ptr": "*i8"}
     kinds = own | dict.fromkeys(whole, "*i32") | out | what["blocks"]
     kinds |= {"scale": "fp32", "cap": "fp32"}
     signature = {

@@ -31,7 +31,7 @@ PLAIN = (
     "hidden sum, add",
     "weight",
 )
-PLAIN += ("weight sum", "weight sum, add")
+PLAIN += ("hidden, waiting", "hidden, waiting, split", "hidden, waiting, turned", "weight sum", "weight sum, add")
 PLAIN += ("anchored, turned", "hidden, turned", "weight, turned", "weight in place, turned")
 PLAIN += ("weight and targets", "weight into, add", "weight parted", "weight parted, added")
 OTHERS = ("hidden sum", "entropy", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all")

@@ -13,7 +13,7 @@ from logitless.spec import LossOptions
 from logitless.torch_impl.call import Arrays, Gradients, Layout, Needs, is_turned
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels.kernel_call import KernelCall, padded_length, row_stride
-from logitless.torch_impl.kernels.products import GradientProducts, is_parted, low_layout
+from logitless.torch_impl.kernels.products import GradientProducts, is_parted, low_layout, waiting_layout
 from logitless.torch_impl.kernels.rows import Rows
 from logitless.torch_impl.kernels.sums import Factors
 
@@ -47,7 +47,7 @@ def held_layout(
     if options.label_smoothing:
         layout |= {"weighted_rows": ((size,), full), "weighted_bias": ((), full), "smooth_x": ((size,), full)}
     if several and needs.hidden:
-        layout["hidden_sum"] = ((tokens, size), full)
+        layout |= waiting_layout(tokens, size, needs.hidden)
     if is_parted(needs, several):
         layout |= {"high": (matrix, torch.int16), "low": low_layout(vocab, size, turned)}
     elif several and needs.weight:
@@ -77,8 +77,8 @@ class Held:
         every: dict[str, Any] = {
             "row_target": c.row_target, "unit": p.unit, "g": p.g,
             "factor": f.factor, "target_value": f.target_value, "token_value": f.token_value, "x": _whole_rows(self.x),
-            "e": _whole_rows(self.e), "weight": c.weight, "smooth_x": p.smooth_x, "hidden_sum": p.hidden_sum,
-            "weight_sum": p.weight_sum, "high": p.high, "low": p.low, "bias": p.bias,
+            "e": _whole_rows(self.e), "weight": c.weight, "smooth_x": p.smooth_x, "waiting": p.waiting,
+            "waiting_low": p.waiting_low, "weight_sum": p.weight_sum, "high": p.high, "low": p.low, "bias": p.bias,
         }  # fmt: skip
         if c.target_weight is not None:
             every["target_weight"] = _whole_rows(c.target_weight)
@@ -108,7 +108,8 @@ def held_gradients(
         smoothing = Smoothing(options.label_smoothing / c.shard.vocab, held["weighted_rows"], held["weighted_bias"])
     products = GradientProducts(c, needs, smoothing, held["g"], held["unit"])
     # A float32 dW is its own accumulator where the forward may keep it; here it is read beside the finished one.
-    products.hidden_sum, products.weight_sum = held.get("hidden_sum"), held.get("weight_sum")
+    products.weight_sum = held.get("weight_sum")
+    products.waiting, products.waiting_low = held.get("waiting"), held.get("waiting_low")
     products.high, products.low = held.get("high"), held.get("low")
     products.smooth_x = held.get("smooth_x")
     if "bias" in held:

@@ -42,6 +42,7 @@ from logitless.torch_impl.kernels.portable import (
     low_stride,
     lower_bits,
     programs_of,
+    put_waiting,
     rounded,
     tile_of,
     turns_of,
@@ -621,10 +622,10 @@ def scale_rows(
 
 @gluon.jit
 def hidden_piece(
-    value, m, n, inner_top, inner_left, rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+    value, m, n, inner_top, inner_left, rows, is_part, part, sum_ptr, out_ptr, low_ptr, factor_ptr, target_value_ptr,
     row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, first, size, target_w_stride,
-    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, SPLIT: gl.constexpr, TURNED: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, WAITS: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """A piece of the tile (m, n), stored if it is a part's or finished; else what is to be summed.
 
@@ -644,10 +645,13 @@ def hidden_piece(
                 value, row, column, mask, exists, factor_ptr, target_value_ptr, row_target_ptr, target_w_ptr,
                 target_w_stride, TURNED,
             )  # fmt: skip
+        position = first + row
+        place = position.to(gl.int64)[:, None] * size + column[None, :]
+        if WAITS:
+            token = gl.load(order_ptr + position, mask=exists, other=0).to(gl.int64)
+            put_waiting(out_ptr + token[:, None] * size + column[None, :], low_ptr, place, value, mask)
         if FINAL:
-            position = first + row
             if ADD:
-                place = position.to(gl.int64)[:, None] * size + column[None, :]
                 value += gl.load(sum_ptr + place, mask=mask, other=0.0)
             token = gl.load(order_ptr + position, mask=exists, other=0).to(gl.int64)
             if SMOOTH:
@@ -660,10 +664,10 @@ def hidden_piece(
 
 @gluon.jit
 def hidden_tiles(
-    sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+    sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, low_ptr, factor_ptr, target_value_ptr,
     row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, parts_ptr,
     count_ptr, first, chunk, columns, size, target_w_stride, HALF: gl.constexpr,
-    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, WAITS: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr, PACE: gl.constexpr,
     LENT: gl.constexpr, TURNED: gl.constexpr,
@@ -689,22 +693,22 @@ def hidden_tiles(
         for q in gl.static_range(PIECES):
             value = hidden_piece(
                 piece_of(whole, q, PIECES), m, n, gl.to_tensor(HALF * (BM // 2)), gl.to_tensor(q * (BN // PIECES)),
-                rows, is_part, part, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
+                rows, is_part, part, sum_ptr, out_ptr, low_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
                 scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, first, size, target_w_stride,
-                ADD, FINAL, ROWS, SMOOTH, BM, BN, SPLIT, TURNED,
+                ADD, FINAL, WAITS, ROWS, SMOOTH, BM, BN, SPLIT, TURNED,
             )  # fmt: skip
-            if not FINAL and not (SPLIT and is_part):
+            if not (FINAL or WAITS) and not (SPLIT and is_part):
                 put(sum_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADD, False)
-    if not FINAL:
+    if not (FINAL or WAITS):
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
-    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
-    scale_ptr, smooth_ptr, weighted_rows_ptr,
+    e_desc, w_desc, w_ptr, sum_ptr, out_ptr, low_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
+    count_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr,
     first, chunk, columns, size, target_w_stride, target_w_ptr, parts_ptr, sum_desc, progress_ptr,
-    ADD: gl.constexpr, FINAL: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, WAITS: gl.constexpr, ROWS: gl.constexpr, SMOOTH: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, PIECES: gl.constexpr,
     SPLIT: gl.constexpr, PARTS: gl.constexpr, PACE: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
@@ -720,21 +724,21 @@ def hidden_kernel(
     )
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK] if TURNED else [STAGES, BK, BN], w_desc.layout)
     staging = e_smem
-    if not FINAL:
+    if not (FINAL or WAITS):
         staging = gl.allocate_shared_memory(gl.float32, [2, BM // 2, BN // PARTS], sum_desc.layout)
     ready, free, turn = barriers(STAGES)
     gl.warp_specialize(
         [
             (hidden_tiles, (
-                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, parts_ptr,
-                count_ptr, first, chunk, columns, size, target_w_stride, 0, ADD, FINAL, ROWS, SMOOTH,
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, low_ptr, factor_ptr,
+                target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr,
+                parts_ptr, count_ptr, first, chunk, columns, size, target_w_stride, 0, ADD, FINAL, WAITS, ROWS, SMOOTH,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE, LENT, TURNED,
             )),
             (hidden_tiles, (
-                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
-                row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, parts_ptr,
-                count_ptr, first, chunk, columns, size, target_w_stride, 1, ADD, FINAL, ROWS, SMOOTH,
+                sum_desc, staging, e_smem, w_smem, ready, free, turn, sum_ptr, out_ptr, low_ptr, factor_ptr,
+                target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr,
+                parts_ptr, count_ptr, first, chunk, columns, size, target_w_stride, 1, ADD, FINAL, WAITS, ROWS, SMOOTH,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, SPLIT, PACE, LENT, TURNED,
             )),
             (load_tiles, (

@@ -751,16 +751,18 @@ def programs_of(row_tiles, column_tiles, GROUP: tl.constexpr, PROGRAMS: tl.const
 
 @triton.jit
 def put_hidden(
-    value, row, column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, scale_ptr,
-    smooth_ptr, weighted_rows_ptr, target_w_ptr, first, size, target_w_stride,
-    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr, TURNED: tl.constexpr,
+    value, row, column, rows, sum_ptr, out_ptr, low_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
+    scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, first, size, target_w_stride,
+    ADD: tl.constexpr, FINAL: tl.constexpr, WAITS: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """e w of some rows and columns of a chunk's dX, to where it goes:
 
     with ROWS: value = factor ⊙ (e w) + target_value ⊙ w_y (the target's element, which is 0 in e). target_w is w; of a
                TURNED weight, whose rows lie scattered, it has w_y in the chunk's rows
-    not FINAL: sum[p] = value (+ sum[p] with ADD)          [N, D] float32, by position
-    FINAL:     out[order[p]] = scale · (value + sum[p] with ADD + smooth_p Σ_j k_j w_j)
+    FINAL: out[order[p]] = scale · (value + sum[p] with ADD + smooth_p Σ_j k_j w_j)
+    WAITS: out[order[p]] = value, for finish_hidden_kernel; an out of int16 takes its upper 16 bits, low[p] the next 8
+    else:  sum[p] = value (+ sum[p] with ADD)              [N, D] float32, by position
     """
     exists = row < rows
     mask = exists[:, None] & (column < size)[None, :]
@@ -784,16 +786,30 @@ def put_hidden(
             value += tl.load(smooth_ptr + token, mask=exists, other=0.0)[:, None] * weights[None, :]
         value = value * tl.load(scale_ptr)
         tl.store(out_ptr + token[:, None] * size + column[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
+    elif WAITS:
+        token = tl.load(order_ptr + position, mask=exists, other=0).to(tl.int64)
+        put_waiting(out_ptr + token[:, None] * size + column[None, :], low_ptr, place, value, mask)
     else:
         tl.store(sum_ptr + place, value, mask=mask)
 
 
+@triton.jit
+def put_waiting(out_place, low_ptr, place, value, mask):
+    """Values of dX that wait for the upstream gradient where dX will be (products.waiting_layout)."""
+    if low_ptr is None:
+        tl.store(out_place, value.to(out_place.dtype.element_ty), mask=mask)
+    else:
+        bits = rounded(value)
+        tl.store(out_place, upper_bits(bits), mask=mask)
+        tl.store(low_ptr + place, lower_bits(bits), mask=mask)
+
+
 @triton.jit(do_not_specialize=["first", "chunk"])
 def hidden_kernel(
-    e_desc, w_desc, e_ptr, w_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
-    scale_ptr, smooth_ptr, weighted_rows_ptr,
+    e_desc, w_desc, e_ptr, w_ptr, sum_ptr, out_ptr, low_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr,
+    count_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr,
     first, chunk, columns, size, e_stride, w_stride, target_w_ptr, target_w_stride,
-    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+    ADD: tl.constexpr, FINAL: tl.constexpr, WAITS: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr, TMA: tl.constexpr, POINTERS: tl.constexpr, PRECISION: tl.constexpr, DEEP: tl.constexpr,
     TURNED: tl.constexpr,
@@ -814,17 +830,17 @@ def hidden_kernel(
             value, part = add_part(value, part, k, DEEP)
         value += part
         put_hidden(
-            value, m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), rows, sum_ptr, out_ptr, factor_ptr,
+            value, m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), rows, sum_ptr, out_ptr, low_ptr, factor_ptr,
             target_value_ptr, row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr,
-            first, size, target_w_stride, ADD, FINAL, ROWS, SMOOTH, TURNED,
+            first, size, target_w_stride, ADD, FINAL, WAITS, ROWS, SMOOTH, TURNED,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def combine_hidden_kernel(
-    parts_ptr, sum_ptr, out_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
+    parts_ptr, sum_ptr, out_ptr, low_ptr, factor_ptr, target_value_ptr, row_target_ptr, order_ptr, count_ptr,
     scale_ptr, smooth_ptr, weighted_rows_ptr, first, chunk, columns, size, target_w_ptr, target_w_stride,
-    ADD: tl.constexpr, FINAL: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
+    ADD: tl.constexpr, FINAL: tl.constexpr, WAITS: tl.constexpr, ROWS: tl.constexpr, SMOOTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     SLICE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
@@ -843,18 +859,20 @@ def combine_hidden_kernel(
             place = parts_ptr + (part * left + index) * (BM * BN)
             value += tl.load(place + row[:, None] * BN + column[None, :])
         put_hidden(
-            value, m * BM + row, n * BN + column, rows, sum_ptr, out_ptr, factor_ptr, target_value_ptr,
+            value, m * BM + row, n * BN + column, rows, sum_ptr, out_ptr, low_ptr, factor_ptr, target_value_ptr,
             row_target_ptr, order_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, target_w_ptr, first, size,
-            target_w_stride, ADD, FINAL, ROWS, SMOOTH, TURNED,
+            target_w_stride, ADD, FINAL, WAITS, ROWS, SMOOTH, TURNED,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["done_from"])
 def finish_hidden_kernel(
-    sum_ptr, out_ptr, order_ptr, count_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, done_from, size,
-    SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+    sum_ptr, waiting_ptr, low_ptr, out_ptr, order_ptr, count_ptr, scale_ptr, smooth_ptr, weighted_rows_ptr, done_from,
+    size, WAITS: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program, one position: out[order[p]] = scale · (sum[p] + …) before ``done_from``, 0 for an ignored token."""
+    """One program, one position: out[order[p]] = scale · (sum[p] + …) before ``done_from``, 0 for an ignored token.
+
+    WAITS: in place of sum[p] what :func:`put_waiting` left in waiting, which may be out itself, and in low."""
     position = tl.program_id(0)
     count = tl.load(count_ptr)
     token = tl.load(order_ptr + position).to(tl.int64)
@@ -864,12 +882,26 @@ def finish_hidden_kernel(
             column = start + tl.arange(0, BLOCK)
             mask = column < size
             kept = column < tl.where(position < count, size, 0)
-            value = tl.load(sum_ptr + position.to(tl.int64) * size + column, mask=kept, other=0.0)
+            place = position.to(tl.int64) * size + column
+            if WAITS:
+                value = get_waiting(waiting_ptr + token * size + column, low_ptr, place, kept)
+            else:
+                value = tl.load(sum_ptr + place, mask=kept, other=0.0)
             if SMOOTH:
                 weights = tl.load(weighted_rows_ptr + column, mask=kept, other=0.0)
                 value += tl.load(smooth_ptr + token) * weights
             value = tl.where(position < count, value * scale, 0.0)
             tl.store(out_ptr + token * size + column, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def get_waiting(waiting_place, low_ptr, place, mask):
+    """What :func:`put_waiting` stored."""
+    value = tl.load(waiting_place, mask=mask, other=0)
+    if low_ptr is None:
+        return value.to(tl.float32)
+    else:
+        return joined(value, tl.load(low_ptr + place, mask=mask, other=0))
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from logitless.scratch import LOW_ROW_ALIGNMENT, round_up
-from logitless.torch_impl.call import Gradients, Needs, empty_like_weight, is_turned
+from logitless.torch_impl.call import Gradients, Layout, Needs, empty_like_weight, is_turned
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end, is_across
 from logitless.torch_impl.kernels.launch import cdiv
@@ -41,6 +41,15 @@ def low_layout(vocab: int, size: int, turned: bool = False) -> tuple[tuple[int, 
     boundary."""
     rows, width = (size, vocab) if turned else (vocab, size)
     return (rows, round_up(width, LOW_ROW_ALIGNMENT)), torch.int8
+
+
+def waiting_layout(tokens: int, size: int, dtype: torch.dtype) -> Layout:
+    """Shape and dtype of what holds dX of all chunks but the last until the upstream gradient arrives: dX's own memory,
+    and where dX has 16 bits, a matrix of 8 more, so that it is rounded once."""
+    shape = (tokens, size)
+    if dtype.itemsize > 2:
+        return {"waiting": (shape, dtype)}
+    return {"waiting": (shape, torch.int16), "waiting_low": (shape, torch.int8)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +110,8 @@ class GradientProducts:
         """``weight``: dW, if its memory is there already."""
         self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
         self.hidden_sum: Tensor | None = None
+        self.waiting: Tensor | None = None
+        self.waiting_low: Tensor | None = None
         self.weight_sum: Tensor | None = None
         self.parted = is_parted(needs, c.tokens > c.chunk)
         self.high: Tensor | None = None
@@ -196,16 +207,36 @@ class GradientProducts:
             self.hidden, work = c.shard.start_scatter(by_token)
             self.works.append(work)
 
-    def add_hidden(self, first: int, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None) -> None:
-        c, s, t = self.call, self.smoothing, self.call.tiles(HIDDEN if scale is not None else HIDDEN_SUM)
-        if scale is None and self.hidden_sum is None:
+    def _hidden_results(self, final: bool, waits: bool) -> dict[str, Any]:
+        """Where a product of dX goes."""
+        c, hidden = self.call, self.hidden
+        if waits:
+            assert hidden is not None
+            if self.waiting is None:
+                layout = waiting_layout(c.tokens, c.size, hidden.dtype)
+                self.waiting = hidden.view(layout["waiting"][1])
+                if "waiting_low" in layout:
+                    shape, dtype = layout["waiting_low"]
+                    self.waiting_low = c.empty(*shape, dtype)
+        elif not final and self.hidden_sum is None:
             self.hidden_sum = c.empty(c.tokens, c.size)
-        target_w = c.weight if c.target_weight is None else c.target_weight
-        own = c.products.hidden(c, t, None if scale is not None else self.hidden_sum, self.parts, s is not None)
-        self.parts = own.parts
-        results: dict[str, Any] = {
+        return {
             "sum_ptr": self.hidden_sum,
-            "out_ptr": self.hidden,
+            "out_ptr": self.waiting if waits else hidden,
+            "low_ptr": self.waiting_low if waits else None,
+            "FINAL": final,
+            "WAITS": waits,
+        }
+
+    def add_hidden(self, first: int, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None) -> None:
+        c, s, final = self.call, self.smoothing, scale is not None
+        waits = not final and c.tokens > c.chunk and not c.shard.split  # a chunk's dX is whole at once
+        t = c.tiles(HIDDEN if final or waits else HIDDEN_SUM)
+        placed = self._hidden_results(final, waits)
+        target_w = c.weight if c.target_weight is None else c.target_weight
+        own = c.products.hidden(c, t, None if final or waits else self.hidden_sum, self.parts, s is not None)
+        self.parts = own.parts
+        results: dict[str, Any] = placed | {
             "factor_ptr": factors.factor[first:] if factors else None,
             "target_value_ptr": factors.target_value[first:] if factors else None,
             "row_target_ptr": c.row_target[first:],
@@ -217,7 +248,6 @@ class GradientProducts:
             "target_w_ptr": target_w,
             "target_w_stride": target_w.stride(0),
             "ADD": entries.start > 0,
-            "FINAL": scale is not None,
             "ROWS": factors is not None,
             "SMOOTH": s is not None,
             "GROUP": own.group,
@@ -296,8 +326,9 @@ class GradientProducts:
         c, s = self.call, self.smoothing
         c.launch(
             kernels.finish_hidden_kernel, c.tokens, sum_ptr=scale if self.hidden_sum is None else self.hidden_sum,
-            out_ptr=out, scale_ptr=scale, smooth_ptr=self.smooth_rows, weighted_rows_ptr=s.weighted_rows if s else None,
-            done_from=done_from, SMOOTH=smooth, BLOCK=c.block,
+            waiting_ptr=self.waiting, low_ptr=self.waiting_low, out_ptr=out, scale_ptr=scale,
+            smooth_ptr=self.smooth_rows, weighted_rows_ptr=s.weighted_rows if s else None,
+            done_from=done_from, WAITS=self.waiting is not None, SMOOTH=smooth, BLOCK=c.block,
         )  # fmt: skip
 
     def finish(self, scale: Tensor, done_from: int) -> Gradients:
