@@ -45,7 +45,7 @@ READS = {
 
 
 def block(dtype: str, rows: int, columns: int) -> str:
-    bits = {"fp32": 32, "i8": 8}.get(dtype, 16)
+    bits = {"fp32": 32, "i32": 32, "i8": 8}.get(dtype, 16)
     layout = NVMMASharedLayout(min(128, bits * columns // 8), bits, rank=2)
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
@@ -105,7 +105,9 @@ def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, An
     options |= {"STREAMED": streamed}
     parts = pieces if streamed else t.bn // t.block_columns
     out = turned(chosen.get("TURNED", False), t.block_rows, t.bn // parts)
-    high, low = (block(bits, *out) for bits in ("i16", "i8"))
+    if streamed:
+        out = (out[0], out[1] // 2)
+    high, low = (block(bits, *out) for bits in (("i32", "i16") if streamed else ("i16", "i8")))
     summed = high if parted else block("fp32", *out)
     return {
         "kernel": hopper.weight_kernel,

@@ -862,28 +862,40 @@ def store_over(
 
 
 @gluon.jit
-def load_sums(
-    high_desc, low_desc, high_slots, low_slots, loaded, stored, count_ptr, first, chunk, columns, size,
+def move_sums(
+    high_desc, low_desc, high_slots, low_slots, loaded, added, count_ptr, first, chunk, columns, size,
     STREAMED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads a sum over chunks, piece by piece of both groups' halves, ahead of :func:`add_piece`."""
+    """The warp that moves a sum over chunks, piece by piece of both halves of the tiles: into shared memory, ahead of
+    :func:`add_piece`, and back. So the multiplying groups wait for no store. The descriptors are of pairs of elements
+    (:func:`sum_of_pairs`)."""
     if STREAMED:
         WIDTH: gl.constexpr = BN // PIECES
-        done = 0
         _rows, row_tiles, column_tiles, _steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
-        for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
-            m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
-            for q in range(PIECES):
+        tiles = row_tiles * column_tiles
+        pieces = gl.maximum(gl.cdiv(tiles - gl.program_id(0), PROGRAMS), 0) * PIECES
+        for i in range(pieces + SUM_SLOTS):
+            slot = i % SUM_SLOTS
+            back = i - SUM_SLOTS  # the piece that the slots hold
+            if back >= 0:
+                m, n = tile_of(gl.program_id(0) + back // PIECES * PROGRAMS, row_tiles, column_tiles, GROUP)
+                column = (n * BN + back % PIECES * WIDTH) // 2
                 for half in gl.static_range(2):
-                    slot = half * SUM_SLOTS + done % SUM_SLOTS
-                    mbarrier.wait(stored.index(slot), ((done // SUM_SLOTS) & 1) ^ 1)
-                    bar = loaded.index(slot)
+                    mbarrier.wait(added.index(half * SUM_SLOTS + slot), (back // SUM_SLOTS) & 1)
+                    row = m * BM + half * (BM // 2)
+                    tma_store(high_desc, [row, column], high_slots.index(half * SUM_SLOTS + slot))
+                    tma_store(low_desc, [row, column], low_slots.index(half * SUM_SLOTS + slot))
+                tma.store_wait(0)
+            if i < pieces:
+                m, n = tile_of(gl.program_id(0) + i // PIECES * PROGRAMS, row_tiles, column_tiles, GROUP)
+                column = (n * BN + i % PIECES * WIDTH) // 2
+                for half in gl.static_range(2):
+                    row = m * BM + half * (BM // 2)
+                    bar = loaded.index(half * SUM_SLOTS + slot)
                     mbarrier.expect(bar, (BM // 2) * WIDTH * 3)
-                    place = [m * BM + half * (BM // 2), n * BN + q * WIDTH]
-                    tma_load(high_desc, place, bar, high_slots.index(slot))
-                    tma_load(low_desc, place, bar, low_slots.index(slot))
-                done += 1
+                    tma_load(high_desc, [row, column], bar, high_slots.index(half * SUM_SLOTS + slot))
+                    tma_load(low_desc, [row, column], bar, low_slots.index(half * SUM_SLOTS + slot))
 
 
 @gluon.jit
@@ -897,29 +909,58 @@ def store_or_load(
         out_desc, staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
         LENT, BM, BN, BK, GROUP, PROGRAMS, TURNED,
     )  # fmt: skip
-    load_sums(
+    move_sums(
         out_desc, low_desc, staging, low_staging, staged, emptied, count_ptr, first, chunk, columns, size,
         STREAMED, BM, BN, BK, GROUP, PROGRAMS, PIECES,
     )  # fmt: skip
 
 
 @gluon.jit
-def add_piece(high_desc, low_desc, high_slots, low_slots, loaded, stored, done, piece, row, column, HALF: gl.constexpr):
-    """A piece of a product added to the sum over chunks, which :func:`load_sums` loads; ``done``: pieces before it."""
+def add_piece(high_slots, low_slots, loaded, added, done, piece, HALF: gl.constexpr):
+    """A piece of a product added to the sum over chunks that :func:`move_sums` loads and stores; ``done``: pieces
+    before it."""
     slot = HALF * SUM_SLOTS + done % SUM_SLOTS
     high = high_slots.index(slot)
     low = low_slots.index(slot)
     mbarrier.wait(loaded.index(slot), (done // SUM_SLOTS) & 1)
-    layout: gl.constexpr = piece.type.layout
-    bits = rounded(piece + joined(high.load(layout), low.load(layout)))
-    high.store(upper_bits(bits).to(high.dtype))
-    low.store(lower_bits(bits).to(low.dtype))
+    first, second = gl.split(gl.reshape(piece, (piece.shape[0], piece.shape[1] // 2, 2)))
+    layout: gl.constexpr = first.type.layout
+    upper, lower = sum_of_pairs(first, second, high.load(layout), low.load(layout))
+    high.store(upper)
+    low.store(lower)
     fence_async_shared()
-    tma_store(high_desc, [row, column], high)
-    tma_store(low_desc, [row, column], low)
-    tma.store_wait(2)  # until the piece before has left shared memory
-    before = HALF * SUM_SLOTS + (done + SUM_SLOTS - 1) % SUM_SLOTS
-    mbarrier.arrive(stored.index(before), pred=done > 0)
+    mbarrier.arrive(added.index(slot))
+
+
+@gluon.jit
+def sum_of_pairs(first, second, high, low):
+    """What upper_bits and lower_bits give of rounded(value + joined(high, low)), two neighbours at a time: the upper 16
+    bits of both are an int32, the next 8 an int16.
+
+    Bytes are moved, where shifts and masks take twice as many instructions. A sum that is NaN has all bits but the
+    sign: min keeps it from running into the sign when half a unit is added.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c;
+        cvt.u32.u16 c, $5;
+        prmt.b32 c, c, 0, 0x1404;
+        prmt.b32 a, c, $4, 0x5410;
+        prmt.b32 b, c, $4, 0x7632;
+        add.rn.f32 a, a, $2;
+        add.rn.f32 b, b, $3;
+        min.s32 a, a, 0x7fffff7f;
+        min.s32 b, b, 0x7fffff7f;
+        add.s32 a, a, 0x80;
+        add.s32 b, b, 0x80;
+        prmt.b32 c, a, b, 0x0051;
+        prmt.b32 $0, a, b, 0x7632;
+        cvt.u16.u32 $1, c;
+        }
+        """,
+        "=&r,=&h,f,f,r,h", [first, second, high, low], dtype=(gl.int32, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -1023,10 +1064,7 @@ def weight_tiles(
             if LENT:
                 put_aside(staging.index(HALF), staged.index(HALF), emptied.index(HALF), turns, value, q, PIECES, TURNED)
             elif STREAMED:
-                add_piece(
-                    out_desc, low_desc, staging, low_staging, staged, emptied, turns * PIECES + q, value, top,
-                    n * BN + q * like.shape[1], HALF,
-                )  # fmt: skip
+                add_piece(staging, low_staging, staged, emptied, turns * PIECES + q, value, HALF)
             elif PARTED and not FINAL:
                 bits = rounded(value)
                 put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False, TURNED)
@@ -1057,12 +1095,13 @@ def weight_kernel(
     (:func:`store_over`). ``counter`` is 0 before.
     ``staged[h]``: half h of a tile waits in shared memory; ``emptied[h]``: it was stored.
 
-    STREAMED: that warp loads the sum that the product is added to. ``staged[s]``: slot s of it has come;
-    ``emptied[s]``: it was stored.
+    STREAMED: that warp moves the sum that the product is added to. ``staged[s]``: slot s of it has come;
+    ``emptied[s]``: it was added to.
     """
     E_DEPTH_FIRST: gl.constexpr = not LENT or TURNED
     SLOTS: gl.constexpr = 2 * SUM_SLOTS if STREAMED else 2
-    STAGED: gl.constexpr = [SLOTS, BN // PARTS, BM // 2] if TURNED else [SLOTS, BM // 2, BN // PARTS]
+    WIDTH: gl.constexpr = BN // PARTS // 2 if STREAMED else BN // PARTS
+    STAGED: gl.constexpr = [SLOTS, WIDTH, BM // 2] if TURNED else [SLOTS, BM // 2, WIDTH]
     e_smem = gl.allocate_shared_memory(
         e_desc.dtype, [2 * STAGES, BK, BM // 2] if E_DEPTH_FIRST else [2 * STAGES, BM // 2, BK], e_desc.layout
     )
@@ -1163,10 +1202,12 @@ class Hopper:
             pieces = 8 if kind.final or kind.turned else 4
         streamed = kind.parted and kind.reads and not (kind.final or kind.turned)
         parts, described = pieces if streamed else parts, None
-        if kind.parted and not kind.final:
+        if streamed:
+            described = c.describe_matrix(low.view(torch.int16), t.block_rows, t.bn // parts // 2)
+        elif kind.parted and not kind.final:
             described = c.describe_matrix(low, t.block_rows, t.bn // parts)
         values = {"PARTS": parts, "PIECES": pieces, "STREAMED": streamed, "low_desc": described}
-        return WeightLaunch(self.constants(t) | self.registers(kind) | values, True, t.bn // parts)
+        return WeightLaunch(self.constants(t) | self.registers(kind) | values, True, t.bn // parts, streamed)
 
     def constants(self, t):
         return t.sizes | {"STAGES": t.stages, "SKEW": t.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}

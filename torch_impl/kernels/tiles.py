@@ -83,6 +83,8 @@ class WeightLaunch:
     """Whether the result is written by descriptor."""
     columns: int
     """Of a block that is."""
+    pairs: bool = False
+    """Whether an element of the descriptor is two neighbours, 16 bits each."""
 
 
 @dataclasses.dataclass(frozen=True)
