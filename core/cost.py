@@ -6,7 +6,7 @@ Plain operations: the extra flops of a second pass, and the accumulators that ev
     vocab:   4/3    + (chunks − 1) · T / V          T = tokens whose products take as long as one such read and write
 
 Kernels: not flops but the turns that the products' tiles take on the multiprocessors, plus the time of the small
-launches around a chunk.
+launches around a chunk. The slices of the vocabulary are those of a call that makes dW itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 
 from logitless.hardware import ACCUMULATOR_TOKENS, HOPPER, Device
 from logitless.scratch import Cut
+from logitless.spec import ITEMSIZE
 
 
 def relative_cost(cut: Cut, device: Device) -> float:
@@ -27,10 +28,19 @@ def relative_cost(cut: Cut, device: Device) -> float:
         return 1.0
     flops = 6 * cut.tokens * cut.hidden * cut.vocab
     ideal = flops / (2 * math.prod(HOPPER.tile) * HOPPER.multiprocessors)
-    accumulator = HOPPER.accumulator_tokens if cut.order == "tokens" else HOPPER.accumulator_entries
-    cost = _depth(cut) / ideal + (cut.chunks - 1) * accumulator / length
-    chunks, slices = (cut.chunks, 0) if cut.order == "tokens" else (1, cut.chunks)
-    return cost + (chunks * HOPPER.chunk_overhead_flops + slices * HOPPER.slice_overhead_flops) / flops
+    if cut.order == "tokens":
+        count, accumulator = cut.chunks, HOPPER.accumulator_tokens[cut.kind]
+        overhead = count * HOPPER.chunk_overhead_flops
+    else:
+        count, accumulator = len(_slices(cut)), HOPPER.accumulator_entries
+        overhead = HOPPER.chunk_overhead_flops + count * HOPPER.slice_overhead_flops
+    return _depth(cut) / ideal + (count - 1) * accumulator / length + overhead / flops
+
+
+def _slices(cut: Cut) -> list[tuple[int, int]]:
+    """The slices of the vocabulary, where dW is a tensor of its own."""
+    lends = cut.hidden * ITEMSIZE[cut.dtype] if cut.kind == "triton" else 0
+    return [(start, stop) for start, stop, _ in cut.lent_slices(lends)]
 
 
 def _depth(cut: Cut) -> float:
@@ -38,7 +48,7 @@ def _depth(cut: Cut) -> float:
     if cut.order == "tokens":
         depth = sum(_block_depth(cut, stop - start, cut.vocab) for start, stop in cut.token_slices)
     else:
-        depth = sum(_block_depth(cut, cut.tokens, stop - start) for start, stop in cut.vocab_slices)
+        depth = sum(_block_depth(cut, cut.tokens, stop - start) for start, stop in _slices(cut))
     if not cut.one_pass:
         depth += _turns(cut.tokens, cut.vocab) * cut.hidden
     return depth
@@ -47,16 +57,24 @@ def _depth(cut: Cut) -> float:
 def _block_depth(cut: Cut, rows: int, columns: int) -> float:
     """The three products of a block: logits, dX, dW."""
     hidden_turns: float = _turns(rows, cut.hidden)
-    if cut.splits_hidden:
-        hidden_turns = cut.hidden_tiles(rows) / HOPPER.multiprocessors + HOPPER.split_overhead_turns
     programs = HOPPER.multiprocessors
+    if cut.splits_hidden:
+        whole, left = divmod(cut.hidden_tiles(rows), programs)
+        parts = min(programs // left, HOPPER.most_parts) if left else 1
+        hidden_turns = whole + _turn(left * parts / programs) / parts + HOPPER.split_overhead_turns
     if cut.lends:  # whole rows of tiles at a time
         beside = math.ceil(cut.hidden / HOPPER.tile[1])
         programs = programs // beside * beside
     return _turns(rows, columns) * cut.hidden + hidden_turns * columns + _turns(columns, cut.hidden, programs) * rows
 
 
-def _turns(rows: int, columns: int, programs: int = HOPPER.multiprocessors) -> int:
-    """Whole turns of the programs for a product of this size."""
+def _turns(rows: int, columns: int, programs: int = HOPPER.multiprocessors) -> float:
+    """Turns of the programs for a product of this size."""
     tiles = math.ceil(rows / HOPPER.tile[0]) * math.ceil(columns / HOPPER.tile[1])
-    return math.ceil(tiles / programs)
+    whole, left = divmod(tiles, programs)
+    return whole + _turn(left / programs)
+
+
+def _turn(used: float) -> float:
+    """How long a turn takes that this share of the multiprocessors works in."""
+    return 1 - HOPPER.idle_gain * (1 - used) if used else 0

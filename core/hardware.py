@@ -6,6 +6,8 @@ Measured on an H200 and on a CPU; the kernels' files read the same record.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 Device = Literal["cpu", "gpu"]
@@ -24,8 +26,8 @@ class Architecture:
     """Rows and columns of a product's tile."""
     multiprocessors: int
     """How many tiles are worked on at once: a turn."""
-    accumulator_tokens: int
-    """As ACCUMULATOR_TOKENS, of a chunk of tokens. The first one's dW is a sum of 24 bits, too."""
+    accumulator_tokens: Mapping[str, int]
+    """As ACCUMULATOR_TOKENS, of a chunk of tokens, by kind of backend. The first one's dW is a sum of 24 bits, too."""
     accumulator_entries: int
     """As ACCUMULATOR_TOKENS, of a slice of the vocabulary: it adds to dX."""
     chunk_overhead_flops: float
@@ -34,6 +36,11 @@ class Architecture:
     """What those around a slice of the vocabulary take."""
     full_turns: float
     """Tiles of dX are split along the vocabulary where less than this share of its turns would be used."""
+    idle_gain: float
+    """By what share of its time a turn is shorter whose multiprocessors are nearly all idle: power and bandwidth are
+    left to the others."""
+    most_parts: int
+    """Parts at most that such a tile is split into."""
     split_overhead_turns: float
     """What a split takes."""
 
@@ -41,12 +48,14 @@ class Architecture:
 HOPPER = Architecture(
     tile=(128, 256),
     multiprocessors=132,  # of an H100 or H200
-    # Sixteen, eight and four chunks of 16384 × 4096 × 128256: 172, 197 and 170; of 32768 × 768 × 128256 66 and 157.
-    # Rather too many: a default plan may not be slower than it says.
-    accumulator_tokens=200,
+    # Triton: 4 to 16 chunks of 16384 × 4096 × 128256: 115 to 127; of 8192 × 2304 × 256000 140 to 170; of 32768 × 768 ×
+    # 128256 at most 84. Rather too many: a default plan may not be slower than it says.
+    accumulator_tokens=MappingProxyType({"triton": 120, "pallas": 200}),
     accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
     chunk_overhead_flops=4e10,  # 60 µs at 680 TFLOP/s
     slice_overhead_flops=4e9,  # 6 µs
     full_turns=0.93,
-    split_overhead_turns=0.1,
+    idle_gain=0.3,
+    most_parts=8,
+    split_overhead_turns=0.03,
 )
