@@ -20,21 +20,23 @@ from logitless.spec import ITEMSIZE
 
 def relative_cost(cut: Cut, device: Device) -> float:
     """The modelled time, by the formula of this module."""
-    length = cut.tokens if cut.order == "tokens" else cut.vocab
     if not cut.kernels:
+        length = cut.tokens if cut.order == "tokens" else cut.vocab
         passes = 1.0 if cut.one_pass else 4.0 / 3.0
         return passes + max(0, cut.chunks - 1) * ACCUMULATOR_TOKENS[device] / max(1, length)
     if not cut.tokens:
         return 1.0
     flops = 6 * cut.tokens * cut.hidden * cut.vocab
     ideal = flops / (2 * math.prod(HOPPER.tile) * HOPPER.multiprocessors)
-    if cut.order == "tokens":
-        count, accumulator = cut.chunks, HOPPER.accumulator_tokens[cut.kind]
-        overhead = count * HOPPER.chunk_overhead_flops
-    else:
-        count, accumulator = len(_slices(cut)), HOPPER.accumulator_entries
-        overhead = HOPPER.chunk_overhead_flops + count * HOPPER.slice_overhead_flops
-    return _depth(cut) / ideal + (count - 1) * accumulator / length + overhead / flops
+    if cut.order == "vocab":
+        slices = len(_slices(cut))
+        overhead = HOPPER.chunk_overhead_flops + slices * HOPPER.slice_overhead_flops
+        return _depth(cut) / ideal + (slices - 1) * HOPPER.accumulator_entries / cut.vocab + overhead / flops
+    cost = _depth(cut) / ideal + cut.chunks * HOPPER.chunk_overhead_flops / flops
+    if cut.chunks == 1:
+        return cost
+    sums = (cut.chunks - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
+    return max(cost + sums / cut.tokens, cut.chunks * HOPPER.chunk_host_flops / flops)
 
 
 def _slices(cut: Cut) -> list[tuple[int, int]]:

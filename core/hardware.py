@@ -28,10 +28,14 @@ class Architecture:
     """How many tiles are worked on at once: a turn."""
     accumulator_tokens: Mapping[str, int]
     """As ACCUMULATOR_TOKENS, of a chunk of tokens, by kind of backend. The first one's dW is a sum of 24 bits, too."""
+    last_sum_tokens: Mapping[str, int]
+    """What the last chunk takes longer than the others, to make dW of its own and of the sum."""
     accumulator_entries: int
     """As ACCUMULATOR_TOKENS, of a slice of the vocabulary: it adds to dX."""
     chunk_overhead_flops: float
     """What the small launches around a chunk of tokens take."""
+    chunk_host_flops: float
+    """What the host takes to launch one of several chunks: smaller ones are no faster."""
     slice_overhead_flops: float
     """What those around a slice of the vocabulary take."""
     full_turns: float
@@ -48,11 +52,12 @@ class Architecture:
 HOPPER = Architecture(
     tile=(128, 256),
     multiprocessors=132,  # of an H100 or H200
-    # Triton: 4 to 16 chunks of 16384 × 4096 × 128256: 115 to 127; of 8192 × 2304 × 256000 140 to 170; of 32768 × 768 ×
-    # 128256 at most 84. Rather too many: a default plan may not be slower than it says.
-    accumulator_tokens=MappingProxyType({"triton": 120, "pallas": 200}),
+    # Triton: all together 356, 381, 590, 882, 1276 and 1725 for 2, 4, 6, 8, 12 and 16 chunks of 16384 × 4096 × 128256.
+    accumulator_tokens=MappingProxyType({"triton": 115, "pallas": 200}),
+    last_sum_tokens=MappingProxyType({"triton": 100, "pallas": 0}),
     accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
     chunk_overhead_flops=4e10,  # 60 µs at 680 TFLOP/s
+    chunk_host_flops=8e11,  # 1.1 to 1.3 ms, of 29, 51 and 102 chunks
     slice_overhead_flops=4e9,  # 6 µs
     full_turns=0.93,
     idle_gain=0.3,
