@@ -18,7 +18,6 @@ from implementations import JaxXla, every_implementation, in_turn
 
 from logitless import ChunkPlan, plan
 
-pytestmark = pytest.mark.usefixtures("few_objects")
 
 N, D, V = 512, 128, 8192
 

@@ -26,7 +26,6 @@ from logitless.torch_impl.kernels import launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"),
-    pytest.mark.usefixtures("few_objects"),
 ]
 IMPL = TorchTriton()
 
