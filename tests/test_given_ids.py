@@ -541,7 +541,7 @@ def scratch(impl: Any, count: int, shared: bool, top: bool, dtype: str, **option
 
 @pytest.mark.case(31, 45)
 @every_implementation
-@pytest.mark.every_value
+@pytest.mark.every_value(each="impl")
 @pytest.mark.parametrize("kind", ["own", "shared", "top"])
 @pytest.mark.parametrize(("count", "dtype"), in_turn([8, 200], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("large", [False, True], ids=["smallest", "largest"])
