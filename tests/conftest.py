@@ -47,9 +47,9 @@ if IN_XDIST_WORKER:
 
 
 MARKERS = (
-    "slow_where(condition): slow with the parameters, by name, of which the condition is true",
+    "late(where): slow with the parameters, by name, of which the condition is true",
     "every_value(where, each): of the grid of parameters, as many are not slow as it takes to have every value once; "
-    "where: a condition, as above, on those that this is about (all); each: a parameter, for each value of which anew",
+    "where: a condition, as above, on those that this is about (all); each: parameters, for each value of which anew",
 )
 
 
@@ -118,17 +118,18 @@ def few_with_every_value(items: list[Any]) -> list[Any]:
 
 
 def mark_slow(items: list[Any]) -> None:
-    """Mark what slow_where and every_value leave to the slow tests. On a GPU every_value leaves nothing to them."""
+    """Mark what late and every_value leave to the slow tests. On a GPU every_value leaves nothing to them."""
     grids: dict[Any, list[Any]] = {}
     for item in items:
-        for mark in item.iter_markers("slow_where"):
-            if mark.args[0](item.callspec.params):
+        for mark in item.iter_markers("late"):
+            if mark.kwargs["where"](item.callspec.params):
                 item.add_marker(pytest.mark.slow)
         there = item.get_closest_marker("gpu") is None and item.get_closest_marker("slow") is None
         for mark in item.iter_markers("every_value") if there and not is_skipped(item) else ():
-            where, each = mark.kwargs.get("where"), mark.kwargs.get("each")
-            if where is None or where(item.callspec.params):
-                grid = item.nodeid.split("[")[0], each and named_value(each, item.callspec.params[each])
+            params, where, each = item.callspec.params, mark.kwargs.get("where"), mark.kwargs.get("each", ())
+            if where is None or where(params):
+                each = (each,) if isinstance(each, str) else each
+                grid = item.nodeid.split("[")[0], *(named_value(name, params[name]) for name in each)
                 grids.setdefault(grid, []).append(item)
     for grid in grids.values() if not cuda_device_count() else ():
         chosen = few_with_every_value(grid)

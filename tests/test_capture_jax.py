@@ -258,6 +258,7 @@ def test_loss_and_gradients_equal_those_of_full_logits(name: str) -> None:
     assert head.output is None
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", ["nnx, tied", "linen, all in checkpoint", "equinox, tied, bias, scale"])
 def test_under_transforms(name: str, run: str) -> None:
@@ -448,6 +449,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_state_of_nnx_modules(way: str, jit: bool) -> None:

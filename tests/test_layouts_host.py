@@ -100,6 +100,7 @@ def contiguous(name: str, device: str, backend: str) -> list[Any]:
 NAMES = ("mean", "none", "log_probs", "held", "logits", "distillation", "accumulate")
 
 
+@pytest.mark.every_value(where=lambda p: p["backend"] == "triton")
 @pytest.mark.case(33)
 @in_every_torch_place
 @pytest.mark.parametrize("layout", LAYOUTS)

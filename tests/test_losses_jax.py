@@ -35,6 +35,8 @@ NAMES = (
     "spread",
     "dense",
 )
+# Others go the same ways through the function: dpo's, policy's and class's.
+LATE = ("ipo", "simpo", "cispo", "spread")
 POLICIES: dict[str, dict[str, Any]] = {
     "policy": {"entropy_coef": 0.1},
     "cispo": {"objective": "cispo", "kl_estimator": "k1", "kl_times_ratio": True, "with_entropy": True},
@@ -82,6 +84,7 @@ def make(name: str) -> tuple[Any, Any, Any]:
     return lambda x, w: distillation_loss(x, w, *teacher, beta=0.4, mask=known["mask"]), *arrays
 
 
+@pytest.mark.late(where=lambda p: p["name"] in LATE)
 @pytest.mark.case(32)
 @pytest.mark.parametrize("name", NAMES)
 def test_transformations(name: str) -> None:

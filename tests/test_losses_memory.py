@@ -110,6 +110,7 @@ def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> N
     assert used >= 0.02 * budget
 
 
+@pytest.mark.late(where=lambda p: p["side"] in (512, 1024))
 @every_implementation
 @pytest.mark.parametrize(("side", "dtype"), in_turn([256, 512, 1024, 2048], ["float32", "bfloat16"]))
 def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +171,7 @@ TILE_SHARE = {
 }
 
 
+@pytest.mark.every_value(each="impl")
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

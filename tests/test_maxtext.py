@@ -128,6 +128,7 @@ def compared(made: list[Any], right: list[Any]) -> None:
         assert error(a, b) <= (ON_TOP_LOSS if number < 2 else GRADIENT)["float64"], number
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])

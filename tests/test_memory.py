@@ -18,7 +18,6 @@ from implementations import JaxXla, every_implementation, in_turn
 
 from logitless import ChunkPlan, plan
 
-
 N, D, V = 512, 128, 8192
 
 OPTIONS: dict[str, dict[str, Any]] = {

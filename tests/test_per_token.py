@@ -201,6 +201,7 @@ def test_ties_take_the_first_index_wherever_blocks_end(impl: Any, order: str) ->
     assert np.allclose(nothing.entropy, np.log(vocab))
 
 
+@pytest.mark.every_value(each="impl")
 @pytest.mark.case(3)
 @pytest.mark.case(20)
 @in_its_own_dtype

@@ -61,6 +61,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "held log-probs": {"function": linear_log_probs, "memory_budget": 2**30},
 }
 
+# Each of these steps is part of another one.
+LATE = ("sum", "smoothing alone", "a weight [D, V]", "a number", "per token", "log-probs", "held log-probs")
+
 
 @pytest.fixture(autouse=True)
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -124,6 +127,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.late(where=lambda p: p["name"] in LATE)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_repeated_step_has_the_same_bits(name: str, repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call runs, the second is written down, the third and the fourth are repeated."""

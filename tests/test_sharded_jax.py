@@ -244,6 +244,7 @@ def test_a_temperature_per_token(how: str) -> None:
         assert error(dw[:58], expected.weight_grad) <= 2 * TINY["float32"]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(26, 45)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
@@ -303,6 +304,7 @@ LOSSES_ON_TOP: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_value
 @pytest.mark.case(26)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", LOSSES_ON_TOP)
@@ -364,6 +366,7 @@ def test_a_policy_on_a_mesh_of_data_and_vocabulary() -> None:
         assert error(made, wanted) <= 4 * TINY["float32"]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(18, 21, 26)
 @pytest.mark.parametrize("how", ["shard_map", "wrapper", "explicit", "sequence"])
 @pytest.mark.parametrize("rows", [1, 4])

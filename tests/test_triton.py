@@ -80,6 +80,7 @@ def plans(problem: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.every_value(where=lambda p: p["small"])
 @pytest.mark.parametrize(("name", "dtype", "order"), RUNS)
 @EVERY_SIZE
 @pytest.mark.case(1)

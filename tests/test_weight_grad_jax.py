@@ -124,6 +124,7 @@ def test_added_to_what_is_there(way: str) -> None:
     assert_close(dbias, true.bias_grad, dtype)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_deferred(way: str, into: bool) -> None:
@@ -276,6 +277,7 @@ def test_micro_batches_and_float64() -> None:
         assert error(dhidden.reshape(TOKENS, SIZE), true.hidden_grad) <= TINY["float64"]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("how", ["at once", "deferred", "a reference"])
 @pytest.mark.parametrize(
     ("chunks", "dtype", "buffer_dtype"),
@@ -439,6 +441,7 @@ def test_a_narrow_buffer_gets_a_plan_that_rounds_once() -> None:
     assert error(added, true) <= ROUNDED_ONCE * error(jnp.asarray(true, "bfloat16"), true)
 
 
+@pytest.mark.every_value
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices of JAX")
 @pytest.mark.parametrize("buffer_dtype", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("deferred", [False, True])
