@@ -166,7 +166,7 @@ def stand_in(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.param("lightning", "torch lightning transformers", marks=pytest.mark.slow),
         pytest.param("peft", "torch peft transformers", marks=pytest.mark.slow),
         pytest.param("tokamax", "jax optax", marks=pytest.mark.slow),
-        ("transformers", "torch transformers accelerate"),
+        pytest.param("transformers", "torch transformers accelerate", marks=pytest.mark.slow),
         pytest.param("trl", "torch trl", marks=pytest.mark.slow),
         pytest.param("flax", "flax optax", marks=pytest.mark.slow),
         pytest.param("flax_linen", "flax optax", marks=pytest.mark.slow),

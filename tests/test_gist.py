@@ -47,6 +47,7 @@ def test_every_variant_is_the_same_mean(
             assert error(value.detach().numpy(), true.detach().numpy()) <= 3 * TINY["float32"], name
 
 
+@pytest.mark.slow  # above are its variants, and test_parity.py has a command that writes its files
 def test_the_command_writes_its_files(tmp_path: Path) -> None:
     path = tmp_path / "gist.json"
     sizes = {"batch": 2, "length": 33, "hidden": 8, "vocab": 101, "chunk": 16, "ignored": 0.2, "rounds": 2}

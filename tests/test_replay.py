@@ -62,8 +62,11 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 # Each of these steps is part of another one.
-LATE = ("sum", "smoothing alone", "a weight [D, V]", "a number", "per token", "log-probs", "held log-probs")
-AGAIN = ("mean", "chunks", "slices", "log-probs and entropy")
+LATE = (
+    *("sum", "smoothing", "smoothing alone", "a weight [D, V]", "chunks", "a number", "per token", "log-probs"),
+    *("log-probs and entropy", "held log-probs"),
+)
+AGAIN = ("mean", "a weight [D, V] in chunks", "slices", "log-probs and statistics")
 
 
 @pytest.fixture(autouse=True)

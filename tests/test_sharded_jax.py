@@ -620,7 +620,7 @@ def test_errors_of_the_wrapper() -> None:
 
 
 @pytest.mark.case(26)
-@pytest.mark.parametrize("name", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", ["one_pass", pytest.param("two_pass", marks=pytest.mark.slow)])
 def test_kernels_lower_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second with sequence parallelism; all with padding, bias, class weights and label smoothing."""
     pytest.importorskip("absl", reason="absl-py is not installed, which JAX's Pallas modules for GPUs import")

@@ -118,6 +118,7 @@ OPTIONS = (
 SLOW = ("sum_z", "smooth", "softcap", "softcap_smooth", "number", "two_passes")
 
 
+@pytest.mark.late(where=lambda p: p["backend"] == "triton" and p["name"] == "chunks_smooth")
 @pytest.mark.case(24)
 @in_every_torch_place
 @pytest.mark.parametrize(
@@ -239,6 +240,7 @@ def test_two_backwards(device: str, backend: str, name: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.late(where=lambda p: p["backend"] == "triton" and (p["name"], p["dynamic"]) == ("lse", None))
 @pytest.mark.case(22)
 @in_turns(
     "name dynamic",
@@ -387,6 +389,7 @@ def calls_of_operations(function: Callable[..., Any], arrays: tuple[Any, ...]) -
     return seen
 
 
+@pytest.mark.late(where=lambda p: p["backend"] == "triton" and p["name"] == "two_passes")
 @in_turns(
     "name", [("plain",), ("chunks_smooth",), ("statistics",), ("two_passes",), ("log_probs",), ("lse_statistics",)]
 )

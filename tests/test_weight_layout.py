@@ -87,7 +87,7 @@ def test_interpreted_pallas(name: str, order: str | None, monkeypatch: pytest.Mo
 # PyTorch: the strides say how a weight lies
 
 
-def arrays_of(device: str, tokens: int = 48, hidden: int = 64, vocab: int = 520) -> tuple[Any, ...]:
+def arrays_of(device: str, tokens: int = 48, hidden: int = 64, vocab: int = 264) -> tuple[Any, ...]:
     """hidden, a weight [D, V] and target, in bfloat16."""
     import torch
 
