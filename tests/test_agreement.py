@@ -63,13 +63,13 @@ PLANNED_IN_XLA = [
 
 
 def is_late(parameters: dict[str, Any]) -> bool:
-    """The largest vocabulary; with XLA those that plans are tried on, and of the others every other one in float32
-    alone, the rest in their other dtype."""
+    """The largest vocabulary; with XLA those that plans are tried on or test_trained.py is about, and of the
+    others every other one in float32 alone, the rest in their other dtype."""
     problem, dtype = parameters["problem"], parameters["dtype"]
     if problem.name == "qwen" or not in_jax(parameters):
         return bool(problem.name == "qwen")
     odd = PROBLEMS.index(problem) % 2 == 1
-    return problem.name in dict(PLANNED_IN_XLA) or (dtype == "float32") == odd
+    return problem.name in dict(PLANNED_IN_XLA) or "trained" in problem.tags or (dtype == "float32") == odd
 
 
 def slow_if(late: Callable[[Any], bool], runs: list[Any]) -> list[Any]:

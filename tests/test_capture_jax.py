@@ -243,6 +243,14 @@ def compare(subject: Subject, run: Callable[[Any], Any]) -> None:
             np.testing.assert_array_equal(made, right)
 
 
+# Their gradients are taken under the transformations below, or go the ways of the others.
+LATE = (
+    *("nnx, tied", "linen, all in checkpoint", "equinox, tied, bias, scale"),
+    *("linen", "equinox, tied", "equinox, checkpoint, jit"),
+)
+
+
+@pytest.mark.late(where=lambda p: p["name"] in LATE)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_those_of_full_logits(name: str) -> None:
     subject = MODELS[name]()

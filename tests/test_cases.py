@@ -43,7 +43,7 @@ from logitless.tolerances import (
 LOW = ("float32", "bfloat16", "float16")
 # Of the values per token in make test: what XLA compiles.
 VALUES_IN_XLA = [
-    *(("log_prob", 0.7, None), ("log_prob", 1.5, 3.0), ("entropy", 0.7, 3.0), ("both", 1.0, None), ("both", 1.5, 3.0)),
+    *(("log_prob", 1.5, 3.0), ("entropy", 0.7, 3.0), ("both", 1.0, None)),
     *(("stats", 1.5, 3.0), ("squares", 1.0, None)),
 ]
 
@@ -252,6 +252,7 @@ def test_confident_tokens(impl: Any, dtype: str, two_pass: bool) -> None:
     assert np.abs(losses / np.log1p(s) - 1).max() <= TARGET_GRADIENT["float64" if dtype == "float64" else "float32"]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(15)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -24,8 +24,8 @@ NAMES = [problem.name for problem in PROBLEMS if "large" not in problem.tags and
 FEW = 100
 # Compiled by XLA in make test: the options, layouts of tokens and data that the function treats in ways of their own.
 QUICK = (
-    *("odd_bias", "odd_softcap", "odd_none_all", "ragged", "banned", "trained_bias", "cohere", "confident_wrong"),
-    *("no_axes", "no_token", "all_ignored", "one_class", "shifted_up"),
+    *("odd_bias", "odd_softcap", "odd_none_all", "ragged", "banned", "cohere", "confident_wrong", "no_axes"),
+    *("no_token", "all_ignored"),
 )
 GRADIENTS = ("hidden", "weight", "bias")
 with_kernels = pytest.mark.parametrize(
@@ -169,6 +169,7 @@ def test_one_id_and_many(impl: Any, count: int, shared: bool) -> None:
     check(impl, problem_named("odd_most"), count, shared=shared)
 
 
+@pytest.mark.every_value
 @pytest.mark.case(45)
 @every_implementation
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
@@ -322,6 +323,7 @@ def test_a_token_with_banned_ids_alone(impl: Any) -> None:
     assert error(grads["hidden"], true.hidden_grad) <= TINY["float32"]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(35, 45)
 @every_implementation
 @pytest.mark.parametrize(("size", "name"), [(1e-6, "weight"), (1e5, "hidden")])

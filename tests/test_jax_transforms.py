@@ -305,6 +305,7 @@ def of_full_logits(x: Any, w: Any, y: Any) -> Any:
     return -jnp.where(y >= 0, jnp.take_along_axis(log_p, jnp.maximum(y, 0)[:, None], 1)[:, 0], 0.0).sum()
 
 
+@pytest.mark.late(where=lambda p: p["function"] is of_log_probs)
 @pytest.mark.case(6)
 @pytest.mark.parametrize(
     "function",

@@ -29,6 +29,15 @@ CASES = [
 ]
 
 
+# What the losses on top of JAX's log-probabilities hand on to them, and one array beside it; all become JAX's alike.
+HANDED_ON = ("hidden", "target", "mask", "ids", "teacher")
+
+
+def is_late(parameters: dict[str, Any]) -> bool:
+    on_top = parameters["name"].endswith("_loss")
+    return parameters["framework"] == "jax" and on_top and parameters["parameter"] not in HANDED_ON
+
+
 def view_of(values: Any, layout: str) -> Any:
     """A NumPy view that holds the values, with other numbers around them."""
     shape = values.shape
@@ -90,6 +99,7 @@ def backends(framework: str, name: str) -> list[str | None]:
     return ["xla"] if framework == "jax" else ["eager", "triton"] if INTERPRETS else ["eager"]
 
 
+@pytest.mark.late(where=is_late)
 @pytest.mark.case(33)
 @pytest.mark.parametrize(("framework", "name", "parameter"), CASES)
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "rest"])

@@ -35,8 +35,8 @@ NAMES = (
     "spread",
     "dense",
 )
-# Others go the same ways through the function: dpo's, policy's and class's.
-LATE = ("ipo", "simpo", "cispo", "spread")
+# The others go the same ways through the function: dpo's, policy's and class's.
+LATE = ("ipo", "simpo", "cispo", "sequence", "spread", "dense")
 POLICIES: dict[str, dict[str, Any]] = {
     "policy": {"entropy_coef": 0.1},
     "cispo": {"objective": "cispo", "kl_estimator": "k1", "kl_times_ratio": True, "with_entropy": True},

@@ -99,6 +99,7 @@ def jax_scratch(impl: Any, name: str, dtype: str, loss: Callable[..., Any], opti
     return temp_bytes(jax.jit(jax.value_and_grad(value)), floats, known)
 
 
+@pytest.mark.every_value
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize(("name", "dtype"), in_turn(NAMES, ["float32", "bfloat16"]))

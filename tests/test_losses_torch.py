@@ -21,7 +21,7 @@ from logitless.torch_impl import (  # noqa: E402
 DISTILLATIONS = ("distillation", "class", "spread", "dense")
 NAMES = ("dpo", "ipo", "cpo", "simpo", "orpo", "kto", "policy", "cispo", "sequence", *DISTILLATIONS)
 # The others go the same ways through the functions: dpo's, policy's and class's.
-LATE = ("ipo", "cpo", "simpo", "cispo", "spread")
+LATE = ("ipo", "cpo", "simpo", "orpo", "cispo", "spread", "dense")
 # Of these every part of the code runs in the calls above.
 POLICIES: dict[str, dict[str, Any]] = {
     "policy": {"entropy_coef": 0.1, "aggregation": "sequence_mean"},

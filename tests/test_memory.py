@@ -238,6 +238,7 @@ def ragged_calls() -> list[Any]:
     ]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize(("sizes", "dtype", "kind", "options"), ragged_calls())

@@ -118,7 +118,9 @@ def lowered_configuration(name: str, ids: str = "int32") -> str:
 
 
 # Each kernel is in one of the others, with the options that change it most; none_held is lowered under x64.
-SLOW = ("plain", "chunks_smooth", "all", "none", "none_held", "bias_statistics", "wide", "odd", "one")
+SLOW = (
+    *("plain", "two_pass_smooth", "chunks_smooth", "all", "none", "none_held", "bias_statistics", "wide", "odd", "one"),
+)
 
 
 @pytest.mark.parametrize(

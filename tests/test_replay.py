@@ -193,6 +193,7 @@ def test_one_tensor_twice(repeated: list[Any]) -> None:
     assert not torch.equal(apart[0][0], twice[0][0])
 
 
+@pytest.mark.late(where=lambda p: p["name"] in ("mean", "log-probs and entropy"))
 @pytest.mark.parametrize("name", ["mean", "everything", "chunks", "slices", "log-probs and entropy"])
 def test_the_promise_of_memory_is_kept(name: str) -> None:
     """What a repeated step holds beside its results is no more than the plan says."""

@@ -178,6 +178,7 @@ def test_ignored_tokens_may_lie_anywhere(chunk: int | None) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.late(where=lambda p: p["case"] in ("all", "frozen"))
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [
