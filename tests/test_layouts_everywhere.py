@@ -77,13 +77,14 @@ def outcome(made: Made, function: Any, arguments: dict[str, Any]) -> list[Any]:
     differentiable = {key: value for key, value in floats.items() if key in names}
     rest = {key: value for key, value in arguments.items() if key not in differentiable}
 
-    def results(chosen: dict[str, Any]) -> list[Any]:
-        return [each for each in jax.tree.leaves(function(**chosen, **rest)) if each is not None]
+    def summed(chosen: dict[str, Any]) -> tuple[Any, list[Any]]:
+        results = [each for each in jax.tree.leaves(function(**chosen, **rest)) if each is not None]
+        return sum(each.sum() for each in results), results
 
-    grads = (
-        jax.grad(lambda chosen: sum(each.sum() for each in results(chosen)))(differentiable) if differentiable else {}
-    )
-    return [np.asarray(each) for each in (*results(differentiable), *grads.values())]
+    if not differentiable:
+        return [np.asarray(each) for each in summed({})[1]]
+    grads, results = jax.grad(summed, has_aux=True)(differentiable)
+    return [np.asarray(each) for each in (*results, *grads.values())]
 
 
 def rounding(a: Any, b: Any, layout: str) -> bool:

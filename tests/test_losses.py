@@ -445,6 +445,7 @@ def test_more_policies(impl: Any, name: str, per_sequence: bool, dtype: str) -> 
     held_policy(impl, MORE_POLICIES[name], per_sequence, dtype)
 
 
+@pytest.mark.late(where=lambda p: in_jax(p) and p["name"] in MORE_POLICIES)
 @in_its_own_dtype
 @pytest.mark.parametrize("name", [*POLICIES, *MORE_POLICIES])
 def test_policies_of_ratios_of_100_nats(impl: Any, name: str) -> None:

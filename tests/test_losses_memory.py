@@ -128,6 +128,7 @@ def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeyp
     assert used <= allowed, f"{used / 2**20:.2f} MiB of {allowed / 2**20:.2f} promised"
 
 
+@pytest.mark.every_value
 @every_implementation
 @pytest.mark.parametrize(
     ("way", "dtype"), in_turn(["class", "spread", "drop", "dense", "rows"], ["float32", "bfloat16"])

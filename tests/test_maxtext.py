@@ -160,6 +160,7 @@ def test_dtypes_of_mixed_precision() -> None:
     assert [gradient.dtype for gradient in gradients] == ["float32"] * 3 + ["bfloat16"]
 
 
+@pytest.mark.late(where=lambda p: p["devices"] == (1, 2, 1, 2))
 @pytest.mark.parametrize("devices", [(2, 2, 1, 1), (1, 2, 1, 2), (1, 1, 1, 4)])
 def test_on_a_mesh(x64: None, devices: tuple[int, ...]) -> None:
     if jax.device_count() < 4:

@@ -180,6 +180,7 @@ def assert_tight(used: int, promised: int, share: float = SHARE) -> None:
     assert promised <= share * used + SLACK, f"{told}: {promised / used:.2f} times as much"
 
 
+@pytest.mark.every_value
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])

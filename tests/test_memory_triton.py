@@ -47,6 +47,7 @@ def split_parts(chosen: ChunkPlan) -> int:
     return HOPPER.multiprocessors * math.prod(HOPPER.tile) * 4 if chosen.splits_hidden else 0
 
 
+@pytest.mark.every_value
 @pytest.mark.case(31)
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])

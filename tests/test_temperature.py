@@ -226,7 +226,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.late(where=lambda p: in_jax(p) and p["name"] in ("forward KL", "reverse KL"))
+@pytest.mark.late(where=lambda p: in_jax(p) and p["name"] in ("kto", "forward KL", "reverse KL"))
 @pytest.mark.every_value(where=in_jax)
 @pytest.mark.case(41, 46)
 @every_implementation

@@ -97,6 +97,7 @@ def arrays_of(device: str, tokens: int = 48, hidden: int = 64, vocab: int = 264)
     return x, k, torch.randint(vocab, (tokens,), generator=generator).to(device)
 
 
+@pytest.mark.late(where=lambda p: p["backend"] == "triton" and not p["options"])
 @pytest.mark.parametrize(("device", "backend"), TORCH_PLACES)
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"plan": "lean"}], ids=str)
 def test_a_gradient_lies_as_its_weight(device: str, backend: str, options: dict[str, Any]) -> None:
@@ -150,6 +151,7 @@ def test_a_buffer_of_either_layout(
     assert error(into.double().cpu().numpy(), 1 + k.grad.double().cpu().numpy()) <= GRADIENT["bfloat16"]
 
 
+@pytest.mark.late(where=lambda p: p["backend"] == "triton" and p["reduction"] == "mean")
 @pytest.mark.parametrize(("device", "backend"), TORCH_PLACES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled(device: str, backend: str, reduction: str) -> None:
