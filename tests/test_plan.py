@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -399,6 +400,7 @@ RESULTS = Path(__file__).parent.parent / "bench" / "results" / "gpu_check.json"
 SHORTEST_MS = 4.0
 
 
+@functools.cache
 def measured_plans() -> list[Any]:
     """(measured over the floor, plan) of the kernels' loss and gradients, whose variants name default or budget."""
     found = json.loads(RESULTS.read_text())
