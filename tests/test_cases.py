@@ -383,6 +383,7 @@ def test_log_probs_and_entropy(impl: Any, run: tuple[str, float, float | None], 
         assert not made.grads["hidden"][::7].any()
 
 
+@pytest.mark.every_value
 @pytest.mark.case(19)
 @in_its_own_dtype
 @pytest.mark.parametrize("order", ["tokens", "vocab"])
@@ -533,6 +534,7 @@ def test_token_weight_zero_equals_ignored(impl: Any) -> None:
     assert error(weighted.grads["weight"], ignored.grads["weight"]) <= GRADIENT[impl.dtype]
 
 
+@pytest.mark.every_value
 @every_implementation  # Triton's kernels for 16 bits hold 17 MiB of split tiles, more than this problem's matrix
 @pytest.mark.parametrize("budget_share", [0.2, 0.5])
 def test_a_memory_budget_is_enough(impl: Any, budget_share: float) -> None:

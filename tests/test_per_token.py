@@ -122,6 +122,7 @@ def test_areal_backward(impl: Any, kind: str) -> None:
     within(made.grads["weight"], true.weight_grad, "backward weight")
 
 
+@pytest.mark.late(where=lambda p: p["impl"].name == "jax_xla")
 @every_implementation
 def test_areal_backward_large(impl: Any) -> None:
     if impl.name == "torch_triton_interpreted":

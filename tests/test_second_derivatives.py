@@ -30,7 +30,7 @@ FUNCTIONS = (
     "kto", "policy", "sequence", "distillation",
 )  # fmt: skip
 # With interpreted kernels in make test: each autograd function once. The others call these.
-INTERPRETED = ("mean", "slices", "lse", "accumulate", "log_prob", "logits", "policy")
+INTERPRETED = ("mean", "slices", "lse", "accumulate", "log_prob", "logits")
 
 
 def is_late(parameters: dict[str, Any]) -> bool:

@@ -72,7 +72,7 @@ def losses(backend: str) -> dict[str, Callable[..., Any]]:
 
 
 # With interpreted kernels in make test: both results, every order, and what holds most.
-INTERPRETED = ("smooth", "lse", "slices", "log_probs_statistics")
+INTERPRETED = ("lse", "slices", "log_probs_statistics")
 
 
 @pytest.mark.case(24)

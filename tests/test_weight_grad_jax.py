@@ -80,7 +80,7 @@ WAYS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 # test_deferred has them all.
-ALONE = ("plain", "no smoothing", "chunks", "vocab", "none", "wide", "wide weight", "half")
+ALONE = ("plain", "no smoothing", "vocab", "none", "wide weight", "half")
 ADDED = (
     "plain",
     "chunks, two passes",
