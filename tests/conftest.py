@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,8 +46,17 @@ if IN_XDIST_WORKER:
         os.environ.setdefault(name, "1")
 
 
+MARKERS = (
+    "late(where): slow with the parameters, by name, of which the condition is true",
+    "every_value(where, each): of the grid of parameters, as many are not slow as it takes to have every value once; "
+    "where: a condition, as above, on those that this is about (all); each: parameters, for each value of which anew",
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """One thread for torch in a worker: several workers share the cores."""
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
     if IN_XDIST_WORKER and importlib.util.find_spec("torch") is not None:
         import torch
 
@@ -82,8 +92,56 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return lines
 
 
+def is_skipped(item: pytest.Item) -> bool:
+    """Whether a marker skips it here."""
+    return any(not mark.args or mark.args[0] for mark in item.iter_markers("skipif"))
+
+
+def named_value(name: str, value: Any) -> tuple[str, Any]:
+    """What is equal for the same value of the same parameter. A dictionary or an array is itself alone."""
+    try:
+        hash(value)
+    except TypeError:
+        value = id(value)
+    return name, value
+
+
+def few_with_every_value(items: list[Any]) -> list[Any]:
+    """Some of the members of a grid of parameters, so that each value of each parameter is in one of them."""
+    values = [{named_value(*one) for one in item.callspec.params.items()} for item in items]
+    missing, chosen = set().union(*values), []
+    while missing:
+        most = max(range(len(items)), key=lambda number: len(values[number] & missing))
+        missing -= values[most]
+        chosen.append(items[most])
+    return chosen
+
+
+def mark_slow(items: list[Any]) -> None:
+    """Mark what late and every_value leave to the slow tests. On a GPU every_value leaves nothing to them."""
+    grids: dict[Any, list[Any]] = {}
+    for item in items:
+        for mark in item.iter_markers("late"):
+            if mark.kwargs["where"](item.callspec.params):
+                item.add_marker(pytest.mark.slow)
+        there = item.get_closest_marker("gpu") is None and item.get_closest_marker("slow") is None
+        for mark in item.iter_markers("every_value") if there and not is_skipped(item) else ():
+            params, where, each = item.callspec.params, mark.kwargs.get("where"), mark.kwargs.get("each", ())
+            if where is None or where(params):
+                each = (each,) if isinstance(each, str) else each
+                grid = item.nodeid.split("[")[0], *(named_value(name, params[name]) for name in each)
+                grids.setdefault(grid, []).append(item)
+    for grid in grids.values() if not cuda_device_count() else ():
+        chosen = few_with_every_value(grid)
+        for item in grid:
+            if item not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects the slow ones
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and refuse a case marker that names no number."""
+    """Mark what is slow, skip what needs a GPU where there is none, and refuse a case marker that names no number."""
+    mark_slow(items)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and the NVIDIA driver reports none here")
     for item in items:
         for mark in item.iter_markers("case"):
@@ -103,9 +161,10 @@ def _first_gpu_is_current(request: pytest.FixtureRequest) -> None:
             torch.cuda.set_device(0)
 
 
-@pytest.fixture(scope="module")
-def few_objects() -> None:
-    """Leave what earlier tests have put into caches out of garbage collections."""
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects() -> None:
+    """Leave what earlier modules have put into caches out of garbage collections. Frameworks keep millions of objects,
+    and a collection that looks at all of them takes a second or more."""
     leave_out_of_collections()
 
 

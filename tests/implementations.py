@@ -414,6 +414,12 @@ slow_where_interpreted = pytest.mark.parametrize(
     ],
 )
 
+
+def in_jax(parameters: dict[str, Any]) -> bool:
+    """For the markers late and every_value: JAX's implementation, whose compiler takes most of the time."""
+    return bool(parameters["impl"].name == "jax_xla")
+
+
 beside_torch = pytest.mark.skipif(
     not (_installed("torch") or cuda_device_count()), reason="slow, and run where torch is installed too"
 )

@@ -451,7 +451,7 @@ def test_a_run_of_tests_that_is_cut_short_has_told_its_failures(
     tests = tmp_path / "test_two.py"
     end = f"os.kill(os.get{'ppid' if workers else 'pid'}(), 9)"  # xdist's workers are its children
     tests.write_text(
-        f"import os, time\n\ndef test_one():\n    assert 1 == 2\n\ndef test_two():\n    time.sleep(2)\n    {end}\n"
+        f"import os, time\n\ndef test_one():\n    assert 1 == 2\n\ndef test_two():\n    time.sleep(1)\n    {end}\n"
     )
     more = ["-n", str(workers)] if workers else []
     log = tmp_path / "tests.txt"

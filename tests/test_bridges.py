@@ -51,6 +51,7 @@ def near(made: Any, true: Any, times: float = 2.0) -> bool:
 
 
 class TestTheLoss:
+    @pytest.mark.every_value
     @both
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("name", ["odd_all", "odd_most", "odd_none_most", "confident_wrong", "no_axes", "signed"])
@@ -70,6 +71,7 @@ class TestTheLoss:
         cases.test_upstream_other_than_one(impl)
         cases.test_none_with_random_upstream(impl, "odd_none_all")
 
+    @pytest.mark.every_value
     @both
     @pytest.mark.case(6)
     @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -77,6 +79,7 @@ class TestTheLoss:
     def test_every_subset_of_gradients(self, impl: Any, wrt: tuple[str, ...], reduction: str) -> None:
         cases.test_every_subset_of_gradients(impl, wrt, reduction)
 
+    @pytest.mark.every_value
     @both
     @pytest.mark.case(7)
     @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

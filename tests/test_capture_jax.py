@@ -243,6 +243,14 @@ def compare(subject: Subject, run: Callable[[Any], Any]) -> None:
             np.testing.assert_array_equal(made, right)
 
 
+# Their gradients are taken under the transformations below, or go the ways of the others.
+LATE = (
+    *("nnx, tied", "linen, all in checkpoint", "equinox, tied, bias, scale"),
+    *("linen", "equinox, tied", "equinox, checkpoint, jit"),
+)
+
+
+@pytest.mark.late(where=lambda p: p["name"] in LATE)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_those_of_full_logits(name: str) -> None:
     subject = MODELS[name]()
@@ -258,6 +266,7 @@ def test_loss_and_gradients_equal_those_of_full_logits(name: str) -> None:
     assert head.output is None
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", ["nnx, tied", "linen, all in checkpoint", "equinox, tied, bias, scale"])
 def test_under_transforms(name: str, run: str) -> None:
@@ -448,6 +457,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_state_of_nnx_modules(way: str, jit: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def marked_cases(source: str) -> set[int]:
     }
 
 
+@functools.cache
 def covered_cases() -> dict[int, set[str]]:
     """Case number → names of the test modules that mark it."""
     covered: dict[int, set[str]] = {}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import every_implementation
+from implementations import every_implementation, in_jax
 
 from logitless import layer_partition
 from logitless.saved import SavedRow, SavedTensors
@@ -252,6 +252,7 @@ def in_groups(rows: Any, index: Any, sizes: list[int], multiple: int) -> Any:
     return np.concatenate(parts)
 
 
+@pytest.mark.every_value(where=in_jax)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("multiple", [1, 3, 16])
@@ -299,6 +300,7 @@ def test_group_sizes_that_are_wrong(impl: Any) -> None:
             gather(impl, rows, index, upstream, "float32", 1, group_sizes)
 
 
+@pytest.mark.every_value(each="dtype")
 @needs_torch
 @pytest.mark.parametrize("looked_at", [True, False], ids=["looked_at", "not_waited_for"])
 @pytest.mark.parametrize("grouped", [False, True])

@@ -236,6 +236,7 @@ class TestOutput:
 class TestDisagreement:
     """The comparison can go red."""
 
+    @pytest.mark.every_value
     @pytest.mark.parametrize("wrong", [1.005, 0.995, math.nan])
     @pytest.mark.parametrize("run", [0, 1, 2])
     def test_one_wrong_loss_is_an_error_and_leaves_the_evidence(

@@ -157,16 +157,16 @@ def stand_in(request: pytest.FixtureRequest) -> Iterator[None]:
     [
         ("torch", "torch"),
         ("jax", "jax optax"),
-        ("jax_sharded", "jax optax"),
-        ("accelerate", "torch accelerate transformers"),
-        ("cce", "torch"),
-        ("kernels", "torch kernels"),
-        ("levanter", "jax optax"),
-        ("liger", "torch"),
-        ("lightning", "torch lightning transformers"),
-        ("peft", "torch peft transformers"),
-        ("tokamax", "jax optax"),
-        ("transformers", "torch transformers accelerate"),
+        pytest.param("jax_sharded", "jax optax", marks=pytest.mark.slow),
+        pytest.param("accelerate", "torch accelerate transformers", marks=pytest.mark.slow),
+        pytest.param("cce", "torch", marks=pytest.mark.slow),
+        pytest.param("kernels", "torch kernels", marks=pytest.mark.slow),
+        pytest.param("levanter", "jax optax", marks=pytest.mark.slow),
+        pytest.param("liger", "torch", marks=pytest.mark.slow),
+        pytest.param("lightning", "torch lightning transformers", marks=pytest.mark.slow),
+        pytest.param("peft", "torch peft transformers", marks=pytest.mark.slow),
+        pytest.param("tokamax", "jax optax", marks=pytest.mark.slow),
+        pytest.param("transformers", "torch transformers accelerate", marks=pytest.mark.slow),
         pytest.param("trl", "torch trl", marks=pytest.mark.slow),
         pytest.param("flax", "flax optax", marks=pytest.mark.slow),
         pytest.param("flax_linen", "flax optax", marks=pytest.mark.slow),
@@ -182,6 +182,7 @@ def test_examples_learn(name: str, needs: str, stand_in: None, capsys: pytest.Ca
     assert last < 0.7 * first
 
 
+@pytest.mark.slow  # test_verl.py guards what it calls
 def test_the_example_of_verl_earns_rewards() -> None:
     for module in ("torch", "transformers"):
         pytest.importorskip(module, reason="the example needs it")
@@ -194,6 +195,7 @@ def rank_run(rank: int, name: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow  # test_megatron_head.py, test_torchtitan.py and test_sharded_head.py guard what they call
 @pytest.mark.parametrize(("name", "vocabulary"), [("deepspeed", 4096), ("megatron", 4096), ("torchtitan", 2048)])
 def test_examples_learn_on_two_ranks(name: str, vocabulary: int) -> None:
     pytest.importorskip("torch", reason="the ranks are torch's")

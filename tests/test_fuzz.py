@@ -5,6 +5,7 @@ The fuzzer itself is tested too: it finds faults, goes on where it was stopped, 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -35,6 +36,7 @@ needs_torch = pytest.mark.skipif(not HAVE_TORCH, reason="breaks and runs a funct
 
 @pytest.mark.case(4, 5, 6, 33, 34, 35, 36)
 @pytest.mark.skipif(cuda_device_count() > 0, reason="on a GPU python -m bench fuzz --device cuda is run by itself")
+@pytest.mark.late(where=lambda p: p["part"] > 0)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_problems_are_right(part: int) -> None:
     seed = int(os.environ["LOGITLESS_FUZZ_SEED"])
@@ -44,6 +46,7 @@ def test_random_problems_are_right(part: int) -> None:
     assert not made["wrong"], json.dumps(made["wrong"], indent=1, ensure_ascii=False)
 
 
+@functools.cache
 def drawn(count: int, **wanted: Any) -> list[Problem]:
     """The first problems of the eager backend that have the wanted fields."""
     problems = (draw(5, number, backends=("eager",)) for number in range(100 * count))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import ALL, TorchTriton, every_implementation, in_turn, interpreted, problem_named
+from implementations import ALL, TorchTriton, every_implementation, in_jax, in_turn, interpreted, problem_named
 
 from logitless import plan, reference
 from logitless.doctor import cuda_device_count
@@ -22,6 +22,11 @@ from logitless.tolerances import GRADIENT, TARGET_GRADIENT, TINY, allowance, err
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 NAMES = [problem.name for problem in PROBLEMS if "large" not in problem.tags and problem.name not in ("gpt2", "qwen")]
 FEW = 100
+# Compiled by XLA in make test: the options, layouts of tokens and data that the function treats in ways of their own.
+QUICK = (
+    *("odd_bias", "odd_softcap", "odd_none_all", "ragged", "banned", "cohere", "confident_wrong", "no_axes"),
+    *("no_token", "all_ignored"),
+)
 GRADIENTS = ("hidden", "weight", "bias")
 with_kernels = pytest.mark.parametrize(
     "impl", [*ALL, pytest.param(TorchTriton(), id="torch_triton", marks=interpreted)]
@@ -146,6 +151,7 @@ def check(impl: Any, problem: Problem, count: int, *, shared: bool = False, **mo
     assert not grads["hidden"][nothing].any()
 
 
+@pytest.mark.late(where=lambda p: in_jax(p) and p["name"] not in QUICK)
 @pytest.mark.case(45)
 @every_implementation
 @pytest.mark.parametrize(("name", "dtype"), in_turn(NAMES, DTYPES))
@@ -153,6 +159,7 @@ def test_every_problem(impl: Any, name: str, dtype: str) -> None:
     check(impl, problem_named(name).with_dtype(dtype), 5)
 
 
+@pytest.mark.every_value(each="impl")
 @pytest.mark.case(45)
 @with_kernels
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
@@ -162,6 +169,7 @@ def test_one_id_and_many(impl: Any, count: int, shared: bool) -> None:
     check(impl, problem_named("odd_most"), count, shared=shared)
 
 
+@pytest.mark.every_value
 @pytest.mark.case(45)
 @every_implementation
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
@@ -315,6 +323,7 @@ def test_a_token_with_banned_ids_alone(impl: Any) -> None:
     assert error(grads["hidden"], true.hidden_grad) <= TINY["float32"]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(35, 45)
 @every_implementation
 @pytest.mark.parametrize(("size", "name"), [(1e-6, "weight"), (1e5, "hidden")])
@@ -369,6 +378,7 @@ def check_top_k(impl: Any, problem: Problem, k: int, **more: Any) -> None:
         assert_close(problem, name, grad, getattr(true, f"{name}_grad"), ideal[name])
 
 
+@pytest.mark.every_value(each="impl")
 @pytest.mark.case(45)
 @every_implementation
 @pytest.mark.parametrize(("name", "dtype"), in_turn(["odd_most", "ragged", "banned", "trained", "gemma"], DTYPES))
@@ -541,6 +551,7 @@ def scratch(impl: Any, count: int, shared: bool, top: bool, dtype: str, **option
 
 @pytest.mark.case(31, 45)
 @every_implementation
+@pytest.mark.every_value(each="impl")
 @pytest.mark.parametrize("kind", ["own", "shared", "top"])
 @pytest.mark.parametrize(("count", "dtype"), in_turn([8, 200], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("large", [False, True], ids=["smallest", "largest"])

@@ -187,6 +187,7 @@ ROADS: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.every_value
 @pytest.mark.case(37)
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -196,6 +197,7 @@ def test_second_derivatives_are_refused(function: str, road: str) -> None:
         ROADS[road](FUNCTIONS[function], X)
 
 
+@pytest.mark.every_value
 @pytest.mark.case(37)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("road", ["jvp", "linearize", "jacfwd"])

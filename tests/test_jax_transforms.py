@@ -132,6 +132,7 @@ def test_donated_buffers() -> None:
         assert error(one, other) <= TINY["float32"]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(32)
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -160,7 +161,7 @@ def test_x64_on_gives_float64_for_float64() -> None:
 
 
 @pytest.mark.case(32)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_strict_promotion(dtype: Any) -> None:
     x, w, y = arrays()
     options = {"label_smoothing": 0.1, "z_loss": 1e-4, "logit_scale": 1.5}
@@ -304,6 +305,7 @@ def of_full_logits(x: Any, w: Any, y: Any) -> Any:
     return -jnp.where(y >= 0, jnp.take_along_axis(log_p, jnp.maximum(y, 0)[:, None], 1)[:, 0], 0.0).sum()
 
 
+@pytest.mark.late(where=lambda p: p["function"] is of_log_probs)
 @pytest.mark.case(6)
 @pytest.mark.parametrize(
     "function",

@@ -114,6 +114,7 @@ def test_something_else_is_refused() -> None:
 # float32 weights
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("chunk", [None, 8])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -428,6 +428,7 @@ def test_a_launcher_with_descriptors_waits_until_it_is_known_how_they_are_passed
     assert passed == [("described_kernel", [[16, 32]])]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize(
     ("before", "within"), [(0.005, 0.001), (0.0030015, 0.001), (0.0002505, 0.00025)], ids=["usual", "longer", "short"]
 )

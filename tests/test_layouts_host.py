@@ -100,6 +100,7 @@ def contiguous(name: str, device: str, backend: str) -> list[Any]:
 NAMES = ("mean", "none", "log_probs", "held", "logits", "distillation", "accumulate")
 
 
+@pytest.mark.every_value(where=lambda p: p["backend"] == "triton")
 @pytest.mark.case(33)
 @in_every_torch_place
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -133,6 +134,7 @@ def test_expanded(device: str, backend: str) -> None:
     torch.testing.assert_close(first, made)
 
 
+@pytest.mark.late(where=lambda p: p["backend"] == "triton" and p["name"] == "mean")
 @pytest.mark.case(24, 33)
 @in_every_torch_place
 @pytest.mark.parametrize("name", ["mean", "log_probs", "logits"])

@@ -65,6 +65,7 @@ def compared(made: list[Any], right: list[Any], dtype: str = "float64") -> None:
         assert error(a, b) <= (GRADIENT if number else ON_TOP_LOSS)[dtype], number
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("penalty", [0.0, 1e-2])
 @pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum", None])

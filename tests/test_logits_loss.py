@@ -470,10 +470,10 @@ EVERYTHING: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("dtype", "vocab", "options"),
     [
-        ("bfloat16", 128256, {}),
+        pytest.param("bfloat16", 128256, {}, marks=pytest.mark.slow),
         ("bfloat16", 1001, EVERYTHING),
         pytest.param("float16", 1000, EVERYTHING, marks=pytest.mark.slow),
-        ("float32", 50257, {}),
+        pytest.param("float32", 50257, {}, marks=pytest.mark.slow),
         pytest.param("float32", 1000, EVERYTHING, marks=pytest.mark.slow),
         ("float32", 5, EVERYTHING),
     ],

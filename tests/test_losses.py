@@ -10,7 +10,7 @@ from typing import Any
 import full_losses
 import numpy as np
 import pytest
-from implementations import every_implementation, in_its_own_dtype, in_turn
+from implementations import every_implementation, in_its_own_dtype, in_jax, in_turn
 
 from logitless.objectives import distillation_tile
 from logitless.rounding import round_to
@@ -157,6 +157,7 @@ def full_dpo(a: dict[str, Any], **options: Any) -> Callable[..., Any]:
     return loss
 
 
+@pytest.mark.every_value(where=in_jax)
 @every_implementation
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sums", [False, True])
@@ -196,6 +197,7 @@ def pair_constants(options: dict[str, Any]) -> tuple[str, ...]:
     return DPO_CONSTANTS if options.get("loss_type", "dpo") in ("dpo", "ipo") else DPO_CONSTANTS[:2]
 
 
+@pytest.mark.every_value(where=in_jax)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("name", PAIRS)
@@ -305,6 +307,7 @@ def full_kto(a: dict[str, Any], kl: Any, reduction: str = "mean", **options: Any
     return loss
 
 
+@pytest.mark.every_value(where=in_jax)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("sums", [False, True])
@@ -425,6 +428,7 @@ def held_policy(impl: Any, options: dict[str, Any], per_sequence: bool, dtype: s
     assert not result[1]["hidden"][counted(a) == 0].any()
 
 
+@pytest.mark.every_value(where=in_jax)
 @every_implementation
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("per_sequence", [False, True])
@@ -433,6 +437,7 @@ def test_clipped_policy(impl: Any, name: str, per_sequence: bool, dtype: str) ->
     held_policy(impl, POLICIES[name], per_sequence, dtype)
 
 
+@pytest.mark.every_value(where=in_jax)
 @every_implementation
 @pytest.mark.parametrize(("dtype", "per_sequence"), [("float64", False), ("bfloat16", True)])
 @pytest.mark.parametrize("name", MORE_POLICIES)
@@ -440,6 +445,7 @@ def test_more_policies(impl: Any, name: str, per_sequence: bool, dtype: str) -> 
     held_policy(impl, MORE_POLICIES[name], per_sequence, dtype)
 
 
+@pytest.mark.late(where=lambda p: in_jax(p) and p["name"] in MORE_POLICIES)
 @in_its_own_dtype
 @pytest.mark.parametrize("name", [*POLICIES, *MORE_POLICIES])
 def test_policies_of_ratios_of_100_nats(impl: Any, name: str) -> None:
@@ -580,6 +586,8 @@ def test_policy_normalizer_joins_micro_batches(impl: Any, aggregation: str) -> N
 # Distillation
 
 DISTILLATION_CONSTANTS = ("mask", "teacher_hidden", "teacher_weight", "teacher_bias")
+# In make test; eager PyTorch runs them all.
+DISTILLED_IN_XLA = (("plain", 0.0), ("plain", 1.0), ("options", 0.3))
 DISTILLATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "options": {
@@ -603,6 +611,8 @@ def full_distillation(
     return loss
 
 
+@pytest.mark.late(where=lambda p: in_jax(p) and p["run"] not in DISTILLED_IN_XLA)
+@pytest.mark.every_value(where=in_jax)
 @every_implementation
 @pytest.mark.parametrize(
     ("run", "dtype"), in_turn(itertools.product(DISTILLATIONS, [0.0, 0.3, 1.0]), DTYPES, always=["float32"])
@@ -741,6 +751,7 @@ WITHOUT_TOKENS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.every_value(where=in_jax)
 @pytest.mark.case(7)
 @in_its_own_dtype
 @pytest.mark.parametrize(("name", "options"), WITHOUT_TOKENS, ids=[f"{n}-{o}" for n, o in WITHOUT_TOKENS])

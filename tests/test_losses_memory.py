@@ -99,6 +99,7 @@ def jax_scratch(impl: Any, name: str, dtype: str, loss: Callable[..., Any], opti
     return temp_bytes(jax.jit(jax.value_and_grad(value)), floats, known)
 
 
+@pytest.mark.every_value
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize(("name", "dtype"), in_turn(NAMES, ["float32", "bfloat16"]))
@@ -110,6 +111,7 @@ def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> N
     assert used >= 0.02 * budget
 
 
+@pytest.mark.late(where=lambda p: p["side"] in (512, 1024))
 @every_implementation
 @pytest.mark.parametrize(("side", "dtype"), in_turn([256, 512, 1024, 2048], ["float32", "bfloat16"]))
 def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +128,7 @@ def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeyp
     assert used <= allowed, f"{used / 2**20:.2f} MiB of {allowed / 2**20:.2f} promised"
 
 
+@pytest.mark.every_value
 @every_implementation
 @pytest.mark.parametrize(
     ("way", "dtype"), in_turn(["class", "spread", "drop", "dense", "rows"], ["float32", "bfloat16"])
@@ -170,6 +173,7 @@ TILE_SHARE = {
 }
 
 
+@pytest.mark.every_value(each="impl")
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

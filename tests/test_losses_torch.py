@@ -20,6 +20,8 @@ from logitless.torch_impl import (  # noqa: E402
 
 DISTILLATIONS = ("distillation", "class", "spread", "dense")
 NAMES = ("dpo", "ipo", "cpo", "simpo", "orpo", "kto", "policy", "cispo", "sequence", *DISTILLATIONS)
+# The others go the same ways through the functions: dpo's, policy's and class's.
+LATE = ("ipo", "cpo", "simpo", "orpo", "cispo", "spread", "dense")
 # Of these every part of the code runs in the calls above.
 POLICIES: dict[str, dict[str, Any]] = {
     "policy": {"entropy_coef": 0.1, "aggregation": "sequence_mean"},
@@ -75,6 +77,7 @@ def value_and_grads(loss: Any, leaves: dict[str, Any]) -> list[Any]:
     return [made.detach(), *torch.autograd.grad(made, list(leaves.values()))]
 
 
+@pytest.mark.late(where=lambda p: p["name"] in LATE)
 @pytest.mark.case(24)
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_equals_eager(name: str) -> None:

@@ -128,6 +128,7 @@ def compared(made: list[Any], right: list[Any]) -> None:
         assert error(a, b) <= (ON_TOP_LOSS if number < 2 else GRADIENT)["float64"], number
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
@@ -159,6 +160,7 @@ def test_dtypes_of_mixed_precision() -> None:
     assert [gradient.dtype for gradient in gradients] == ["float32"] * 3 + ["bfloat16"]
 
 
+@pytest.mark.late(where=lambda p: p["devices"] == (1, 2, 1, 2))
 @pytest.mark.parametrize("devices", [(2, 2, 1, 1), (1, 2, 1, 2), (1, 1, 1, 4)])
 def test_on_a_mesh(x64: None, devices: tuple[int, ...]) -> None:
     if jax.device_count() < 4:

@@ -18,8 +18,6 @@ from implementations import JaxXla, every_implementation, in_turn
 
 from logitless import ChunkPlan, plan
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 N, D, V = 512, 128, 8192
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -182,6 +180,7 @@ def assert_tight(used: int, promised: int, share: float = SHARE) -> None:
     assert promised <= share * used + SLACK, f"{told}: {promised / used:.2f} times as much"
 
 
+@pytest.mark.every_value
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
@@ -240,6 +239,7 @@ def ragged_calls() -> list[Any]:
     ]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize(("sizes", "dtype", "kind", "options"), ragged_calls())

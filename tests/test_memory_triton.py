@@ -26,7 +26,6 @@ from logitless.torch_impl.kernels import launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"),
-    pytest.mark.usefixtures("few_objects"),
 ]
 IMPL = TorchTriton()
 
@@ -48,6 +47,7 @@ def split_parts(chosen: ChunkPlan) -> int:
     return HOPPER.multiprocessors * math.prod(HOPPER.tile) * 4 if chosen.splits_hidden else 0
 
 
+@pytest.mark.every_value
 @pytest.mark.case(31)
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])

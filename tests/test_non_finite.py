@@ -47,6 +47,7 @@ def assert_right(made: Any, true: Any, dtype: str) -> None:
         assert error(grad, getattr(true, f"{name}_grad")) <= GRADIENT[dtype], name
 
 
+@pytest.mark.every_value(each="impl")
 @pytest.mark.case(43)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -59,6 +60,7 @@ def test_weights_of_classes_that_no_token_has(impl: Any, value: float, dtype: st
     assert_right(impl.run(*arrays, dtype=dtype, class_weight=k), true, dtype)
 
 
+@pytest.mark.every_value(each="impl")
 @pytest.mark.case(35)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -72,6 +74,7 @@ def test_class_weights_of_any_size(impl: Any, size: Any, options: Any, dtype: st
     assert_right(impl.run(*arrays, dtype=dtype, class_weight=k, **options), true, dtype)
 
 
+@pytest.mark.every_value(each="impl")
 @pytest.mark.case(36)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

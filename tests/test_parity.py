@@ -46,6 +46,7 @@ def write_arrays(path: Path, *, with_bias: bool = False, **changes: Any) -> dict
 # compare
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("name", ["odd_bias", "odd_none_most"])
 def test_everything_here_agrees(name: str, dtype: str) -> None:

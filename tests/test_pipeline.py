@@ -114,6 +114,7 @@ def pool() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("limit", [None, 1, 2, MICROBATCHES])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_drains_the_queue(pool: Ranks, name: str, limit: int | None) -> None:
@@ -165,6 +166,7 @@ def example_run(rank: int, path: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow  # the schedules above guard what it calls
 def test_the_example_learns(pool: Ranks) -> None:
     path = str(Path(__file__).resolve().parent.parent / "examples" / "torch_pipeline_training.py")
     losses, none = pool.run(example_run, path)

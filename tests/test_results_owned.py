@@ -40,6 +40,7 @@ def make(name: str, device: str, backend: str, shape: tuple[int, ...]) -> Callab
     return lambda x, w: linear_cross_entropy(x, w, y, reduction="none", backend=backend)
 
 
+@pytest.mark.every_value(where=lambda p: p["backend"] == "triton")
 @pytest.mark.case(39)
 @in_every_torch_place
 @pytest.mark.parametrize("shape", [(B, T), (B * T,)], ids=["2d", "1d"])

@@ -29,6 +29,14 @@ FUNCTIONS = (
     "mean", "slices", "none", "lse", "module", "accumulate", "log_prob", "entropy", "logits", "logits_none", "dpo",
     "kto", "policy", "sequence", "distillation",
 )  # fmt: skip
+# With interpreted kernels in make test: each autograd function once. The others call these.
+INTERPRETED = ("mean", "slices", "lse", "accumulate", "log_prob", "logits")
+
+
+def is_late(parameters: dict[str, Any]) -> bool:
+    return parameters["backend"] == "triton" and parameters["name"] not in INTERPRETED
+
+
 REFUSED = "is differentiable once"
 
 
@@ -112,6 +120,7 @@ WAYS: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
 }
 
 
+@pytest.mark.late(where=is_late)
 @pytest.mark.case(37)
 @in_every_torch_place
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -132,6 +141,7 @@ def test_gradgradcheck_is_refused(name: str, device: str, backend: str) -> None:
         torch.autograd.gradgradcheck(f, x.clone().requires_grad_())
 
 
+@pytest.mark.late(where=is_late)
 @pytest.mark.case(37)
 @in_every_torch_place
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -278,6 +278,7 @@ def patched_run(rank: int, unit: str, reshard: bool) -> Any:
     return (loss.detach().numpy(), gradients), counts, (logits.numpy(), model(input_ids=ids).logits.detach().numpy())
 
 
+@pytest.mark.every_value
 @pytest.mark.case(27)
 @pytest.mark.parametrize("unit", ["head", "norm and head"])
 @pytest.mark.parametrize("reshard", [False, True])

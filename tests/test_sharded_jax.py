@@ -101,6 +101,9 @@ RUNS = (
 )
 
 
+@pytest.mark.late(
+    where=lambda p: (p["how"], p["name"]) in (("shard_map", "confident_wrong_none"), ("wrapper", "odd_most"))
+)
 @pytest.mark.case(26)
 @pytest.mark.parametrize(("how", "name", "dtype"), RUNS)
 def test_equal_to_one_device(how: str, name: str, dtype: str) -> None:
@@ -244,6 +247,7 @@ def test_a_temperature_per_token(how: str) -> None:
         assert error(dw[:58], expected.weight_grad) <= 2 * TINY["float32"]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(26, 45)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
@@ -303,6 +307,7 @@ LOSSES_ON_TOP: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_value
 @pytest.mark.case(26)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", LOSSES_ON_TOP)
@@ -364,6 +369,7 @@ def test_a_policy_on_a_mesh_of_data_and_vocabulary() -> None:
         assert error(made, wanted) <= 4 * TINY["float32"]
 
 
+@pytest.mark.every_value
 @pytest.mark.case(18, 21, 26)
 @pytest.mark.parametrize("how", ["shard_map", "wrapper", "explicit", "sequence"])
 @pytest.mark.parametrize("rows", [1, 4])
@@ -617,7 +623,7 @@ def test_errors_of_the_wrapper() -> None:
 
 
 @pytest.mark.case(26)
-@pytest.mark.parametrize("name", ["one_pass", "two_pass"])
+@pytest.mark.parametrize("name", ["one_pass", pytest.param("two_pass", marks=pytest.mark.slow)])
 def test_kernels_lower_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second with sequence parallelism; all with padding, bias, class weights and label smoothing."""
     pytest.importorskip("absl", reason="absl-py is not installed, which JAX's Pallas modules for GPUs import")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from implementations import every_implementation, in_its_own_dtype, in_turn
+from implementations import every_implementation, in_its_own_dtype, in_jax, in_turn
 from test_losses import ARGUMENTS, made, tools
 
 from logitless import reference
@@ -58,6 +59,13 @@ PROBLEMS = [
     Problem("dense-zeros", "dense", {"beta": 0.3}, data="zeros"),
     Problem("log-normalizer", "log", {"normalizer": 7.0}),
 ]  # fmt: skip
+
+
+# Compiled by XLA in make test; test_both_frameworks_agree compiles those with a hard loss.
+QUICK = (
+    *("class-0.3", "spread-0", "drop-0", "dense-0.3", "class-options", "drop-fewer", "class-all", "spread-above"),
+    *("log-normalizer",),
+)
 
 
 def arrays(problem: Problem, dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
@@ -138,6 +146,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(tile.token_slices), len(tile.vocab_slices)) == (2, 3)
 
 
+@pytest.mark.late(where=lambda p: in_jax(p) and p["problem"].name not in QUICK)
 @pytest.mark.case(47)
 @every_implementation
 @pytest.mark.parametrize(("problem", "dtype"), in_turn(PROBLEMS, DTYPES))
@@ -238,6 +247,7 @@ def test_the_hard_loss_of_a_sure_student(impl: Any, nats: float) -> None:
 # Of both frameworks, and of a teacher's head
 
 
+@pytest.mark.late(where=lambda p: p["problem"].name in ("spread-options", "drop-options", "spread-hard", "drop-fewer"))
 @pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.options.get("nll_coef")], ids=lambda p: p.name)
 def test_both_frameworks_agree(problem: Problem) -> None:
     pytest.importorskip("torch", reason="compares both frameworks")
@@ -464,32 +474,41 @@ def test_on_a_gpu_that_token_alone_is_nan(kind: str, rest: str) -> None:
     assert a["hidden"].grad.isfinite().all()
 
 
+@functools.cache
+def jitted(rest: str) -> tuple[Any, Any]:
+    """Losses of hidden, weight and a dictionary of the rest, and the gradients of their sum; compiled once."""
+    import jax
+
+    from logitless.jax_impl import sparse_distillation_loss
+
+    bias = arrays(Problem("", rest, dict(HARD)))["bias"]
+
+    def losses(hidden: Any, weight: Any, known: Any) -> Any:
+        return sparse_distillation_loss(hidden, weight, bias=bias, rest=rest, reduction="none", **known, **HARD)
+
+    return jax.jit(losses), jax.jit(jax.grad(lambda *given: losses(*given).sum(), (0, 1)))
+
+
 @pytest.mark.case(47)
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("rest", ["class", "spread"])
 def test_where_nobody_looks_that_token_alone_is_nan(kind: str, rest: str) -> None:
-    jax = pytest.importorskip("jax", reason="jax.jit hides values")
+    pytest.importorskip("jax", reason="jax.jit hides values")
     import jax.numpy as jnp
-
-    from logitless.jax_impl import sparse_distillation_loss
 
     problem = Problem("", rest, dict(HARD))
     a, clean = spoiled(problem, kind), arrays(problem)
     constants = ("ids", "probs", "target", "mask")
     known = {name: jnp.asarray(a[name]) for name in constants}
 
-    def losses(hidden: Any, weight: Any, known: Any) -> Any:
-        return sparse_distillation_loss(
-            hidden, weight, bias=clean["bias"], rest=rest, reduction="none", **known, **HARD
-        )
-
-    found = np.array(jax.jit(losses)(a["hidden"], a["weight"], known))
+    losses, gradients = jitted(rest)
+    found = np.array(losses(a["hidden"], a["weight"], known))
     assert np.isnan(found[1, 2])
     found[1, 2] = 0
     clean["mask"][1, 2] = 0
     true = reference.sparse_distillation_loss(**clean, rest=rest, **HARD, reduction="sum")
     assert error(found, true.losses) <= ON_TOP_LOSS["float32"]
-    grads = jax.jit(jax.grad(lambda *given: losses(*given).sum(), (0, 1)))(a["hidden"], a["weight"], known)
+    grads = gradients(a["hidden"], a["weight"], known)
     for grad, name in zip(grads, ARGUMENTS, strict=False):
         assert error(grad, getattr(true, f"{name}_grad")) <= ON_TOP_GRADIENT["float32"]
 
@@ -550,6 +569,7 @@ def test_no_token_counts(impl: Any, rest: str) -> None:
     assert not any(grad.any() for grad in grads.values())
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("rest", ["class", "spread", "drop", "dense"])
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
 def test_gradcheck(rest: str, beta: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import every_implementation, in_its_own_dtype, plan_for
+from implementations import every_implementation, in_its_own_dtype, in_jax, plan_for
 
 from logitless import reference
 from logitless.problems import Problem
@@ -138,6 +138,7 @@ def with_ignored(y: Any) -> Any:
     return y
 
 
+@pytest.mark.every_value(where=in_jax)
 @pytest.mark.case(41, 46)
 @every_implementation
 @BOTH_CAPS
@@ -171,6 +172,7 @@ def test_a_loss_with_one_per_token(impl: Any, name: str, order: Any, softcap: fl
         assert error(values, getattr(true.stats, statistic)) <= ON_TOP_LOSS["float32"], statistic
 
 
+@pytest.mark.every_value(where=in_jax)
 @pytest.mark.case(41, 46)
 @every_implementation
 @BOTH_CAPS
@@ -224,6 +226,8 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.late(where=lambda p: in_jax(p) and p["name"] in ("kto", "forward KL", "reverse KL"))
+@pytest.mark.every_value(where=in_jax)
 @pytest.mark.case(41, 46)
 @every_implementation
 @BOTH_CAPS

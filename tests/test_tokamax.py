@@ -54,6 +54,7 @@ def value_and_vjp(function: Callable[..., Any], dout: Any, x: Any, w: Any) -> li
     return [loss, *back(dout)]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 def test_against_full_logits(tokamax: Any, reduction: str, jit: bool) -> None:

@@ -71,8 +71,13 @@ def losses(backend: str) -> dict[str, Callable[..., Any]]:
     }
 
 
+# With interpreted kernels in make test: both results, every order, and what holds most.
+INTERPRETED = ("lse", "slices", "log_probs_statistics")
+
+
 @pytest.mark.case(24)
 @in_every_torch_place
+@pytest.mark.late(where=lambda p: p["backend"] == "triton" and p["name"] not in INTERPRETED)
 @pytest.mark.parametrize("name", losses("eager"))
 def test_grad_is_autograds(device: str, backend: str, name: str) -> None:
     function, (x, w, b, y) = losses(backend)[name], arrays(device)

@@ -86,6 +86,7 @@ def sharded_run(rank: int, unit: str, valid: float | None) -> Any:
     return made
 
 
+@pytest.mark.every_value
 @pytest.mark.case(27)
 @pytest.mark.parametrize("valid", [None, 26.0])
 @pytest.mark.parametrize("unit", ["head", "norm and head"])

@@ -13,6 +13,7 @@ from implementations import (
     assert_rounded_once,
     assert_within,
     every_implementation,
+    in_jax,
     in_turn,
     problem_named,
     run_case,
@@ -30,6 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_value(where=in_jax)
 @pytest.mark.case(34)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -74,6 +76,6 @@ def rounds_to_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.case(34)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU")
 @pytest.mark.usefixtures("rounds_to_bfloat16")
-@pytest.mark.parametrize("chunk", [1024, 640])
+@pytest.mark.parametrize("chunk", [pytest.param(1024, marks=pytest.mark.slow), 640])
 def test_dweight_is_rounded_once(chunk: int) -> None:
     assert_rounded_once(TorchTriton(), chunk)

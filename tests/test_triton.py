@@ -80,6 +80,7 @@ def plans(problem: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.every_value(where=lambda p: p["small"])
 @pytest.mark.parametrize(("name", "dtype", "order"), RUNS)
 @EVERY_SIZE
 @pytest.mark.case(1)
@@ -126,6 +127,7 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
     assert launched == every - {"combine_hidden_kernel"}  # which adds what Hopper's kernels leave
 
 
+@pytest.mark.late(where=lambda p: p["name"] == "odd_softcap")
 @pytest.mark.parametrize("name", ["odd_all", "odd_softcap", "confident_wrong"])
 @EVERY_SIZE
 def test_statistics(name: str, small: bool) -> None:
@@ -177,6 +179,7 @@ def test_ignored_tokens_may_lie_anywhere(chunk: int | None) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.late(where=lambda p: p["case"] in ("all", "frozen"))
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [

@@ -79,6 +79,18 @@ WAYS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "bfloat16", "bfloat16", "bfloat16", OPTIONS | {"plan": sizes(order="vocab", chunk=30, dtype="bfloat16")},
     ),
 }  # fmt: skip
+# test_deferred has them all.
+ALONE = ("plain", "no smoothing", "vocab", "none", "wide weight", "half")
+ADDED = (
+    "plain",
+    "chunks, two passes",
+    "vocab",
+    "none",
+    "class weights",
+    "wide, chunks",
+    "wide weight",
+    "narrow, vocab",
+)
 for each in WAYS.values():
     for name in ("class_weight", "token_weight"):
         if name in each[3]:
@@ -96,6 +108,7 @@ def assert_close(made: Any, true: Any, dtype: str) -> None:
     assert error(np.asarray(made, np.float64), true) <= GRADIENT[dtype]
 
 
+@pytest.mark.late(where=lambda p: p["way"] not in ALONE)
 @pytest.mark.parametrize("way", WAYS)
 def test_without_either_it_is_value_and_grad(way: str) -> None:
     dtype, head, _, options = WAYS[way]
@@ -107,6 +120,7 @@ def test_without_either_it_is_value_and_grad(way: str) -> None:
         assert_close(made, getattr(true, f"{name}_grad"), dtype)
 
 
+@pytest.mark.late(where=lambda p: p["way"] not in ADDED)
 @pytest.mark.parametrize("way", WAYS)
 def test_added_to_what_is_there(way: str) -> None:
     dtype, head, buffer_dtype, options = WAYS[way]
@@ -124,6 +138,7 @@ def test_added_to_what_is_there(way: str) -> None:
     assert_close(dbias, true.bias_grad, dtype)
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_deferred(way: str, into: bool) -> None:
@@ -276,6 +291,7 @@ def test_micro_batches_and_float64() -> None:
         assert error(dhidden.reshape(TOKENS, SIZE), true.hidden_grad) <= TINY["float64"]
 
 
+@pytest.mark.every_value
 @pytest.mark.parametrize("how", ["at once", "deferred", "a reference"])
 @pytest.mark.parametrize(
     ("chunks", "dtype", "buffer_dtype"),
@@ -439,6 +455,7 @@ def test_a_narrow_buffer_gets_a_plan_that_rounds_once() -> None:
     assert error(added, true) <= ROUNDED_ONCE * error(jnp.asarray(true, "bfloat16"), true)
 
 
+@pytest.mark.every_value
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices of JAX")
 @pytest.mark.parametrize("buffer_dtype", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("deferred", [False, True])
