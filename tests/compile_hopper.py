@@ -5,10 +5,13 @@ A process of its own, because where Triton interprets kernels it compiles none.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -22,6 +25,9 @@ from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGH
 
 # The constants that a WeightKind is made of, in its order.
 KIND = ("FINAL", "PARTED", "ADD", "SMOOTH", "TARGETS", "LENT", "TURNED")
+# What the launch of a WeightKind chooses beside its tile's constants.
+UNLIKE = ("PIECES", "PARTS", "STREAMED")
+NO_CALL = SimpleNamespace(describe_matrix=lambda *block: None)
 FLAGS = ("BIAS", "SCALE", "CAP", "CLASS", "ALPHA", "GAMMA", "DELTA", "SIGMA")
 HAS = tuple(f"HAS_{flag}" for flag in FLAGS)
 # The pointer that an option reads, for those that read one; it is None without the option.
@@ -95,30 +101,26 @@ def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
     }
 
 
-def weight(dtype: str, final: bool, pieces: int, **chosen: bool) -> dict[str, Any]:
+def weight(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
     into = chosen.get("INTO", False) and not chosen.pop("NARROW", False)  # a float32 buffer
-    parted = chosen.get("PARTED", False)
     t = HOPPER.tiles[WEIGHT if final and not into else WEIGHT_SUM]
-    options = {"ADD": False, "FINAL": final, "INTO": False, "PARTED": False, "SMOOTH": False, "HAS_CLASS": False}
-    options |= {"TARGETS": False, "LENT": False, "TURNED": False}
-    streamed = parted and chosen.get("ADD", False) and not (final or chosen.get("TURNED", False))
-    options |= {"STREAMED": streamed}
-    parts = pieces if streamed else t.bn // t.block_columns
-    out = turned(chosen.get("TURNED", False), t.block_rows, t.bn // parts)
-    if streamed:
-        out = (out[0], out[1] // 2)
-    high, low = (block(bits, *out) for bits in (("i32", "i16") if streamed else ("i16", "i8")))
+    options = dict.fromkeys(("ADD", "INTO", "PARTED", "SMOOTH", "HAS_CLASS", "TARGETS", "LENT", "TURNED"), False)
+    options |= {"FINAL": final} | chosen
+    kind = WeightKind(*(options[flag] for flag in KIND))
+    kind = dataclasses.replace(kind, reads=kind.reads and not into)
+    own = hopper.PRODUCTS.weight(NO_CALL, t, kind, torch.empty((2, 2), dtype=torch.int8), True)
+    parted, lent = kind.parted, kind.lent and not kind.turned
+    out = turned(kind.turned, t.block_rows, own.columns >> own.pairs)
+    high, low = (block(bits, *out) for bits in (("i32", "i16") if own.pairs else ("i16", "i8")))
     summed = high if parted else block("fp32", *out)
     return {
         "kernel": hopper.weight_kernel,
         "tiles": t,
-        "constants": options | chosen | {"PIECES": pieces, "PARTS": parts},
+        "constants": options | {name: value for name, value in own.values.items() if name in UNLIKE},
         "none": (() if final else ("scale_ptr",)) + (() if parted else ("low_ptr",))
         + (() if parted and not final else ("low_desc",)),
         "blocks": {
-            "e_desc": block(
-                dtype, *turned(chosen.get("LENT", False) and not chosen.get("TURNED", False), t.bk, t.block_rows)
-            ),
+            "e_desc": block(dtype, *turned(lent, t.bk, t.block_rows)),
             "x_desc": block(dtype, t.bk, t.bn),
             "low_desc": low,
             "out_desc": block(dtype, *out) if final and not into else summed,
@@ -161,25 +163,25 @@ CONFIGURATIONS = {
     "hidden, waiting, turned": lambda: hidden("bf16", False, ROWS=True, WAITS=True, TURNED=True),
     "hidden sum": lambda: hidden("bf16", False, ROWS=True),
     "hidden sum, add": lambda: hidden("bf16", False, ADD=True),
-    "weight": lambda: weight("bf16", True, 1),
-    "weight and targets": lambda: weight("bf16", True, 1, TARGETS=True),
-    "weight and targets, all": lambda: weight("bf16", True, 4, TARGETS=True, SMOOTH=True, HAS_CLASS=True),
-    "weight in place": lambda: weight("bf16", True, 1, TARGETS=True, LENT=True),
-    "weight in place, all": lambda: weight("bf16", True, 4, TARGETS=True, LENT=True, SMOOTH=True, HAS_CLASS=True),
+    "weight": lambda: weight("bf16", True),
+    "weight and targets": lambda: weight("bf16", True, TARGETS=True),
+    "weight and targets, all": lambda: weight("bf16", True, TARGETS=True, SMOOTH=True, HAS_CLASS=True),
+    "weight in place": lambda: weight("bf16", True, TARGETS=True, LENT=True),
+    "weight in place, all": lambda: weight("bf16", True, TARGETS=True, LENT=True, SMOOTH=True, HAS_CLASS=True),
     "anchored, turned": lambda: logits("bf16", 1, 2, TURNED=True),
     "hidden, turned": lambda: hidden("bf16", True, ROWS=True, TURNED=True),
-    "weight, turned": lambda: weight("bf16", True, 1, TARGETS=True, TURNED=True),
-    "weight in place, turned": lambda: weight("bf16", True, 1, TARGETS=True, LENT=True, TURNED=True),
-    "weight sum, turned, add": lambda: weight("bf16", False, 2, ADD=True, TURNED=True),
-    "weight, all": lambda: weight("bf16", True, 4, ADD=True, SMOOTH=True, HAS_CLASS=True),
-    "weight into, add": lambda: weight("bf16", True, 2, ADD=True, INTO=True),
-    "weight into narrow": lambda: weight("bf16", True, 4, ADD=True, INTO=True, NARROW=True),
-    "weight sum": lambda: weight("bf16", False, 2),
-    "weight sum, add": lambda: weight("bf16", False, 2, ADD=True),
-    "weight parted": lambda: weight("bf16", False, 4, PARTED=True),
-    "weight parted, added": lambda: weight("bf16", False, 4, PARTED=True, ADD=True),
-    "weight parted, turned, added": lambda: weight("bf16", False, 8, PARTED=True, ADD=True, TURNED=True),
-    "weight from parts": lambda: weight("bf16", True, 8, PARTED=True, ADD=True, SMOOTH=True, TARGETS=True),
+    "weight, turned": lambda: weight("bf16", True, TARGETS=True, TURNED=True),
+    "weight in place, turned": lambda: weight("bf16", True, TARGETS=True, LENT=True, TURNED=True),
+    "weight sum, turned, add": lambda: weight("bf16", False, ADD=True, TURNED=True),
+    "weight, all": lambda: weight("bf16", True, ADD=True, SMOOTH=True, HAS_CLASS=True),
+    "weight into, add": lambda: weight("bf16", True, ADD=True, INTO=True),
+    "weight into narrow": lambda: weight("bf16", True, ADD=True, INTO=True, NARROW=True),
+    "weight sum": lambda: weight("bf16", False),
+    "weight sum, add": lambda: weight("bf16", False, ADD=True),
+    "weight parted": lambda: weight("bf16", False, PARTED=True),
+    "weight parted, added": lambda: weight("bf16", False, PARTED=True, ADD=True),
+    "weight parted, turned, added": lambda: weight("bf16", False, PARTED=True, ADD=True, TURNED=True),
+    "weight from parts": lambda: weight("bf16", True, PARTED=True, ADD=True, SMOOTH=True, TARGETS=True),
 }
 
 
