@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from logitless import scratch, spec
+from logitless import hardware, scratch, spec
 from logitless.torch_impl.kernels.tiles import HiddenLaunch, WeightLaunch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -41,7 +41,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 BIGGEST_INDEX = tl.constexpr(2147483647)
 
 # Parts at most that a tile of a last, short turn is split into along its depth.
-MOST_PARTS = tl.constexpr(8)
+MOST_PARTS = tl.constexpr(hardware.HOPPER.most_parts)
 
 # A row's target that another rank of a sharded call has; −1 is an id outside the vocabulary.
 ELSEWHERE = tl.constexpr(-2)
