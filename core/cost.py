@@ -28,36 +28,31 @@ def relative_cost(cut: Cut, device: Device) -> float:
         return 1.0
     flops = 6 * cut.tokens * cut.hidden * cut.vocab
     ideal = flops / (2 * math.prod(HOPPER.tile) * HOPPER.multiprocessors)
-    if cut.order == "vocab":
-        slices = len(_slices(cut))
-        overhead = HOPPER.chunk_overhead_flops + slices * HOPPER.slice_overhead_flops
-        return _depth(cut) / ideal + (slices - 1) * HOPPER.accumulator_entries / cut.vocab + overhead / flops
-    cost = _depth(cut) / ideal + cut.chunks * HOPPER.chunk_overhead_flops / flops
-    if cut.chunks == 1:
-        return cost
-    sums = (cut.chunks - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
-    return max(cost + sums / cut.tokens, cut.chunks * HOPPER.chunk_host_flops / flops)
-
-
-def _slices(cut: Cut) -> list[tuple[int, int]]:
-    """The slices of the vocabulary, where dW is a tensor of its own."""
-    lends = cut.hidden * ITEMSIZE[cut.dtype] if cut.kind == "triton" else 0
-    return [(start, stop) for start, stop, _ in cut.lent_slices(lends)]
-
-
-def _depth(cut: Cut) -> float:
-    """Σ over the products of turns times depth."""
-    if cut.order == "tokens":
-        depth = sum(_block_depth(cut, stop - start, cut.vocab) for start, stop in cut.token_slices)
-    else:
-        depth = sum(_block_depth(cut, cut.tokens, stop - start) for start, stop in _slices(cut))
+    blocks = _blocks(cut)
+    depth = sum(_block_depth(cut, *block) for block in blocks)
     if not cut.one_pass:
         depth += _turns(cut.tokens, cut.vocab) * cut.hidden
-    return depth
+    count, cost = len(blocks), depth / ideal
+    if cut.order == "vocab":
+        overhead = HOPPER.chunk_overhead_flops + count * HOPPER.slice_overhead_flops
+        return cost + (count - 1) * HOPPER.accumulator_entries / cut.vocab + overhead / flops
+    cost += count * HOPPER.chunk_overhead_flops / flops
+    if count == 1:
+        return cost
+    sums = (count - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
+    return max(cost + sums / cut.tokens, count * HOPPER.chunk_host_flops / flops)
+
+
+def _blocks(cut: Cut) -> list[tuple[int, int]]:
+    """Tokens and vocabulary entries of every chunk, or of every slice where dW is a tensor of its own."""
+    if cut.order == "tokens":
+        return [(stop - start, cut.vocab) for start, stop in cut.token_slices]
+    lends = cut.hidden * ITEMSIZE[cut.dtype] if cut.kind == "triton" else 0
+    return [(cut.tokens, stop - start) for start, stop, _ in cut.lent_slices(lends)]
 
 
 def _block_depth(cut: Cut, rows: int, columns: int) -> float:
-    """The three products of a block: logits, dX, dW."""
+    """Turns times depth of the three products of a block: logits, dX, dW."""
     hidden_turns: float = _turns(rows, cut.hidden)
     programs = HOPPER.multiprocessors
     if cut.splits_hidden:

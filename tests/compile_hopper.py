@@ -110,7 +110,7 @@ def weight(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
     kind = dataclasses.replace(kind, reads=kind.reads and not into)
     own = hopper.PRODUCTS.weight(NO_CALL, t, kind, torch.empty((2, 2), dtype=torch.int8), True)
     parted, lent = kind.parted, kind.lent and not kind.turned
-    out = turned(kind.turned, t.block_rows, own.columns >> own.pairs)
+    out = turned(kind.turned, t.block_rows, own.columns)
     high, low = (block(bits, *out) for bits in (("i32", "i16") if own.pairs else ("i16", "i8")))
     summed = high if parted else block("fp32", *out)
     return {

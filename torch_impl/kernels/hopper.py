@@ -1202,12 +1202,11 @@ class Hopper:
             pieces = 8 if kind.final or kind.turned else 4
         streamed = kind.parted and kind.reads and not (kind.final or kind.turned)
         parts, described = pieces if streamed else parts, None
-        if streamed:
-            described = c.describe_matrix(low.view(torch.int16), t.block_rows, t.bn // parts // 2)
-        elif kind.parted and not kind.final:
-            described = c.describe_matrix(low, t.block_rows, t.bn // parts)
+        columns = t.bn // parts // (2 if streamed else 1)
+        if kind.parted and not kind.final:
+            described = c.describe_matrix(low.view(torch.int16) if streamed else low, t.block_rows, columns)
         values = {"PARTS": parts, "PIECES": pieces, "STREAMED": streamed, "low_desc": described}
-        return WeightLaunch(self.constants(t) | self.registers(kind) | values, True, t.bn // parts, streamed)
+        return WeightLaunch(self.constants(t) | self.registers(kind) | values, True, columns, streamed)
 
     def constants(self, t):
         return t.sizes | {"STAGES": t.stages, "SKEW": t.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}

@@ -275,14 +275,16 @@ class GradientProducts:
         width = c.vocab if self.turned else c.size
         aligned = (width * out.element_size()) % 16 == 0
         own = c.products.weight(c, t, kind, self.low, aligned)
-        block = out[entries].view(torch.int32) if own.pairs else out[entries]
+        described = None
+        if own.by_descriptor:
+            block = out[entries].view(torch.int32) if own.pairs else out[entries]
+            described = c.describe_matrix(block, t.block_rows, own.columns)
         programs, placed = self._in_place(t)
         c.launch(
             c.products.weight_kernel, programs, **placed, **own.values, **addresses(e=e, x=x),
             e_desc=c.describe_matrix(e, t.bk, t.block_rows), x_desc=c.describe(x, t.bk, t.bn),
             sum_ptr=out if into else self.high if parted else self.weight_sum, low_ptr=self.low if parted else None,
-            out_desc=c.describe_matrix(block, t.block_rows, own.columns >> own.pairs) if own.by_descriptor else None,
-            out_width=width, TURNED=self.turned,
+            out_desc=described, out_width=width, TURNED=self.turned,
             out_ptr=out, scale_ptr=scale, smooth_x_ptr=self.smooth_x_scaled if final and smooth else None,
             first=first, start=entries.start, columns=entries.stop - entries.start, ADD=first > 0 or into, FINAL=final,
             INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets is not None,

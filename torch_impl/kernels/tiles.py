@@ -82,9 +82,9 @@ class WeightLaunch:
     by_descriptor: bool
     """Whether the result is written by descriptor."""
     columns: int
-    """Of a block that is."""
+    """Elements of the descriptor in a row of a block."""
     pairs: bool = False
-    """Whether an element of the descriptor is two neighbours, 16 bits each."""
+    """Whether such an element is two neighbours, 16 bits each."""
 
 
 @dataclasses.dataclass(frozen=True)
