@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,26 +62,20 @@ PLANNED_IN_XLA = [
 
 
 def is_late(parameters: dict[str, Any]) -> bool:
-    """The largest vocabulary; with XLA those that plans are tried on or test_trained.py is about, and of the
+    """The largest problems; with XLA those that plans are tried on or test_trained.py is about, and of the
     others every other one in float32 alone, the rest in their other dtype."""
     problem, dtype = parameters["problem"], parameters["dtype"]
-    if problem.name == "qwen" or not in_jax(parameters):
-        return bool(problem.name == "qwen")
+    if problem.name == "qwen" or "large" in problem.tags:
+        return True
+    if not in_jax(parameters):
+        return False
     odd = PROBLEMS.index(problem) % 2 == 1
     return problem.name in dict(PLANNED_IN_XLA) or "trained" in problem.tags or (dtype == "float32") == odd
 
 
-def slow_if(late: Callable[[Any], bool], runs: list[Any]) -> list[Any]:
-    """Parameters for parametrize, some of them marked slow."""
-    return [pytest.param(*run.values, id=run.id, marks=pytest.mark.slow) if late(run) else run for run in runs]
-
-
 @pytest.mark.late(where=is_late)
 @every_implementation
-@pytest.mark.parametrize(
-    ("problem", "dtype"),
-    slow_if(lambda run: "large" in run.values[0].tags, in_turn(PROBLEMS, [*LOW, "float64"], always=["float32"])),
-)
+@pytest.mark.parametrize(("problem", "dtype"), in_turn(PROBLEMS, [*LOW, "float64"], always=["float32"]))
 @pytest.mark.case(1)
 @pytest.mark.case(11)
 @pytest.mark.case(13)
@@ -94,12 +87,9 @@ def test_within_the_rule_by_default(impl: Any, problem: Problem, dtype: str) -> 
     assert_within(problem, run_case(impl, problem.case()))
 
 
-@pytest.mark.late(where=lambda p: in_jax(p) and p["run"] not in PLANNED_IN_XLA)
+@pytest.mark.late(where=lambda p: p["run"][0] in LATE or (in_jax(p) and p["run"] not in PLANNED_IN_XLA))
 @every_implementation
-@pytest.mark.parametrize(
-    ("run", "dtype"),
-    slow_if(lambda run: run.values[0][0] in LATE, in_turn(PLANNED_RUNS, ["float32", "bfloat16"])),
-)
+@pytest.mark.parametrize(("run", "dtype"), in_turn(PLANNED_RUNS, ["float32", "bfloat16"]))
 def test_within_the_rule_for_every_plan(impl: Any, run: tuple[str, str], dtype: str) -> None:
     name, order = run
     problem = problem_named(name).with_dtype(dtype)
@@ -107,10 +97,8 @@ def test_within_the_rule_for_every_plan(impl: Any, run: tuple[str, str], dtype: 
 
 
 @pytest.mark.skipif(not HAVE_BOTH, reason="needs both torch and jax")
-@pytest.mark.parametrize(
-    ("problem", "dtype"),
-    slow_if(lambda run: run.values[0].name not in TOGETHER, in_turn([p for p in PROBLEMS if "odd" in p.tags], LOW)),
-)
+@pytest.mark.late(where=lambda p: p["problem"].name not in TOGETHER)
+@pytest.mark.parametrize(("problem", "dtype"), in_turn([p for p in PROBLEMS if "odd" in p.tags], LOW))
 def test_torch_and_jax_agree_on_identical_bytes(problem: Problem, dtype: str) -> None:
     problem = problem.with_dtype(dtype)
     case, ideal = problem.case(), ideal_errors(problem)

@@ -66,7 +66,6 @@ LATE = (
     *("sum", "smoothing", "smoothing alone", "a weight [D, V]", "chunks", "a number", "per token", "log-probs"),
     *("log-probs and entropy", "held log-probs"),
 )
-AGAIN = ("mean", "a weight [D, V] in chunks", "slices", "log-probs and statistics")
 
 
 @pytest.fixture(autouse=True)
@@ -134,17 +133,16 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.late(where=lambda p: p["name"] in LATE)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_repeated_step_has_the_same_bits(name: str, repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call runs, the second is written down, the third is repeated, and of some kinds a fourth."""
-    times = 2 if name in AGAIN else 1
+    """The first call runs, the second is written down, the third and the fourth are repeated."""
     with unwritten_is_nan():
-        calls = [results(seed, CALLS[name]) for seed in range(2 + times)]
+        calls = [results(seed, CALLS[name]) for seed in range(4)]
     assert repeated, "nothing was repeated"
     steps = len(replay.programs)
-    assert len(repeated) == times * steps
+    assert len(repeated) == 2 * steps
     monkeypatch.setattr(replay.settings, "on_cpu", False)
-    for seed, found in enumerate(calls[1:], start=1):
+    for seed, found in enumerate(calls):
         assert_same(found, results(seed, CALLS[name]))
-    assert len(repeated) == times * steps
+    assert len(repeated) == 2 * steps
 
 
 def test_every_way_to_use_a_result(repeated: list[Any]) -> None:
