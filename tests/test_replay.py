@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from logitless import plan  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
-from logitless.torch_impl.kernels import program, recording, replay  # noqa: E402
+from logitless.torch_impl.kernels import products, program, recording, replay  # noqa: E402
 from logitless.torch_impl.kernels.rows import TOKEN_BLOCK  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -143,6 +143,13 @@ def test_a_repeated_step_has_the_same_bits(name: str, repeated: list[Any], monke
     for seed, found in enumerate(calls):
         assert_same(found, results(seed, CALLS[name]))
     assert len(repeated) == 2 * steps
+
+
+@pytest.mark.parametrize("name", ["everything", "chunks"])
+def test_more_tokens_than_are_ranked(name: str, repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch sorts the targets of many tokens, in memory that it makes itself."""
+    monkeypatch.setattr(products, "MOST_RANKED", 8)
+    test_a_repeated_step_has_the_same_bits(name, repeated, monkeypatch)
 
 
 def test_every_way_to_use_a_result(repeated: list[Any]) -> None:

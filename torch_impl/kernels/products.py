@@ -68,7 +68,8 @@ class Targets:
         end, grain = round_up(c.vocab, COLUMN_BLOCK), kernels.TARGET_GRAIN.value  # whole tiles and blocks
         edges = end // grain + 1
         if c.tokens > MOST_RANKED:
-            key, token = torch.sort(c.inputs.key, stable=True)
+            key, token = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int64)
+            torch.sort(c.inputs.key, stable=True, out=(key, token))
             bounds = torch.arange(0, end + 1, grain, dtype=torch.int32, device=c.device)
             # What is not in the vocabulary lies behind the last bound: its hidden states may be no numbers.
             bounds = torch.searchsorted(key, bounds.clamp_(max=c.vocab), out_int32=True)

@@ -209,14 +209,15 @@ class Launch:
 
 
 class Operation:
-    """One of PyTorch's operations. It makes no memory: what it would make is a buffer, which it writes."""
+    """One of PyTorch's operations. What it would make is a buffer, which it writes."""
 
     def __init__(
-        self, function: Callable[..., object], arguments: list[object], named: dict[str, object], out: Place | None
-    ) -> None:
+        self, function: Callable[..., object], arguments: list[object], named: dict[str, object],
+        out: Place | None = None, makes_memory: bool = False,
+    ) -> None:  # fmt: skip
         """arguments, named: :class:`Place` where there was a tensor; out: where a new result goes, the first argument
-        of ``function`` then."""
-        self.function, self.named = function, named
+        of ``function`` then; makes_memory: while it runs, so that no graph can have it."""
+        self.function, self.named, self.makes_memory = function, named, makes_memory
         self.arguments = arguments if out is None else [out, *arguments]
 
     @property
@@ -265,6 +266,7 @@ class Part:
         read = sorted({place.buffer for step in done for place in step.read})
         self.addresses = itemgetter(*read) if read else len
         self.bound: dict[object, Bound] = {}
+        self.makes_memory = any(isinstance(step, Operation) and step.makes_memory for step in done)
 
     def run(self, frame: Frame, device: torch.device) -> object:
         for buffer, size in self.pieces:
@@ -277,7 +279,10 @@ class Part:
             if len(self.bound) >= MOST_BOUND:
                 self.bound.clear()  # with their graphs
             bound = self.bound[where] = Bound([step.bound(frame.start) for step in self.done])
-        graphs.run(bound, functools.partial(self._do, bound), frame, device)
+        if self.makes_memory:
+            self._do(bound, frame)
+        else:
+            graphs.run(bound, functools.partial(self._do, bound), frame, device)
         result, memory = self.make_result(frame), frame.memory
         for buffer in self.dropped:
             memory[buffer] = None

@@ -186,11 +186,14 @@ class Recorder(TorchDispatchMode):
     def _note_several(
         self, function: OpOverload, args: Sequence[object], named: dict[str, object], result: Sequence[object]
     ) -> None:
-        """Views, as ``split`` gives them; nothing else that gives several tensors is repeated."""
+        """Views, as ``split`` gives them, and results in memory that is there, as of ``sort``."""
         tensors = [value for value in result if isinstance(value, Tensor)]
         known = [tensor.untyped_storage()._cdata in self.of_storage for tensor in tensors]
-        if function._schema.is_mutable or len(tensors) != len(result) or not all(known):
+        if len(tensors) != len(result) or not all(known):
             raise Unfit
+        if function._schema.is_mutable:
+            noted = cast("list[object]", self._noted(list(args))), cast("dict[str, object]", self._noted(named))
+            self.done.append(Operation(function, *noted, makes_memory=True))
 
     def launch(
         self, start: Callable[..., None], kernel: Kernel, grid: tuple[int, ...], *arguments: object, **options: object

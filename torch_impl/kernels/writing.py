@@ -30,6 +30,10 @@ def _full(out: Tensor, _: object, value: float, **__: object) -> None:
     out.fill_(value)
 
 
+def _arange(out: Tensor, start: float, end: float, step: float = 1, **_: object) -> None:
+    torch.arange(start, end, step, out=out)
+
+
 def _copy(out: Tensor, values: Tensor, **_: object) -> None:
     out.copy_(values)
 
@@ -62,6 +66,7 @@ OWN: dict[OpOverload, Writes] = {
     aten.ones_like.default: _fill,
     aten.scalar_tensor.default: _scalar,
     aten.full.default: _full,
+    aten.arange.start_step: _arange,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
     aten.masked_fill.Scalar: _masked_fill,
