@@ -43,6 +43,9 @@ SCRATCH_SLACK = 1.1
 
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
+# PyTorch's "eager" on a GPU starts every operation from the host, about 6 µs each. So a block has this many elements
+# there, which keeps the GPU busy for longer than that.
+EAGER_GPU_BLOCK = 2**25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,17 +247,24 @@ def _candidates(request: Request) -> list[ChunkPlan]:
         sizes = [chunk] if chunk else _balanced_sizes(tokens, TOKEN_TILE)
         if request.kernels and not chunk:
             sizes = _with_whole_turns(sizes, tokens)
-        block = min(vocab, TOKENS_ORDER_BLOCK)
         one_pass, most = request.in_one_pass, max(1, tokens)
-        candidates += [request.plan("tokens", one_pass, min(size, most), block) for size in sizes]
+        candidates += [request.plan("tokens", one_pass, min(size, most), _block(request, size)) for size in sizes]
         if request.can_lend and (chunk is None or chunk >= tokens):
-            candidates.append(request.plan("tokens", True, tokens, block, lends=True))
+            candidates.append(request.plan("tokens", True, tokens, _block(request, tokens), lends=True))
         if request.holds and (chunk is None or chunk >= tokens):
-            candidates.append(request.plan("tokens", True, tokens, block))
+            candidates.append(request.plan("tokens", True, tokens, _block(request, tokens)))
     if order in (None, "vocab"):
         sizes = [chunk] if chunk else _balanced_sizes(vocab, VOCAB_TILE)
         candidates += [request.plan("vocab", False, max(1, tokens), min(size, vocab)) for size in sizes]
     return candidates
+
+
+def _block(request: Request, token_chunk: int) -> int:
+    """Columns of a block in the tokens order."""
+    columns = TOKENS_ORDER_BLOCK
+    if request.kind == "eager" and request.device == "gpu":
+        columns = max(columns, round_up(EAGER_GPU_BLOCK // token_chunk, VOCAB_TILE))
+    return min(request.vocab, columns)
 
 
 def check_preference(name: str, value: object) -> None:

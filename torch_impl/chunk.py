@@ -245,6 +245,10 @@ class RunningSums:
     def exponentiate(self, z: Tensor, start: int) -> Tensor:
         """exp(z − anchor) in place of z, 0 at the target, added to the sums."""
         set_target(z, self.target, start, -torch.inf)
+        return self.exponentiate_others(z)
+
+    def exponentiate_others(self, z: Tensor) -> Tensor:
+        """As :meth:`exponentiate`, of a z that is −inf at the target."""
         gaps, sums = z.sub_(self.anchor.unsqueeze(1)), self.sums
         if "gap_sum" not in sums:
             e = gaps.exp_()

@@ -234,6 +234,37 @@ class _Accumulators:
         return hidden
 
 
+class _Held:
+    """A chunk's matrix [C, V] in blocks of columns, each contiguous: the GPU takes 0.6 of the time for an elementwise
+    operation on such a block. Behind them is one more element, for targets that are not in the vocabulary."""
+
+    def __init__(self, inputs: Inputs, plan: ChunkPlan) -> None:
+        self.plan = plan
+        size = plan.token_chunk * plan.row_stride + 1
+        self.memory = torch.empty(size, dtype=inputs.accumulation_dtype, device=inputs.hidden.device)
+
+    def start_chunk(self, target: Tensor) -> list[tuple[int, int, Tensor]]:
+        """(start, stop, block) of every block, for the tokens with these targets."""
+        rows, width, end = len(target), self.plan.vocab_chunk, self.plan.row_stride
+        blocks = []
+        for start, stop in self.plan.vocab_slices:
+            stride = min(width, end - start)  # the last block has the row's padding, too
+            block = self.memory[rows * start : rows * (start + stride)].view(rows, stride)
+            blocks.append((start, stop, block[:, : stop - start]))
+        first = target.div(width, rounding_mode="floor").mul_(width)  # of the target's block
+        row = torch.arange(rows, device=target.device)
+        place = first * rows + (end - first).clamp_(max=width) * row + (target - first)
+        self.targets = place.masked_fill_(target < 0, self.memory.numel() - 1)
+        return blocks
+
+    def set_target(self, values: Tensor | float) -> None:
+        """The targets' elements."""
+        if isinstance(values, Tensor):
+            self.memory.scatter_(0, self.targets, values)
+        else:
+            self.memory.index_fill_(0, self.targets, values)
+
+
 def loss_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:
@@ -244,8 +275,7 @@ def loss_gradients(
     inputs = chunk.counted(inputs)
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device
     g = numerics.row_upstream(XP, inputs, options, inputs.wide(norm))
-    vocab = inputs.weight.shape[0]
-    held = torch.empty((plan.token_chunk, plan.row_stride), dtype=dtype, device=device)
+    held = _Held(inputs, plan)
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     needs = dataclasses.replace(needs, hidden=dtype if needs.hidden else None)
@@ -255,15 +285,15 @@ def loss_gradients(
     for first, last in slices(inputs.tokens, plan.token_chunk):
         rows = slice(first, last)
         x = chunk.rows_of(inputs, rows)
-        e = held[: last - first, :vocab]
+        blocks = held.start_chunk(inputs.target[rows])
         sums = chunk.RunningSums(chunk.target_logits(x, inputs, rows, options), inputs.target[rows], statistics)
-        for start, stop in plan.vocab_slices:
-            sums.observe(chunk.logits_block(x, inputs, rows, start, stop, options, e[:, start:stop]), start)
+        for start, stop, z in blocks:
+            sums.observe(chunk.logits_block(x, inputs, rows, start, stop, options, z), start)
         sums.rescue(inputs.shard.max(sums.highest))
-        for start, stop in plan.vocab_slices:
-            z = e[:, start:stop]
+        held.set_target(-torch.inf)
+        for _, _, z in blocks:
             slope = chunk.slope(z, options, inputs.temperature_column(rows)) if options.softcap is not None else None
-            sums.exponentiate(z, start)
+            sums.exponentiate_others(z)
             if slope is not None:
                 z.mul_(slope)
             del slope  # a block that must not live through the products
@@ -277,10 +307,10 @@ def loss_gradients(
         total, ignored = sums.s + sums.e_target(), ~inputs.valid[rows]
         target = numerics.target_over_alpha(XP, alpha, beta, sums.e_target(), sums.s)
         target = numerics.sloped(XP, target, part.target_logit, options, own)
-        chunk.set_target(e, inputs.target[rows], 0, target.masked_fill(ignored, 0.0))
+        held.set_target(target.masked_fill(ignored, 0.0))
         gradients.start_chunk(rows, x, (g[rows] * alpha / total).masked_fill(ignored, 0.0))
-        for start, stop in plan.vocab_slices:
-            gradients.add_block(e[:, start:stop], start, stop)
+        for start, stop, e in blocks:
+            gradients.add_block(e, start, stop)
         gradients.finish_chunk()
     found = chunk.concatenate(parts, torch.empty(0, dtype=dtype, device=device))
     return chunk.of_all(found, inputs), gradients.finish()
