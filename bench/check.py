@@ -79,13 +79,20 @@ def rows_part(framework: str, shapes: list[str], rounds: int, peers: bool, error
         yield f"{prefix}errors", gpu.errors(framework)
 
 
+def sweeps_part(names: list[str], rounds: int, peers: bool) -> Part:
+    """Rows for plots."""
+    from bench import gpu
+
+    for name in names:
+        yield "sweeps", gpu.sweep("torch", name, max(2, rounds // 2), peers)
+
+
 def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -> Part:
     from bench import gpu
 
     yield from (("rows", []), ("sweeps", []))
     yield from rows_part("torch", shapes, rounds, peers, errors=False)
-    for name in sweeps:
-        yield "sweeps", gpu.sweep("torch", name, max(2, rounds // 2), peers)  # for plots
+    yield from sweeps_part(sweeps, rounds, peers)
     yield "errors", gpu.errors("torch") if "small" in shapes else []  # they are taken at its sizes
     gpu.forget("torch")
 
@@ -214,12 +221,12 @@ class Parts:
     },
 )
 def run(options: argparse.Namespace, results: Results) -> int:
-    others = (options.sweeps, options.first_calls, options.per_token, options.jax_per_token)
+    others = (options.first_calls, options.per_token, options.jax_per_token)
     if options.rows_only and not options.update:
         raise argparse.ArgumentError(None, "--rows-only: got no --update FILE, allowed is one: its other rows are kept")
     if options.rows_only and any(others):
         raise argparse.ArgumentError(
-            None, "--rows-only: allowed beside it are --shapes and --jax-shapes, whose rows it replaces"
+            None, "--rows-only: allowed beside it are --shapes, --sweeps and --jax-shapes, whose rows it replaces"
         )
     parts = Parts(results.file, options.update)
     with tempfile.TemporaryDirectory() as cache:
@@ -237,6 +244,8 @@ def replace_rows(parts: Parts, options: argparse.Namespace, machine: dict[str, A
         if shapes:
             rows = rows_part(framework, shapes, options.rounds, options.peers, errors="small" in shapes)
             parts.replace_rows(key, machine, rows)
+    if options.sweeps:
+        parts.replace_rows("machine", machine, sweeps_part(options.sweeps, options.rounds, options.peers))
 
 
 def run_parts(parts: Parts, options: argparse.Namespace, machine: dict[str, Any]) -> None:

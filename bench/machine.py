@@ -38,6 +38,15 @@ def _gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def has_changed(since: str, commit: str | None = None) -> bool | None:
+    """Whether what is measured differs between the commit ``since`` and this checkout, which is ``commit`` where it
+    came without its history; None: not known."""
+    if commit is not None:
+        return not (commit.startswith(since) or since.startswith(commit))
+    changes = _git("diff", "--name-only", since, "--", *MEASURED)
+    return None if changes is None else bool(changes)
+
+
 def describe(commit: str | None = None) -> dict[str, object]:
     """Processor, cores, GPU, versions (of other implementations where installed), commit (``commit`` where the checkout
     came without its history) and whether what is measured has changed since (None: not known)."""

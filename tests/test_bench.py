@@ -17,6 +17,7 @@ from implementations import interpreted
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from bench import all as everything
 from bench import check, checkout, compare, energy, machine, products, registry, report, sanitize, timing
 from bench.shapes import Shape, named
 from bench.variants import Variant, measured_rows
@@ -219,7 +220,7 @@ def test_rows_of_a_shape_from_another_file(tmp_path: Path) -> None:
         check.Parts(tmp_path / "gpu_check.json", [str(first), f"{second}:llama"])
 
 
-@pytest.mark.parametrize("more", [[], ["--update", "earlier.json", "--sweeps", "memory"]])
+@pytest.mark.parametrize("more", [[], ["--update", "earlier.json", "--per-token"]])
 def test_rows_only_refuse_what_they_would_leave_out(
     more: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -572,3 +573,65 @@ def test_of_logits_is_the_softmax_of_rounded_ones() -> None:
     errors = {name: float((of(z).double() - exact).abs().max()) for name, of in rl.of_logits().items()}
     assert errors["float32 logits"] < errors["float16 logits, float32 softmax"] / 100
     assert errors["float16 logits, float32 softmax"] < errors["bfloat16 logits, float32 softmax"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bench all
+
+
+def test_every_results_file_has_a_task() -> None:
+    """And every task is a command that its benchmark takes."""
+    committed = {file.name for file in registry.RESULTS.glob("*.json")}
+    assert committed <= {task.file for task in everything.TASKS}
+    for task in everything.TASKS:
+        registry.parser().parse_args([*task.command, "--output", "x", "--commit", "c"])
+    assert set(everything.SHAPES) <= {task.shape for task in everything.TASKS}
+
+
+def written(folder: Path, task: everything.Task, commit: str) -> None:
+    rows = [
+        {"shape": "liger", "variant": "ours", "commit": commit},
+        {"shape": "liger", "variant": "QuACK", "commit": "x"},
+    ]
+    registry.write_json(folder / task.file, {task.machine: {"commit": commit}, "rows": rows})
+
+
+def test_all_runs_what_is_stale_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One result is of this commit, one of another, one misses, one fails, one is too long, one wants two GPUs."""
+    tasks = {
+        "rows": everything.Task("rows.json", ("check", "--shapes", "liger"), 1, 1.0, shape="liger"),
+        "old": everything.Task("old.json", ("gist",), 1, 1.0),
+        "new": everything.Task("new.json", ("logits",), 1, 1.0),
+        "bad": everything.Task("bad.json", ("energy",), 1, 1.0),
+        "long": everything.Task("long.json", ("hf",), 1, 99.0),
+        "two": everything.Task("two.json", ("sharded",), 2, 1.0),
+    }
+    written(tmp_path, tasks["rows"], "abc")
+    written(tmp_path, tasks["old"], "def")
+    ran: list[str] = []
+
+    def ran_as(command: list[str], **_: Any) -> SimpleNamespace:
+        name = next(name for name, task in tasks.items() if task.command[0] == command[3])
+        assert command[-4:] == ["--output", str(tmp_path), "--commit", "abcdef"]
+        ran.append(name)
+        if name != "bad":
+            written(tmp_path, tasks[name], "abcdef")
+        return SimpleNamespace(returncode=int(name == "bad"))
+
+    monkeypatch.setattr(everything, "TASKS", tuple(tasks.values()))
+    monkeypatch.setattr(everything, "gpus_here", lambda: 1)
+    monkeypatch.setattr(everything.subprocess, "run", ran_as)
+    arguments = ["all", "--output", str(tmp_path), "--commit", "abcdef"]
+    assert registry.main([*arguments, "--list"]) == 1
+    assert not ran
+    assert capsys.readouterr().out.count("STALE") == 5
+    assert registry.main([*arguments, "--minutes", "50"]) == 1
+    assert ran == ["old", "new", "bad"]
+    assert registry.main([*arguments, "--minutes", "50"]) == 1
+    assert ran == ["old", "new", "bad", "bad"]
+    assert registry.main(arguments) == 1
+    assert ran[4:] == ["bad", "long"]
+    written(tmp_path, tasks["bad"], "abcdef")
+    assert registry.main(arguments) == 0

@@ -1,0 +1,160 @@
+"""All results of one commit, on the machine that is here: ``python -m bench all``.
+
+A task is one benchmark's call. Its results are stale if what is measured has changed since their commit. Every stale
+task that this machine can do runs as a process of its own, the GPUs' tasks on as many GPUs as there are. A task that
+does not fit into ``--minutes`` any more is left for the next call, which goes on with it. ``--list`` runs nothing.
+
+Results of another GPU or of other versions do not go into one file: keep a folder for each card (``--output``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import machine
+from bench.check import PEERS
+from bench.checkout import ROOT
+from bench.registry import RESULTS, Results, register
+from bench.shapes import SHAPES, SWEEPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One call of a benchmark, and where its commit stands in the results file."""
+
+    file: str
+    command: tuple[str, ...]
+    gpus: int
+    """How many it needs."""
+    minutes: float
+    """About."""
+    machine: str = "machine"
+    """The key of the machine that the rows were measured on."""
+    shape: str | None = None
+    """Rows of this shape alone: they may say their own commit."""
+    rows: str = "rows"
+    """The key of the list that they are in."""
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.command)
+
+    def commits(self, folder: Path) -> set[str]:
+        """Of the results in ``folder``; empty where there are none."""
+        file = folder / self.file
+        values: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        own = (values.get(self.machine) or {}).get("commit")
+        if own is None:
+            return set()
+        if self.shape is None:
+            return {own}
+        rows = [row for row in values.get(self.rows, []) if row["shape"] == self.shape]
+        # A peer that was not installed keeps its row.
+        return {row.get("commit", own) for row in rows if not row.get("variant", "").startswith(PEERS)}
+
+
+def _check(*arguments: str) -> tuple[str, ...]:
+    return ("check", "--tests", "", *arguments)
+
+
+def _rows(shape: str, minutes: float, machine: str, rows: str, *arguments: str) -> Task:
+    """Rows of one shape, beside those of the others."""
+    command = _check("--rows-only", "--peers", "--rounds", "4", "--shapes", *arguments)
+    return Task("gpu_check.json", command, 1, minutes, machine, shape, rows)
+
+
+JAX_SHAPES = ("liger", "gist", "gemma", "llama", "small")
+TASKS = (
+    *(_rows(name, 2.0, "machine", "rows", name) for name in SHAPES),
+    *(_rows(name, 1.0, "machine", "sweeps", "--sweeps", name) for name in SWEEPS),
+    *(_rows(name, 2.5, "jax_machine", "jax_rows", "--jax-shapes", name) for name in JAX_SHAPES),
+    Task("gpu_check.json", _check("--shapes", "--per-token", "--peers"), 1, 4.0, "token_machine"),
+    Task("gpu_check.json", _check("--shapes", "--jax-per-token"), 1, 4.0, "jax_token_machine"),
+    Task("gpu_check.json", _check("--shapes", "--first-calls", "3"), 1, 1.0, "first_call_machine"),
+    Task("gist.json", ("gist",), 1, 2.0),
+    Task("small.json", ("small",), 1, 4.0),
+    Task("logits.json", ("logits",), 1, 2.0),
+    Task("bridges.json", ("bridges",), 1, 2.0),
+    Task("energy.json", ("energy",), 1, 3.0),
+    Task("hf.json", ("hf", "--largest"), 1, 8.0),
+    Task("sanitizer.json", ("sanitize",), 1, 5.0),
+    Task("fuzz_gpu.json", ("fuzz", "--problems", "500", "--device", "cuda", "--processes", "14"), 1, 9.0),
+    Task("sharded.json", ("sharded", "--framework", "torch"), 2, 4.0),
+    Task("sharded_jax.json", ("sharded", "--framework", "jax"), 2, 5.0),
+    Task("portable.json", ("portable",), 0, 4.0),
+    Task("architectures.json", ("architectures",), 0, 40.0),
+    Task("tpu.json", ("tpu",), 0, 5.0),
+    Task("rl.json", ("rl",), 0, 5.0),
+    *(
+        Task(f"fuzz_cpu_{k}_of_2.json", ("fuzz", "--problems", "20000", "--shard", f"{k}/2"), 0, 600.0)
+        for k in range(2)
+    ),
+)  # fmt: skip
+
+
+def gpus_here() -> int:
+    """How many GPUs this machine has."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return 0
+    return len(done.stdout.splitlines()) if done.returncode == 0 else 0
+
+
+def is_stale(task: Task, folder: Path, commit: str | None) -> bool:
+    """Whether some results of the task are missing, or are older than what is measured now."""
+    found = task.commits(folder)
+    return not found or any(machine.has_changed(each, commit) is not False for each in found)
+
+
+def call(task: Task, folder: Path, commit: str | None) -> list[str]:
+    """The task as a command. Parts of a file go beside what the file has, or what the committed one has."""
+    command = [sys.executable, "-m", "bench", *task.command, "--output", str(folder)]
+    if task.file == "gpu_check.json":
+        if not (folder / task.file).exists():
+            shutil.copy(RESULTS / task.file, folder)
+        command += ["--update", str(folder / task.file)]
+    return command + (["--commit", commit] if commit else [])
+
+
+@register(
+    "what is stale, once more: every benchmark that this machine can run",
+    file=None,
+    arguments={
+        "--output": {"type": Path, "metavar": "DIR", "help": "folder of the results files", "default": RESULTS},
+        "--commit": {"help": "commit of this checkout, where it has no git history"},
+        "--minutes": {"type": float, "default": math.inf, "help": "begin nothing that would end later"},
+        "--list": {"action": "store_true", "help": "only say what is stale"},
+    },
+)
+def run(options: argparse.Namespace, results: Results) -> int:
+    """0 where all is done; 1 where something failed or is left."""
+    del results
+    options.output.mkdir(parents=True, exist_ok=True)
+    here, begin, left = gpus_here(), time.monotonic(), 0
+    for number, task in enumerate(TASKS, 1):
+        told = f"{number} of {len(TASKS)}: {task.name}"
+        if not is_stale(task, options.output, options.commit):
+            print(f"{told}: as it is now", flush=True)
+        elif options.list or (task.gpus > 0) != (here > 0) or task.gpus > here:
+            wants = f"{task.gpus} GPUs" if task.gpus else "a machine without a GPU"
+            print(f"{told}: STALE, {', '.join(sorted(task.commits(options.output))) or 'none'}; {wants}", flush=True)
+            left += options.list
+        elif time.monotonic() - begin + 60 * task.minutes > 60 * options.minutes:
+            print(f"{told}: STALE, left for the next call: about {task.minutes:g} minutes", flush=True)
+            left += 1
+        else:
+            print(f"{told}: runs, about {task.minutes:g} minutes", flush=True)
+            failed = subprocess.run(call(task, options.output, options.commit), cwd=ROOT, check=False).returncode
+            left += failed != 0
+            print(f"{told}: {'FAILED' if failed else 'done'}", flush=True)
+    return int(left > 0)
