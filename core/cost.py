@@ -40,7 +40,7 @@ def relative_cost(cut: Cut, device: Device) -> float:
     if count == 1:
         return cost
     sums = (count - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
-    return max(cost + sums / cut.tokens, count * HOPPER.chunk_host_flops / flops)
+    return cost + sums / cut.tokens
 
 
 def _blocks(cut: Cut) -> list[tuple[int, int]]:

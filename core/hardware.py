@@ -34,8 +34,6 @@ class Architecture:
     """As ACCUMULATOR_TOKENS, of a slice of the vocabulary: it adds to dX."""
     chunk_overhead_flops: float
     """What the small launches around a chunk of tokens take."""
-    chunk_host_flops: float
-    """What the host takes to launch one of several chunks: smaller ones are no faster."""
     slice_overhead_flops: float
     """What those around a slice of the vocabulary take."""
     full_turns: float
@@ -57,7 +55,6 @@ HOPPER = Architecture(
     last_sum_tokens=MappingProxyType({"triton": 100, "pallas": 0}),
     accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
     chunk_overhead_flops=4e10,  # 60 µs at 680 TFLOP/s
-    chunk_host_flops=8e11,  # 1.1 to 1.3 ms, of 29, 51 and 102 chunks
     slice_overhead_flops=4e9,  # 6 µs
     full_turns=0.93,
     idle_gain=0.3,
