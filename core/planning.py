@@ -45,7 +45,7 @@ SCRATCH_SLACK = 1.1
 TOKENS_ORDER_BLOCK = 2048
 # PyTorch's "eager" on a GPU starts every operation from the host, about 6 µs each. So a block has this many elements
 # there, which keeps the GPU busy for longer than that.
-EAGER_GPU_BLOCK = 2**25
+EAGER_GPU_BLOCK = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
