@@ -32,7 +32,7 @@ from bench.checkout import ROOT, packages
 
 MODULES = (
     "architectures", "check", "compare", "energy", "gist", "hf", "sharded", "bridges", "logits", "portable", "fuzz",
-    "sanitize", "real_head", "report", "rl", "small", "tpu",
+    "sanitize", "scale", "real_head", "report", "rl", "small", "tpu",
 )  # fmt: skip
 RESULTS = ROOT / "bench" / "results"
 
