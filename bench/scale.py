@@ -15,12 +15,14 @@ import functools
 import math
 import statistics
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.registry import Results, register
 from bench.report import FIGURES, Rows, markdown, mib, read
 from bench.shapes import MIB, Shape
-from logitless import ChunkPlan, layer_partition, plan
+
+if TYPE_CHECKING:
+    from logitless import ChunkPlan
 
 # Bytes or seconds, and where the number is from.
 KNOWN = {
@@ -30,15 +32,17 @@ KNOWN = {
 }  # fmt: skip
 NVLINK, NETWORK, LATENCY = (known[0] for known in KNOWN.values())
 HOST = 8  # GPUs
-SIZES = "tokens", "hidden", "vocab"
 ITEM, WIDE = 2, 4  # bytes of a bfloat16, and of what is summed
 
 
 @functools.cache
 def products_rate() -> float:
     """Flops a second of one GPU's bare products: the median of the measured floors."""
-    floors = (row for row in read("gpu_check.json")["rows"] if row["variant"] == "floor")
-    return statistics.median(6e3 * math.prod(row[n] for n in SIZES) / row["time_ms"] for row in floors)
+    floors = [row for row in read("gpu_check.json")["rows"] if row["variant"] == "floor"]
+    rates: list[float] = [
+        6e3 * math.prod(row[name] for name in ("tokens", "hidden", "vocab")) / row["time_ms"] for row in floors
+    ]
+    return statistics.median(rates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +108,16 @@ class Step:
     @functools.cached_property
     def plan(self) -> ChunkPlan:
         """For a rank's part of the vocabulary, the largest one, as the calls choose it."""
+        from logitless import plan
+
         jax, tensor = self.framework == "jax", self.split.tensor
         sizes: dict[str, Any] = self.shape.sizes() | {"vocab": -(-self.shape.vocab // tensor)}
         return plan(**sizes, fused=True, padded=jax, prefer=self.prefer, lends=not jax and tensor == 1)
 
     @property
     def products_s(self) -> float:
-        flops = 6 * math.prod(getattr(self.plan, name) for name in SIZES)
-        return flops * self.plan.relative_cost("gpu") / products_rate()
+        sizes = self.plan
+        return 6 * sizes.tokens * sizes.hidden * sizes.vocab * sizes.relative_cost("gpu") / products_rate()
 
     def collectives(self) -> Iterator[Collective]:
         """In order. In PyTorch a chunk's dX is sent while its dW is made; XLA is not asked to overlap anything."""
@@ -219,7 +225,7 @@ HEADS = (
     Head("DeepSeek-V3", 7168, 129280, 61, 585e6),
     Head("Gemma 2 2B", 2304, 256000, 26, 78e6),
 )
-SPLITS = Split(), Split(2), Split(8), Split(8, True), Split(8, True, 4), Split(16, True)
+SPLITS = Split(), Split(2), Split(8), Split(8, True), Split(8, True, 4), Split(8, True, 8), Split(16, True)
 GPUS = (8, 64, 256, 1024)
 TOKENS = 4096  # of a micro-batch, for each tensor rank
 
@@ -233,6 +239,8 @@ def step_of(head: Head, split: Split, gpus: int) -> Step | None:
 
 def balance(head: Head, stages: int) -> float:
     """The mean load of a stage over the largest, with layers placed by :func:`layer_partition`."""
+    from logitless import layer_partition
+
     cost = head.hidden * head.vocab / head.layer_weights
     counts = layer_partition(head.layers, stages, head_cost=cost, embedding_cost=0, min_layers=0)
     return (head.layers + cost) / stages / max(*counts, counts[-1] + cost)
