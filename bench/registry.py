@@ -32,7 +32,7 @@ from bench.checkout import ROOT, packages
 
 MODULES = (
     "all", "architectures", "check", "compare", "energy", "gist", "hf", "sharded", "bridges", "logits", "portable",
-    "fuzz", "sanitize", "real_head", "report", "rl", "small", "tpu",
+    "fuzz", "sanitize", "scale", "real_head", "report", "rl", "small", "tpu",
 )  # fmt: skip
 RESULTS = ROOT / "bench" / "results"
 

@@ -58,6 +58,7 @@ class Variant:
         operand = {"tensor": 4 * tokens * hidden, "sequence": 6 * tokens * hidden, "data": 2 * vocab * hidden}[kind]
         self.row: dict[str, Any] = {
             "kind": kind, "devices": count, "tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "bfloat16",
+            "plan": "balanced",
             "temp_bytes": int(self.compiled.memory_analysis().temp_size_in_bytes),
             "collective_bytes": operand if count > 1 else 0,
         }  # fmt: skip

@@ -179,7 +179,7 @@ def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list
     for name in variants:
         sizes = [value.nbytes for value in steps[name]()]
         scratch = max(0, peak_scratch_bytes(steps[name]) - sum(sizes))
-        row: dict[str, Any] = {"framework": "torch", "variant": name, "ranks": arrays.ranks}
+        row: dict[str, Any] = {"framework": "torch", "variant": name, "ranks": arrays.ranks, "plan": "balanced"}
         row |= dataclasses.asdict(shape)
         row["time_ms"] = _slowest(statistics.median(times[name]), group, device)
         row["scratch_mib"] = _slowest(scratch / MIB, group, device)
