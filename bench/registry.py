@@ -31,8 +31,8 @@ from bench import machine, shapes
 from bench.checkout import ROOT, packages
 
 MODULES = (
-    "architectures", "check", "compare", "energy", "gist", "hf", "sharded", "bridges", "logits", "portable", "fuzz",
-    "sanitize", "real_head", "report", "rl", "small", "tpu",
+    "accumulation", "architectures", "check", "compare", "energy", "gist", "hf", "long", "phases", "sharded", "bridges",
+    "logits", "portable", "fuzz", "sanitize", "real_head", "report", "rl", "small", "tpu",
 )  # fmt: skip
 RESULTS = ROOT / "bench" / "results"
 
