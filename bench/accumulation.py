@@ -6,8 +6,9 @@ commonest targets, to which many chunks add: targets are drawn in proportion to 
 rounds the logits' gradient and dW once.
 
 Liger-Kernel takes as many chunks as the vocabulary is times the hidden size, or fewer by ``chunk_mem_const``. So the
-shape has a vocabulary of 1024 times the hidden size. The last two rows are plain PyTorch: a chunk's product is rounded
-and added in bfloat16, or added in float32 by ``torch.addmm``, as the issue proposes.
+shape has a vocabulary of 1024 times the hidden size. Two variants are plain PyTorch: a chunk's product is rounded and
+added in bfloat16, or added in float32 by ``torch.addmm``, as the issue proposes. That dW and ours with a float32 buffer
+are compared as they are; all others are rounded to bfloat16.
 
 Runs on a CUDA device, or at small sizes with ``--backend eager`` on a CPU.
 """

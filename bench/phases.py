@@ -69,7 +69,7 @@ def ways(arrays: Arrays, backend: str, peers: bool) -> dict[str, Way]:
     for order, length in (("tokens", arrays.shape.tokens), ("vocab", arrays.shape.vocab)):
         for chunks in CHUNKS:
             chosen = planned(order=order, chunk=-(-length // chunks), lends=False)
-            made[f"{backend}, {order} in {chunks}"] = Way(functools.partial(loss, plan=chosen), chosen)
+            made[f"{backend}, {order} in {chunks} chunks"] = Way(functools.partial(loss, plan=chosen), chosen)
     if peers:
         made |= {name: Way(f) for name, f, _ in arrays.peers() if not any(word in name for word in SLOW_TO_START)}
         for name, values in arrays.token_peers().items():

@@ -237,16 +237,18 @@ PHASE_COLOURS = {"tokens": "#00798c", "vocab": "#d1495b"}
 def phases(results: dict[str, Any], path: Path) -> None:
     """Forward and backward of every implementation, and our scratch against the number of chunks."""
     rows = [row for row in results["rows"] if "both_ms" in row]
-    ladder = [row for row in rows if " in " in row["variant"]]
-    bars = [row for row in rows if row not in ladder and "padding" not in row["variant"]]
-    figure, (time, memory) = plt.subplots(1, 2, figsize=(13, 0.4 * len(bars) + 1.8), layout="constrained")
-    names = [row["variant"] for row in bars]
-    forward = [row.get("forward_ms", row["both_ms"]) for row in bars]
-    backward = [row.get("backward_ms", 0.0) for row in bars]
-    colours = ["#8d6b94" if name == "floor" else "#00798c" for name in names]
-    time.barh(names, forward, color=colours, label="forward")
-    drawn = time.barh(names, backward, left=forward, color="#7fbcc5", label="backward")
-    time.bar_label(drawn, [f"{row['both_ms']:.1f}" for row in bars], padding=3)
+    ladder = [row for row in rows if row["variant"].endswith("chunks")]
+    bars = [row for row in rows if row not in ladder and "forward_ms" in row and "padding" not in row["variant"]]
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(13, max(3.6, 0.4 * len(bars) + 1.8)), layout="constrained")
+    names, forward = [row["variant"] for row in bars], [row["forward_ms"] for row in bars]
+    time.barh(names, forward, color="#00798c", label="forward")
+    backward = time.barh(names, [row["backward_ms"] for row in bars], left=forward, color="#7fbcc5", label="backward")
+    time.bar_label(backward, [f"{row['both_ms']:.1f}" for row in bars], padding=3)
+    for row in rows:
+        if row["variant"] == "floor":
+            time.axvline(row["both_ms"], color="grey", ls=":", label="three bare products")
+        if row["variant"] == "torch, full logits":
+            memory.axhline(row["scratch_bytes"] / 2**20, color="#8d6b94", label="torch, full logits")
     time.set(xlabel="time of forward and backward [ms]")
     time.margins(x=0.15)
     time.invert_yaxis()
@@ -256,7 +258,9 @@ def phases(results: dict[str, Any], path: Path) -> None:
         counts = [row["chunks"] for row in own]
         of = {"tokens": "the tokens", "vocab": "the vocabulary"}[order]
         memory.plot(counts, [row["scratch_bytes"] / 2**20 for row in own], "o-", color=colour, label=f"of {of}")
-        memory.plot(counts, [row["promised_bytes"] / 2**20 for row in own], ":", color=colour, label="promised")
+        memory.plot(
+            counts, [row["promised_bytes"] / 2**20 for row in own], ":", color=colour, label=f"of {of}, promised"
+        )
     if ladder:
         counts = sorted({row["chunks"] for row in ladder})
         matrix = ladder[0]["tokens"] * ladder[0]["vocab"] * 2 / 2**20

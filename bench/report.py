@@ -194,7 +194,13 @@ def phases_table(rows: Rows, checks: Rows, launches: Rows) -> str:
     for row in checks:
         groups.setdefault((sizes_of(row), row["dtype"]), []).append(row)
     names = "loss", "dhidden", "dweight"
-    columns = ("tokens × hidden × vocab", "dtype", "calls", "right", "loss", "dX", "dW")
+    columns = (
+        "tokens × hidden × vocab",
+        "dtype",
+        "calls",
+        "right",
+        *(f"{name} / allowed" for name in ("loss", "dX", "dW")),
+    )
     second = markdown(columns, (
         [size, dtype, len(group), sum(row["passes"] for row in group),
          *(f"{max(row[f'{name}_error'] / row[f'{name}_allowed'] for row in group):.2f}" for name in names)]
@@ -224,12 +230,12 @@ def long_table(rows: Rows, jax_rows: Rows) -> str:
     """Time, scratch, and errors over what is allowed, where offsets are largest."""
     columns = (
         "framework", "tokens × hidden × vocab", "plan", "chunks", "time [ms]", "TFLOP/s", "scratch [MiB]",
-        "promised [MiB]", "loss", "dX", "last rows of dW", "targets' rows of dW",
+        "promised [MiB]", "loss / allowed", "last dX", "last rows of dW", "last targets' rows of dW",
     )  # fmt: skip
     names = "loss", "dhidden", "last_rows", "target_rows"
     return markdown(columns, (
-        [row["framework"], sizes_of(row), row["variant"], row["chunks"], f"{row['time_ms']:.1f}", f"{row['tflops']:.0f}",
-         mib(row["scratch_bytes"]), mib(row["promised_bytes"]),
+        [row["framework"], sizes_of(row), row["variant"], row["chunks"], f"{row['time_ms']:.1f}",
+         f"{row['tflops']:.0f}", mib(row["scratch_bytes"]), mib(row["promised_bytes"]),
          *(f"{row[f'{name}_error'] / row[f'{name}_allowed']:.2f}" for name in names)]
         for row in (*rows, *jax_rows)
     ))  # fmt: skip
