@@ -112,12 +112,20 @@ def _plan_takes(argument: str) -> bool:
     return argument in inspect.signature(plan).parameters
 
 
+def planner(arrays: Arrays, backend: str) -> Callable[..., ChunkPlan]:
+    """``plan`` of the arrays' sizes for a backend, which takes the other arguments."""
+    planned = functools.partial(plan, **arrays.shape.sizes())
+    if backend != arrays.kernels:
+        return functools.partial(planned, eager=backend == "eager")
+    planned = functools.partial(planned, fused=True, padded=arrays.padded)
+    lending = _plan_takes("lends") and arrays.lends
+    return functools.partial(planned, lends=True) if lending else planned  # as the calls do
+
+
 def kernel_plans(arrays: Arrays, fastest: bool = False) -> dict[str, ChunkPlan]:
     """The kernels' plans by a variant's name: the default, the fastest and the leanest, and one for each budget.
     ``fastest``: that one as the default, without the others."""
-    planned = functools.partial(plan, **arrays.shape.sizes(), fused=True, padded=arrays.padded)
-    if _plan_takes("lends") and arrays.lends:
-        planned = functools.partial(planned, lends=True)  # as the calls do
+    planned = planner(arrays, arrays.kernels)
     chosen = {arrays.kernels: planned()}
     if _plan_takes("prefer") and fastest:
         chosen = {arrays.kernels: planned(prefer="fast")}

@@ -61,12 +61,12 @@ class Arrays:
     floor_name, prefix = "floor", ""
     loss = staticmethod(linear_cross_entropy)
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> None:
         self.shape, self.budgets = shape, shape.budgets
         generator = torch.Generator(DEVICE).manual_seed(0)
         x = torch.randn(shape.tokens, shape.hidden, device=DEVICE, generator=generator)
         w = torch.randn(shape.vocab, shape.hidden, device=DEVICE, generator=generator) * shape.hidden**-0.5
-        self.x, self.w = x.bfloat16().requires_grad_(), w.bfloat16().requires_grad_()
+        self.x, self.w = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
         self.y = torch.randint(0, shape.vocab, (shape.tokens,), device=DEVICE, generator=generator)
 
     @property

@@ -231,7 +231,75 @@ def rl(results: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+PHASE_COLOURS = {"tokens": "#00798c", "vocab": "#d1495b"}
+
+
+def phases(results: dict[str, Any], path: Path) -> None:
+    """Forward and backward of every implementation, and our scratch against the number of chunks."""
+    rows = [row for row in results["rows"] if "both_ms" in row]
+    ladder = [row for row in rows if row["variant"].endswith("chunks")]
+    bars = [row for row in rows if row not in ladder and "forward_ms" in row and "padding" not in row["variant"]]
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(13, max(3.6, 0.4 * len(bars) + 1.8)), layout="constrained")
+    names, forward = [row["variant"] for row in bars], [row["forward_ms"] for row in bars]
+    time.barh(names, forward, color="#00798c", label="forward")
+    backward = time.barh(names, [row["backward_ms"] for row in bars], left=forward, color="#7fbcc5", label="backward")
+    time.bar_label(backward, [f"{row['both_ms']:.1f}" for row in bars], padding=3)
+    for row in rows:
+        if row["variant"] == "floor":
+            time.axvline(row["both_ms"], color="grey", ls=":", label="three bare products")
+        if row["variant"] == "torch, full logits":
+            memory.axhline(row["scratch_bytes"] / 2**20, color="#8d6b94", label="torch, full logits")
+    time.set(xlabel="time of forward and backward [ms]")
+    time.margins(x=0.15)
+    time.invert_yaxis()
+    time.legend(fontsize=8)
+    for order, colour in PHASE_COLOURS.items():
+        own = [row for row in ladder if row["order"] == order]
+        counts = [row["chunks"] for row in own]
+        of = {"tokens": "the tokens", "vocab": "the vocabulary"}[order]
+        memory.plot(counts, [row["scratch_bytes"] / 2**20 for row in own], "o-", color=colour, label=f"of {of}")
+        memory.plot(
+            counts, [row["promised_bytes"] / 2**20 for row in own], ":", color=colour, label=f"of {of}, promised"
+        )
+    if ladder:
+        counts = sorted({row["chunks"] for row in ladder})
+        matrix = ladder[0]["tokens"] * ladder[0]["vocab"] * 2 / 2**20
+        memory.plot(counts, [matrix / count for count in counts], "--", color="grey", label="the exponentials alone")
+        memory.set_xscale("log")
+        _plain_ticks(memory.xaxis, counts)
+    memory.set(yscale="log", xlabel="chunks", ylabel="scratch beyond gradients [MiB]")
+    memory.legend(fontsize=8)
+    figure.suptitle(f"{sizes_of(rows[0])} {rows[0]['dtype']}, {results['machine']['gpu'] or results['machine']['cpu']}")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def accumulation(results: dict[str, Any], path: Path) -> None:
+    """The error of dW against the number of chunks, of all rows and of the commonest targets' rows."""
+    rows = [row for row in results["rows"] if "dweight_error" in row]
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained", sharey=True)
+    titles = {"dweight_error": "all rows of dW", "commonest_error": "rows of the commonest targets"}
+    for panel, (key, title) in zip(panels, titles.items(), strict=True):
+        for name in dict.fromkeys(row["variant"] for row in rows):
+            own = [row for row in rows if row["variant"] == name]
+            if own[0]["chunks"] is None:
+                panel.axhline(own[0][key], color="grey", ls=":", label=name)
+            else:
+                line = "o-" if name.startswith("logitless") else "s--"
+                panel.plot([row["chunks"] for row in own], [row[key] for row in own], line, label=name)
+        panel.set(xscale="log", yscale="log", xlabel="chunks that add up to dW", title=title)
+        _plain_ticks(panel.xaxis, sorted({row["chunks"] for row in rows if row["chunks"]}))
+    panels[0].set(ylabel="‖dW − truth‖ / ‖truth‖")
+    panels[1].legend(fontsize=8)
+    where = results["machine"]["gpu"] or results["machine"]["cpu"]
+    figure.suptitle(f"{sizes_of(rows[0])} {rows[0]['dtype']}, {where}")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 PLOTS = {
+    "phases": (phases, "phases.json", "rows"),
+    "accumulation": (accumulation, "accumulation.json", "rows"),
     "rl": (rl, "rl.json", "rows"),
     "gpu": (gpu, "gpu_check.json", "rows"),
     "gpu_sweeps": (gpu_sweeps, "gpu_check.json", "sweeps"),

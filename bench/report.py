@@ -174,6 +174,73 @@ def hf_table(rows: Rows) -> str:
     ))  # fmt: skip
 
 
+def phases_table(rows: Rows, checks: Rows, launches: Rows) -> str:
+    """Forward and backward apart, and the bytes of each; then what was checked, and what was launched."""
+
+    def times(row: dict[str, Any], *names: str) -> list[str]:
+        return [f"{row[name]:.2f}" if name in row else "–" for name in names]
+
+    phases = "forward_ms", "backward_ms", "both_ms"
+    columns = (
+        "implementation", "forward [ms]", "backward [ms]", "both [ms]", "forward's peak [MiB]", "held between [MiB]",
+        "peak of both [MiB]", "beyond gradients [MiB]", "promised [MiB]",
+    )  # fmt: skip
+    sizes = ("forward_bytes", "held_bytes", "peak_bytes", "scratch_bytes", "promised_bytes")
+    first = markdown(columns, (
+        [row["variant"], *times(row, *phases), *(mib(row[name]) if name in row else "–" for name in sizes)]
+        for row in rows if "both_ms" in row
+    ))  # fmt: skip
+    groups: dict[tuple[str, str], Rows] = {}
+    for row in checks:
+        groups.setdefault((sizes_of(row), row["dtype"]), []).append(row)
+    names = "loss", "dhidden", "dweight"
+    columns = (
+        "tokens × hidden × vocab",
+        "dtype",
+        "calls",
+        "right",
+        *(f"{name} / allowed" for name in ("loss", "dX", "dW")),
+    )
+    second = markdown(columns, (
+        [size, dtype, len(group), sum(row["passes"] for row in group),
+         *(f"{max(row[f'{name}_error'] / row[f'{name}_allowed'] for row in group):.2f}" for name in names)]
+        for (size, dtype), group in groups.items()
+    ))  # fmt: skip
+    columns = ("tokens × hidden × vocab", "first call [ms]", "forward [ms]", "backward [ms]", "both [ms]")
+    third = markdown(columns, ([sizes_of(row), *times(row, "first_ms", *phases)] for row in launches))
+    return "\n".join((first, second, third))
+
+
+def accumulation_table(rows: Rows) -> str:
+    """The error of dW by the number of chunks, and that of the rows of the commonest targets."""
+    counts = list(dict.fromkeys(row["chunks"] for row in rows if row["chunks"]))
+    by_variant: dict[str, dict[int | None, dict[str, Any]]] = {}
+    for row in rows:
+        by_variant.setdefault(row["variant"], {})[row["chunks"]] = row
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{row['dweight_error']:.1e}, {row['commonest_error']:.1e}" if "dweight_error" in row else "–"
+
+    return markdown(("dW by", *(f"{count} chunks" for count in counts)), (
+        [name, *(cell(of.get(count, of.get(None, {}))) for count in counts)] for name, of in by_variant.items()
+    ))  # fmt: skip
+
+
+def long_table(rows: Rows, jax_rows: Rows) -> str:
+    """Time, scratch, and errors over what is allowed, where offsets are largest."""
+    columns = (
+        "framework", "tokens × hidden × vocab", "plan", "chunks", "time [ms]", "TFLOP/s", "scratch [MiB]",
+        "promised [MiB]", "loss / allowed", "last dX", "last rows of dW", "last targets' rows of dW",
+    )  # fmt: skip
+    names = "loss", "dhidden", "last_rows", "target_rows"
+    return markdown(columns, (
+        [row["framework"], sizes_of(row), row["variant"], row["chunks"], f"{row['time_ms']:.1f}",
+         f"{row['tflops']:.0f}", mib(row["scratch_bytes"]), mib(row["promised_bytes"]),
+         *(f"{row[f'{name}_error'] / row[f'{name}_allowed']:.2f}" for name in names)]
+        for row in (*rows, *jax_rows)
+    ))  # fmt: skip
+
+
 def gist_table(rows: Rows) -> str:
     """The ways to write a head's loss; a failure in the place of the time."""
 
@@ -217,6 +284,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
     from bench import plots
 
     on_gpu, energy, sharded = read("gpu_check.json"), read("energy.json"), read("sharded.json")["rows"]
+    phases = read("phases.json")
     tokens = on_gpu.get("token_rows", [])
     tables: dict[str, tuple[Callable[..., str], Sequence[Rows]]] = {
         "gpu": (gpu_table, [on_gpu["rows"]]),
@@ -235,6 +303,9 @@ def run(options: argparse.Namespace, results: Results) -> None:
         "architectures": (architectures_table, [read("architectures.json")["rows"]]),
         "tpu": (tpu_table, [read("tpu.json")["rows"]]),
         "rl": (rl_table, [read("rl.json")["rows"]]),
+        "phases": (phases_table, [phases.get(key, []) for key in ("rows", "checks", "launches")]),
+        "accumulation": (accumulation_table, [read("accumulation.json")["rows"]]),
+        "long": (long_table, [read("long.json")["rows"], read("long_jax.json")["rows"]]),
     }  # fmt: skip
     FIGURES.mkdir(parents=True, exist_ok=True)
     for name, (table, rows) in tables.items():
