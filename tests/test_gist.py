@@ -73,4 +73,6 @@ def test_the_results_are_those_of_the_command_alone() -> None:
         names = ("batch", "length", "hidden", "vocab", "bias", "ignored")
         assert {name: row[name] for name in names} == {name: defaults[name] for name in names}, row["variant"]
         assert row["dtype"] == "bfloat16"
-    assert (result["rounds"], result["chunk"]) == (defaults["rounds"], defaults["chunk"])
+    assert {name: result["options"][name] for name in ("rounds", "chunk")} == {
+        name: defaults[name] for name in ("rounds", "chunk")
+    }
