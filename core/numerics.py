@@ -241,7 +241,7 @@ def sum_p_squared(xp: Namespace[A], sums: TokenSums[A]) -> A:
 
 def losses(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, sums: TokenSums[A]) -> A:
     """ℓ_i of every token, [N]; exactly 0 where ignored."""
-    loss = (1.0 - options.label_smoothing) * tokens.target_class_weight() * sums.nll
+    loss = _times((1.0 - options.label_smoothing) * tokens.target_class_weight(), sums.nll)
     if options.label_smoothing:
         assert sums.weighted_logits is not None
         gap = tokens.class_weight_sum() * sums.lse - sums.weighted_logits
@@ -256,7 +256,8 @@ def counts(xp: Namespace[A], tokens: Tokens[A]) -> A:
 
     An ignored token stands for id 0, whose weight may be no number.
     """
-    return xp.where(tokens.valid, tokens.token_weight * tokens.target_class_weight(), 0.0)
+    k = tokens.target_class_weight()
+    return tokens.token_weight if isinstance(k, float) else xp.where(tokens.valid, tokens.token_weight * k, 0.0)
 
 
 def token_stats(xp: Namespace[A], tokens: Tokens[A], sums: TokenSums[A]) -> TokenStats[A]:
@@ -292,12 +293,17 @@ def token_stats(xp: Namespace[A], tokens: Tokens[A], sums: TokenSums[A]) -> Toke
 def row_upstream(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, upstream: A) -> A:
     """g_i: upstream (per token or one for all) times token weight and logit_scale, divided by the token's temperature;
     exactly 0 for an ignored token."""
-    return xp.where(tokens.valid, _cooled(tokens, upstream * tokens.token_weight * options.logit_scale), 0.0)
+    return xp.where(tokens.valid, _cooled(tokens, _times(options.logit_scale, upstream * tokens.token_weight)), 0.0)
 
 
 def lse_upstream(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, upstream: A) -> A:
     """The same of lse, which no token weight multiplies."""
     return xp.where(tokens.valid, _cooled(tokens, upstream * options.logit_scale), 0.0)
+
+
+def _times(factor: A | float, values: A) -> A:
+    """The product, for which nothing is done where the factor is the number 1: PyTorch would launch an operation."""
+    return values if isinstance(factor, float) and factor == 1.0 else factor * values
 
 
 def _cooled(tokens: Tokens[A], values: A) -> A:
@@ -314,16 +320,21 @@ def smooth_share(tokens: Tokens[A], options: LossOptions) -> A | float:
 def alpha_beta(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, lse: A, k: A | float) -> tuple[A, A]:
     """α_i and β_i of some tokens, from their lse and the class weights k of their targets.
 
-    |α| is kept away from 0, because the target's element is divided by it.
+    |α| is kept away from 0, because the target's element is divided by it. Where α = β for any values, they are one
+    array.
     """
-    beta = (1.0 - options.label_smoothing) * k * xp.ones_like(lse)
+    beta = _times((1.0 - options.label_smoothing) * k, xp.ones_like(lse))
+    if not options.label_smoothing and not options.z_loss:
+        return beta, beta
     alpha = beta + smooth_share(tokens, options) + 2.0 * options.z_loss * lse
     floor = ALPHA_FLOOR * xp.abs(beta)
     return xp.where(xp.abs(alpha) < floor, xp.copysign(floor, alpha), alpha), beta
 
 
 def target_over_alpha(xp: Namespace[A], alpha: A, beta: A, e_target: A, s: A) -> A:
-    """T_i = ((α − β) e_y − β s) / α, without the cancellation of p − 1; 0 where α = β = 0."""
+    """T_i = ((α − β) e_y − β s) / α, without the cancellation of p − 1; 0, or any finite number, where α = β = 0."""
+    if alpha is beta:
+        return -s
     divisor = xp.where(_is_zero(alpha), 1.0, alpha)
     return ((alpha - beta) * e_target - beta * s) / divisor
 

@@ -32,11 +32,12 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     flat = target.reshape(-1).long()
     valid = flat != options.ignore_index
     shard = shard or parallel.whole(weight.shape[0])
-    inside = ~valid | ((flat >= 0) & (flat < shard.vocab))
-    ids = flat.masked_fill(~(valid & inside), 0)
+    in_vocab = (flat >= 0) & (flat < shard.vocab)
+    ids = flat * (valid & in_vocab)
     target = shard.local_ids(ids, weight.shape[0]) if shard.split else ids
-    ones = torch.ones(flat.shape, dtype=accumulation, device=flat.device)
-    weights = ones if token_weight is None else token_weight.reshape(-1).to(accumulation)
+    weights = valid.to(accumulation)
+    if token_weight is not None:
+        weights = token_weight.reshape(-1).to(accumulation).masked_fill(~valid, 0.0)
     class_weight = None if class_weight is None else class_weight.to(accumulation)
     return Inputs(
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype),
@@ -45,8 +46,8 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
         ids=ids,
         target=target,
         valid=valid,
-        inside=inside,
-        token_weight=weights.masked_fill(~valid, 0.0),
+        inside=~valid | in_vocab,
+        token_weight=weights,
         class_weight=class_weight,
         shard=shard,
         shared_classes=shared_classes(shard, class_weight, target),

@@ -121,9 +121,10 @@ class _Accumulators:
     """Where dX, dW and db are gathered, block by block; one object a call."""
 
     def __init__(
-        self, inputs: Inputs, plan: ChunkPlan, needs: Needs, smoothing: Smoothing | None, g: Tensor, unit: Tensor
-    ) -> None:
-        """``unit``: as large as the matrix's elements get."""
+        self, inputs: Inputs, plan: ChunkPlan, needs: Needs, smoothing: Smoothing | None, g: Tensor,
+        unit: Tensor | None,
+    ) -> None:  # fmt: skip
+        """``unit``: as large as the matrix's elements get. Products in the accumulation dtype need none."""
         tokens, size = inputs.tokens, inputs.hidden.shape[1]
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
@@ -138,7 +139,8 @@ class _Accumulators:
                 self.weight.zero_()
         self.works: list[Any] = []  # sums of dX over the ranks that are under way
         self.bias = torch.zeros(vocab, dtype=dtype, device=device) if needs.bias else None
-        self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
+        if smoothing is not None:
+            self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
         # Low-precision operands: the largest factor is taken out of the matrix and put back in float32. float16 could
         # not hold it (loss scaling, class weights), and 1/N would round all targets' elements to the same side.
         self.unit = unit if inputs.operand_dtype != dtype and tokens else None
@@ -279,7 +281,7 @@ def loss_gradients(
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     needs = dataclasses.replace(needs, hidden=dtype if needs.hidden else None)
-    unit = numerics.loss_unit(XP, inputs, options, g)
+    unit = numerics.loss_unit(XP, inputs, options, g) if inputs.operand_dtype != dtype else None
     gradients = _Accumulators(inputs, plan, needs, smoothing, g, unit)
     parts = []
     for first, last in slices(inputs.tokens, plan.token_chunk):
@@ -304,8 +306,8 @@ def loss_gradients(
 
         k = inputs.token_class_weight(rows)
         alpha, beta = numerics.alpha_beta(XP, inputs, options, part.lse, 1.0 if k is None else k)
-        total, ignored = sums.s + sums.e_target(), ~inputs.valid[rows]
-        target = numerics.target_over_alpha(XP, alpha, beta, sums.e_target(), sums.s)
+        e_target, ignored = sums.e_target(), ~inputs.valid[rows]
+        total, target = sums.s + e_target, numerics.target_over_alpha(XP, alpha, beta, e_target, sums.s)
         target = numerics.sloped(XP, target, part.target_logit, options, own)
         held.set_target(target.masked_fill(ignored, 0.0))
         gradients.start_chunk(rows, x, (g[rows] * alpha / total).masked_fill(ignored, 0.0))
