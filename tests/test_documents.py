@@ -268,6 +268,20 @@ def test_the_readme_quotes_the_gpu_results() -> None:
     assert set(quoted) <= set(table.splitlines())
 
 
+def test_the_words_of_the_limits_quote_the_results() -> None:
+    """Ratios of plain operations: on a GPU over the floor at large sizes, in bfloat16 on a CPU over full logits."""
+    text = " ".join((ROOT / "docs" / "limits.md").read_text().split())
+    gpu, cpu = (
+        json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()) for name in ("gpu_check", "portable")
+    )
+    eager = [row for row in gpu["rows"] if row["variant"] == "eager"]
+    large = [row["over_floor"] for row in eager if row["tokens"] * row["vocab"] > 2**28]
+    ours = [row for row in cpu["rows"] if (row["implementation"], row["dtype"]) == ("torch_eager", "bfloat16")]
+    narrow = [row["time_over_full_logits"] for row in ours if row["variant"] in ("default", "lean")]
+    assert f"{min(large):.1f} to {max(large):.1f} times [the floor]" in text
+    assert f"{min(narrow):.1f} to {max(narrow):.1f} times as fast as ours" in text
+
+
 def test_the_tables_of_models_and_heads_are_those_of_the_results() -> None:
     pytest.importorskip("matplotlib", reason="the report draws with it")
     from bench import report
