@@ -96,6 +96,28 @@ def rl_table(rows: Rows) -> str:
     ))  # fmt: skip
 
 
+def grpo_table(rows: Rows) -> str:
+    """The trainer's log-probabilities beside the sampler's, in nats: means over the seeds, and the largest of all."""
+    means = "mismatch_mean", "body_mean", "trainer_error_mean", "sampler_error_mean", "kl"
+    columns = (
+        "heads", "mismatch, mean", "of the body alone", "trainer's error", "sampler's error", "KL (k3)",
+        "mismatch, largest", "outside the clip range", "reward at the end", "of each seed",
+    )  # fmt: skip
+    by_variant: dict[str, Rows] = {}
+    for row in rows:
+        by_variant.setdefault(row["variant"], []).append(row)
+
+    def mean(own: Rows, name: str) -> float:
+        return float(statistics.mean(row[name] for row in own))
+
+    return markdown(columns, (
+        [name, *(f"{mean(own, key):.2g}" for key in means), f"{max(row['mismatch_max'] for row in own):.2g}",
+         f"{100 * mean(own, 'outside'):.3f} %", f"{mean(own, 'last_reward'):.3f}",
+         ", ".join(f"{row['last_reward']:.3f}" for row in own)]
+        for name, own in by_variant.items()
+    ))  # fmt: skip
+
+
 def bridges_table(rows: Rows) -> str:
     """The bridges beside the function that each wraps."""
     return markdown(("step", "time [ms]", "over its native step", "host busy [ms]"), (
@@ -303,6 +325,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
         "architectures": (architectures_table, [read("architectures.json")["rows"]]),
         "tpu": (tpu_table, [read("tpu.json")["rows"]]),
         "rl": (rl_table, [read("rl.json")["rows"]]),
+        "grpo": (grpo_table, [read("grpo.json")["rows"]]),
         "phases": (phases_table, [phases.get(key, []) for key in ("rows", "checks", "launches")]),
         "accumulation": (accumulation_table, [read("accumulation.json")["rows"]]),
         "long": (long_table, [read("long.json")["rows"], read("long_jax.json")["rows"]]),
