@@ -1,25 +1,23 @@
 """GRPO of a small model, with and without rounded logits: ``python -m bench grpo``. Runs on a CPU.
 
-The demo's transformer learns the demo's text. GRPO (``clipped_policy_loss``) then teaches it to write tokens with the
-letter "e". The reward of a completion is the share of such tokens. Weights are float32, and every forward is in
-bfloat16, as trainers and inference engines have it. The sampler makes one token at a time with a cache of keys and
-values. The trainer reads whole sequences. So their hidden states differ by the rounding of the body, and no head can
-undo that.
+The demo's transformer learns the demo's text. GRPO then teaches it to write tokens with the letter "e": the reward of a
+completion is the share of such tokens. Parameters are float32, every forward is bfloat16. The sampler makes one token
+at a time with a cache of keys and values, and the trainer reads whole sequences. So their hidden states differ by the
+rounding of the body, which no head can undo.
 
-A head is "rounded" (logits in bfloat16, log softmax of them in float32, as vLLM has it and as a model's ``.logits`` are)
-or "logitless" (``linear_log_probs``). ``VARIANTS`` says who has which. Seeds, prompts, noise and reward are the same for
-all of them. The old policy of the ratio is what the sampler said of its tokens, so in the first update of every step the
-ratio should be 1.
+A head is "rounded" (logits in bfloat16, their log softmax in float32) or "logitless" (``linear_log_probs``, and
+``clipped_policy_loss`` as the loss). ``VARIANTS`` says who has which. All have the same seeds, prompts and noise. The
+ratio's old policy is what the sampler said of its tokens, so the ratio should be 1 in the first update of every step.
 
-A row is one run. It has the means over its steps, and under ``by_step`` each step's values, in nats, over all sampled
-tokens, before the first update of the step:
+A row is one run: the means over its steps, and each step's values. These are over all sampled tokens, before the first
+update of the step, in nats:
 
-    mismatch_mean, mismatch_max    |log p_trainer − log p_sampler|
-    kl                             k3 = r − 1 − log r, r = p_trainer / p_sampler: estimates KL(sampler ‖ trainer)
-    outside                        the share of tokens whose ratio is outside of the clip range
-    body_mean, body_max            the same difference with float64 heads on both sides: what the body alone makes
-    trainer_error_*, sampler_error_*    |log p − float64 log p| of the same hidden states
-    reward                         its mean over the completions
+    mismatch                        |log p_trainer − log p_sampler|, mean and largest
+    kl                              the mean of r − 1 − log r, r = p_trainer / p_sampler: k3 of KL(sampler ‖ trainer)
+    outside                         the share of tokens whose ratio is outside of the clip range
+    body                            the mismatch of float64 heads on both sides' hidden states
+    same_hidden                     the share of tokens whose hidden states are the same bits on both sides
+    trainer_error, sampler_error    |log p − log p of a float64 head| on the same hidden states
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from bench.registry import Results, register
 
 # The demo's settings; ``steps`` are those of the warm-up on text.
 MODEL = {
-    "vocabulary": 4096, "width": 64, "layers": 2, "heads": 4, "sequence": 48, "batch": 32, "steps": 600,
+    "vocabulary": 4096, "width": 64, "layers": 2, "heads": 4, "sequence": 48, "batch": 16, "steps": 400,
     "learning_rate": 3e-3, "text_bytes": 1_000_000,
 }  # fmt: skip
 LETTER = "e"
@@ -43,7 +41,7 @@ PROMPTS, GROUP = 8, 8
 PROMPT_TOKENS, NEW_TOKENS = 16, 24
 INNER_UPDATES = 2
 CLIP = 0.2
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 1e-3
 MAX_GRADIENT = 1.0
 # The sampler's head and the trainer's.
 VARIANTS = {
@@ -179,8 +177,9 @@ def sample(parameters: dict[str, Any], settings: Any, head: str, prompts: Any, s
 # The runs
 
 
-def measured(trainer: Any, sampler: Any, truth: Any, sampler_truth: Any) -> dict[str, float]:
-    """The values of a step from four log-probabilities [B, T]: both sides' own, and float64's of their hidden states."""
+def measured(trainer: Any, sampler: Any, truth: Any, sampler_truth: Any, same: Any) -> dict[str, float]:
+    """A step's values from log-probabilities [B, T]: both sides' own, and those of float64 heads. same [B, T]: whether
+    both sides' hidden states are."""
     pairs = {
         "mismatch": (trainer, sampler),
         "body": (truth, sampler_truth),
@@ -193,8 +192,12 @@ def measured(trainer: Any, sampler: Any, truth: Any, sampler_truth: Any) -> dict
         values |= {f"{name}_mean": float(size.mean()), f"{name}_max": float(size.max())}
     log_ratio = trainer.double() - sampler.double()
     ratio = log_ratio.exp()
-    outside = (ratio < 1 - CLIP) | (ratio > 1 + CLIP)
-    return values | {"kl": float((log_ratio.expm1() - log_ratio).mean()), "outside": float(outside.double().mean())}
+    means = {
+        "kl": log_ratio.expm1() - log_ratio,
+        "outside": ((ratio < 1 - CLIP) | (ratio > 1 + CLIP)).double(),
+        "same_hidden": same.double(),
+    }
+    return values | {name: float(tensor.mean()) for name, tensor in means.items()}
 
 
 def prepared() -> Start:
@@ -244,7 +247,8 @@ def grpo(start: Start, variant: str, seed: int, steps: int) -> list[dict[str, fl
             if update == 0:
                 with torch.no_grad():
                     truths = (exact(x, given["head"], target) for x in (hidden, seen))
-                    values.append({"reward": float(reward.mean())} | measured(log_prob, old, *truths))
+                    same = (hidden == seen).all(-1)
+                    values.append({"reward": float(reward.mean())} | measured(log_prob, old, *truths, same))
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters.values(), MAX_GRADIENT)
@@ -255,7 +259,7 @@ def grpo(start: Start, variant: str, seed: int, steps: int) -> list[dict[str, fl
 @register(
     "GRPO of a small model: the trainer's log-probabilities beside the sampler's, by the logits' rounding",
     arguments={
-        "--steps": {"type": int, "default": 60, "help": "of every run"},
+        "--steps": {"type": int, "default": 40, "help": "of every run"},
         "--seeds": {"type": int, "default": 3, "help": "how many runs of every variant"},
     },
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
