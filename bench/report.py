@@ -102,7 +102,7 @@ def grpo_table(rows: Rows) -> str:
     means = "mismatch_mean", "body_mean", "trainer_error_mean", "sampler_error_mean", "kl"
     columns = (
         "heads", "mismatch, mean", "of the body alone", "trainer's error", "sampler's error", "KL (k3)",
-        "mismatch, largest", "outside the clip range", "reward at the end", "of each seed",
+        "mismatch, largest", "outside the clip range", "reward at the end", "of all steps, by seed",
     )  # fmt: skip
     by_variant: dict[str, Rows] = {}
     for row in rows:
@@ -114,7 +114,7 @@ def grpo_table(rows: Rows) -> str:
     return markdown(columns, (
         [name, *(f"{mean(own, key):.2g}" for key in means), f"{max(row['mismatch_max'] for row in own):.2g}",
          f"{100 * mean(own, 'outside'):.3f} %", f"{mean(own, 'last_reward'):.3f}",
-         ", ".join(f"{row['last_reward']:.3f}" for row in own)]
+         ", ".join(f"{row['reward']:.3f}" for row in own)]
         for name, own in by_variant.items()
     ))  # fmt: skip
 

@@ -146,3 +146,14 @@ def test_what_is_measured_of_a_step() -> None:
     assert found["body_max"] == pytest.approx(0.33)
     assert found["outside"] == found["same_hidden"] == 0.5  # exp(0.3) is above 1.2
     assert found["kl"] == pytest.approx((2.718281828**0.3 - 1 - 0.3) / 2)
+
+
+def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the report draws with it")
+    from bench import plots
+
+    results = report.read("grpo.json")
+    page = report.FIGURES / "grpo.md"
+    assert page.read_text() == report.grpo_table(results["rows"])
+    plots.grpo(results, tmp_path / "grpo.png")
+    assert (tmp_path / "grpo.png").stat().st_size > 1000
