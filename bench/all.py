@@ -98,6 +98,7 @@ TASKS = (
     Task("architectures.json", ("architectures",), 0, 40.0),
     Task("tpu.json", ("tpu",), 0, 5.0),
     Task("rl.json", ("rl",), 0, 5.0),
+    Task("grpo.json", ("grpo",), 0, 6.0),
     *(
         Task(f"fuzz_cpu_{k}_of_2.json", ("fuzz", "--problems", "20000", "--shard", f"{k}/2"), 0, 600.0)
         for k in range(2)

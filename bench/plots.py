@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,32 @@ def rl(results: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+GRPO_COLOURS = "#d1495b", "#b9a44c", "#00798c"
+
+
+def grpo(results: dict[str, Any], path: Path) -> None:
+    """Mismatch and reward over the steps: a thin line for every seed, a thick one for their mean."""
+    rows = results["rows"]
+    figure, panels = plt.subplots(1, 2, figsize=(13, 4.4), layout="constrained")
+    for colour, name in zip(GRPO_COLOURS, dict.fromkeys(row["variant"] for row in rows), strict=False):
+        own = [row["by_step"] for row in rows if row["variant"] == name]
+        for panel, key in zip(panels, ("mismatch_mean", "reward"), strict=True):
+            for steps in own:
+                panel.plot(steps[key], color=colour, lw=0.5, alpha=0.5)
+            mean = [statistics.mean(values) for values in zip(*(steps[key] for steps in own), strict=True)]
+            panel.plot(mean, color=colour, label=name)
+        body = [statistics.mean(values) for values in zip(*(steps["body_mean"] for steps in own), strict=True)]
+        panels[0].plot(body, ":", color=colour, label=f"{name}: the body alone")
+    panels[0].set(ylim=(0, None), ylabel="mean of |log p of the trainer − of the sampler| [nats]")
+    panels[1].set(ylabel="reward")
+    for panel in panels:
+        panel.set(xlabel="step")
+        panel.legend(fontsize=8)
+    figure.suptitle(f"GRPO of a small model, vocabulary {rows[0]['vocab']}, every forward in bfloat16")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 PHASE_COLOURS = {"tokens": "#00798c", "vocab": "#d1495b"}
 
 
@@ -301,6 +328,7 @@ PLOTS = {
     "phases": (phases, "phases.json", "rows"),
     "accumulation": (accumulation, "accumulation.json", "rows"),
     "rl": (rl, "rl.json", "rows"),
+    "grpo": (grpo, "grpo.json", "rows"),
     "gpu": (gpu, "gpu_check.json", "rows"),
     "gpu_sweeps": (gpu_sweeps, "gpu_check.json", "sweeps"),
     "gpu_jax": (gpu_jax, "gpu_check.json", "jax_rows"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -93,6 +94,28 @@ def rl_table(rows: Rows) -> str:
          f"{100 * row['off_by_1_percent']:.1f} %",
          *("–" if row[name] is None else f"{row[name]:.2g}" for name in ("kl_mean", "kl_max"))]
         for row in rows
+    ))  # fmt: skip
+
+
+def grpo_table(rows: Rows) -> str:
+    """The trainer's log-probabilities beside the sampler's, in nats: means over the seeds, and the largest of all."""
+    means = "mismatch_mean", "body_mean", "trainer_error_mean", "sampler_error_mean", "kl"
+    columns = (
+        "heads", "mismatch, mean", "of the body alone", "trainer's error", "sampler's error", "KL (k3)",
+        "mismatch, largest", "outside the clip range", "reward at the end", "of all steps, by seed",
+    )  # fmt: skip
+    by_variant: dict[str, Rows] = {}
+    for row in rows:
+        by_variant.setdefault(row["variant"], []).append(row)
+
+    def mean(own: Rows, name: str) -> float:
+        return float(statistics.mean(row[name] for row in own))
+
+    return markdown(columns, (
+        [name, *(f"{mean(own, key):.2g}" for key in means), f"{max(row['mismatch_max'] for row in own):.2g}",
+         f"{100 * mean(own, 'outside'):.3f} %", f"{mean(own, 'last_reward'):.3f}",
+         ", ".join(f"{row['reward']:.3f}" for row in own)]
+        for name, own in by_variant.items()
     ))  # fmt: skip
 
 
@@ -303,6 +326,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
         "architectures": (architectures_table, [read("architectures.json")["rows"]]),
         "tpu": (tpu_table, [read("tpu.json")["rows"]]),
         "rl": (rl_table, [read("rl.json")["rows"]]),
+        "grpo": (grpo_table, [read("grpo.json")["rows"]]),
         "phases": (phases_table, [phases.get(key, []) for key in ("rows", "checks", "launches")]),
         "accumulation": (accumulation_table, [read("accumulation.json")["rows"]]),
         "long": (long_table, [read("long.json")["rows"], read("long_jax.json")["rows"]]),
