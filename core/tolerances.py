@@ -123,6 +123,12 @@ BOUND = {
     "errors of one bridge": 0.2,
     # A test's own truth, from probabilities near 1 in float64.
     "quotient near one": 0.02,
+    # In nats: log-probabilities from float32 sums, the mismatch of two of them, those from bfloat16 logits near 3.
+    "log-probs, absolute": 1e-5,
+    "mismatch of log-probs, absolute": 2e-5,
+    "log-probs of bfloat16 logits, absolute": 0.1,
+    # A small model one token at a time and all at once.
+    "decoder bfloat16": 0.05,
     # Examples on two ranks beside one; logged numbers have four digits.
     "example on two ranks": 1e-3,
     "logged": 1e-4,
