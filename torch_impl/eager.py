@@ -237,8 +237,8 @@ class _Accumulators:
 
 
 class _Held:
-    """A chunk's matrix [C, V] in blocks of columns, each contiguous: the GPU takes 0.6 of the time for an elementwise
-    operation on such a block. Behind them is one more element, for targets that are not in the vocabulary."""
+    """A chunk's matrix [C, V] in blocks of columns, each contiguous: exp of such a block takes a GPU 0.6 of the time.
+    Behind them is one more element, for targets that are not in the vocabulary."""
 
     def __init__(self, inputs: Inputs, plan: ChunkPlan) -> None:
         self.plan = plan
