@@ -402,7 +402,7 @@ SHORTEST_MS = 4.0
 
 @functools.cache
 def measured_plans() -> list[Any]:
-    """(measured over the floor, plan) of the kernels' loss and gradients, whose variants name default or budget."""
+    """(name, measured over the floor, plan) of the kernels' loss and gradients, by default or within a budget."""
     found = json.loads(RESULTS.read_text())
     rows = [*found["rows"], *found["sweeps"], *found["jax_rows"]]
     # Where there is a row of the fastest plan, the default is another one.
@@ -425,7 +425,7 @@ def measured_plans() -> list[Any]:
         if abs(plan(**{**sizes, **options}).scratch_bytes / row["promised_bytes"] - 1.0) > 0.02:
             continue
         name = f"{row['variant']}, {row['tokens']} x {row['hidden']} x {row['vocab']}, {row['shape']}"
-        pairs.append(pytest.param(row["over_floor"], {**sizes, **options}, id=name))
+        pairs.append((name, row["over_floor"], {**sizes, **options}))
     return pairs
 
 
@@ -433,7 +433,6 @@ def test_there_are_enough_measured_plans() -> None:
     assert len(measured_plans()) >= 30
 
 
-@pytest.mark.parametrize(("over_floor", "options"), measured_plans())
-def test_the_modelled_time_is_within_a_tenth(over_floor: float, options: dict[str, Any]) -> None:
-    estimate = plan(**options).relative_cost("gpu")
-    assert abs(estimate / over_floor - 1.0) <= 0.1
+def test_the_modelled_times_are_within_a_tenth() -> None:
+    found = {name: plan(**options).relative_cost("gpu") / measured for name, measured, options in measured_plans()}
+    assert {name: ratio for name, ratio in found.items() if abs(ratio - 1.0) > 0.1} == {}
