@@ -145,6 +145,7 @@ def test_a_repeated_step_has_the_same_bits(name: str, repeated: list[Any], monke
     assert len(repeated) == 2 * steps
 
 
+@pytest.mark.late(where=lambda p: p["name"] == "everything")
 @pytest.mark.parametrize("name", ["everything", "chunks"])
 def test_more_tokens_than_are_ranked(name: str, repeated: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch sorts the targets of many tokens, in memory that it makes itself."""
