@@ -12,6 +12,7 @@ of the logits' gradient is rounded to the input dtype on its way into the produc
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -122,9 +123,9 @@ class _Accumulators:
 
     def __init__(
         self, inputs: Inputs, plan: ChunkPlan, needs: Needs, smoothing: Smoothing | None, g: Tensor,
-        unit: Tensor | None,
+        unit: Callable[[], Tensor],
     ) -> None:  # fmt: skip
-        """``unit``: as large as the matrix's elements get. Products in the accumulation dtype need none."""
+        """``unit()``: as large as the matrix's elements get. Products in the accumulation dtype do not ask for it."""
         tokens, size = inputs.tokens, inputs.hidden.shape[1]
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
         self.inputs, self.plan, self.needs, self.smoothing, self.g = inputs, plan, needs, smoothing, g
@@ -143,7 +144,7 @@ class _Accumulators:
             self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
         # Low-precision operands: the largest factor is taken out of the matrix and put back in float32. float16 could
         # not hold it (loss scaling, class weights), and 1/N would round all targets' elements to the same side.
-        self.unit = unit if inputs.operand_dtype != dtype and tokens else None
+        self.unit = unit() if inputs.operand_dtype != dtype and tokens else None
 
     def start_chunk(self, rows: slice, x: Tensor, factor: Tensor) -> None:
         """Begin the tokens ``rows``; factor [C] is what their rows of the matrix still lack."""
@@ -281,7 +282,7 @@ def loss_gradients(
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     # dX waits for the upstream scalar in the accumulation dtype, as dW does (weight_accumulator).
     needs = dataclasses.replace(needs, hidden=dtype if needs.hidden else None)
-    unit = numerics.loss_unit(XP, inputs, options, g) if inputs.operand_dtype != dtype else None
+    unit = functools.partial(numerics.loss_unit, XP, inputs, options, g)
     gradients = _Accumulators(inputs, plan, needs, smoothing, g, unit)
     parts = []
     for first, last in slices(inputs.tokens, plan.token_chunk):
@@ -399,7 +400,7 @@ def known_gradients(
     block = torch.empty((plan.token_chunk, plan.vocab_chunk), dtype=dtype, device=device)
     smoothing = Smoothing.prepare(inputs, options, plan.vocab_chunk)
     known = known.of(XP, inputs.valid)
-    gradients = _Accumulators(inputs, plan, needs, smoothing, g, known.unit(XP))
+    gradients = _Accumulators(inputs, plan, needs, smoothing, g, functools.partial(known.unit, XP))
     for first, last in slices(inputs.tokens, plan.token_chunk):
         rows = slice(first, last)
         x = chunk.rows_of(inputs, rows)
