@@ -133,8 +133,13 @@ def test_the_bytes_of_the_phases_are_what_was_allocated() -> None:
 
     apply: Any = Loss.apply
     found = phases.Step(arrays, phases.Way(lambda x, w, y: apply(x, w))).bytes()
-    mib = {name: round(value / 2**20) for name, value in found.items()}
-    assert mib == {"forward_bytes": 5, "held_bytes": 2, "peak_bytes": 6, "scratch_bytes": 6}
+    mib, loss, gradients = 2**20, 4, arrays.x.nbytes + arrays.w.nbytes
+    assert found == {
+        "forward_bytes": 5 * mib,
+        "held_bytes": 2 * mib + loss,
+        "peak_bytes": 6 * mib + 2 * loss,  # with its upstream gradient
+        "scratch_bytes": 6 * mib + 2 * loss - gradients,
+    }
 
 
 def test_phases_are_measured_and_what_they_give_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,6 @@ def test_what_dw_lends_is_written_later(arguments: dict[str, Any], chunk: int, i
     """Every slice fits the plan's own matrix, or the rows of dW behind those that are written up to its end."""
     if arguments["dtype"] == "float64":
         return
-    chunk = max(chunk, arguments["vocab"] // 1000)  # so many slices are enough
     made = plan(**arguments, fused=True, order="vocab", chunk=chunk)
     item, row_bytes = ITEMSIZE[made.dtype], made.hidden * itemsize
     slices = made.lent_slices(row_bytes)
@@ -434,5 +433,5 @@ def test_there_are_enough_measured_plans() -> None:
 
 
 def test_the_modelled_times_are_within_a_tenth() -> None:
-    found = {name: plan(**options).relative_cost("gpu") / measured for name, measured, options in measured_plans()}
-    assert {name: ratio for name, ratio in found.items() if abs(ratio - 1.0) > 0.1} == {}
+    found = [(name, plan(**options).relative_cost("gpu") / measured) for name, measured, options in measured_plans()]
+    assert [(name, ratio) for name, ratio in found if not abs(ratio - 1.0) <= 0.1] == []
