@@ -332,7 +332,10 @@ def alpha_beta(xp: Namespace[A], tokens: Tokens[A], options: LossOptions, lse: A
 
 
 def target_over_alpha(xp: Namespace[A], alpha: A, beta: A, e_target: A, s: A) -> A:
-    """T_i = ((α − β) e_y − β s) / α, without the cancellation of p − 1; 0, or any finite number, where α = β = 0."""
+    """T_i = ((α − β) e_y − β s) / α, without the cancellation of p − 1.
+
+    Where α = β = 0 any finite number will do: the row's factor, which has α, is 0.
+    """
     if alpha is beta:
         return -s
     divisor = xp.where(_is_zero(alpha), 1.0, alpha)
