@@ -17,6 +17,7 @@ import pytest
 jax = pytest.importorskip("jax", reason="these tests are about JAX")
 
 import jax.numpy as jnp  # noqa: E402
+from compiled_text import copies  # noqa: E402
 from implementations import JaxXla, assert_within, problem_named, run_case, truth  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
@@ -39,7 +40,7 @@ from logitless.jax_impl import (  # noqa: E402
 from logitless.jax_impl.kernels.architecture import can_interpret  # noqa: E402
 from logitless.jax_impl.memory import temp_bytes  # noqa: E402
 from logitless.problems import Problem  # noqa: E402
-from logitless.spec import LossOptions  # noqa: E402
+from logitless.spec import LossOptions, WeightLayout  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
 
 DEVICES = 4
@@ -536,17 +537,24 @@ def test_hidden_of_each_device_has_its_own_gradient() -> None:
 
 @pytest.mark.case(27)
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
-def test_global_arrays(types: Any) -> None:
+@pytest.mark.parametrize("weight_layout", ["vd", "dv"])
+def test_global_arrays(weight_layout: WeightLayout, types: Any) -> None:
     """The wrapper takes both kinds of axes; the plain function Auto ones, and says what to do about Explicit ones."""
     mesh = mesh_of(types, data=2, vocab=2)
     x, w, y = arrays()
     true = reference.linear_cross_entropy(np.asarray(x), np.asarray(w), np.asarray(y), z_loss=1e-3)
-    specs = (P("data"), P("vocab", "data"), P())
+    cut, true_grads = P("vocab", "data"), (true.hidden_grad, true.weight_grad)
+    if weight_layout == "dv":
+        w, cut, true_grads = w.T, P("data", "vocab"), (true.hidden_grad, true.weight_grad.T)
+    specs = (P("data"), cut, P())
     placed = tuple(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w, y), specs, strict=True))
     sharded = sharded_linear_cross_entropy(mesh, vocab_axis="vocab", data_axis="data")
 
     def step(function: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda x, w, y: function(x, w, y, z_loss=1e-3), (0, 1)))(*placed)
+        def loss(x: Any, w: Any, y: Any) -> Any:
+            return function(x, w, y, z_loss=1e-3, weight_layout=weight_layout)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(*placed)
 
     functions = [sharded]
     if types is AxisType.Auto:
@@ -556,10 +564,34 @@ def test_global_arrays(types: Any) -> None:
             step(linear_cross_entropy)
     for function in functions:
         loss, grads = step(function)
-        for made, wanted in zip((loss, *grads), (true.loss, true.hidden_grad, true.weight_grad), strict=True):
+        for made, wanted in zip((loss, *grads), (true.loss, *true_grads), strict=True):
             assert error(made, wanted) <= TINY["float32"]
     if types is AxisType.Explicit:
-        assert [jax.typeof(made).sharding.spec for made in grads] == [P("data", None), P("vocab", "data")]
+        assert [jax.typeof(made).sharding.spec for made in grads] == [P("data", None), cut]
+
+
+@pytest.mark.parametrize("function", [sharded_linear_cross_entropy, sharded_linear_log_probs])
+def test_a_turned_weight_on_a_mesh_is_not_copied(function: Any) -> None:
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 32), (32, 16384)))
+    y = jax.ShapeDtypeStruct((64,), jnp.int32)
+
+    def compiled(layout: WeightLayout) -> Any:
+        cut = (P("data"), P("vocab") if layout == "vd" else P(None, "vocab"), P("data"))
+        at = tuple(NamedSharding(BOTH, spec) for spec in cut)
+
+        def total(x: Any, w: Any, y: Any) -> Any:
+            mapped = function(BOTH, vocab_axis="vocab", data_axis="data")
+            found = mapped(x, w, y, weight_layout=layout, backend="xla", plan="lean")
+            return jax.tree.leaves(found)[0].sum()
+
+        step = jax.jit(jax.grad(total, (0, 1)), in_shardings=at, out_shardings=at[:2])
+        return step.lower(x, w if layout == "dv" else jax.ShapeDtypeStruct(w.shape[::-1], w.dtype), y).compile()
+
+    turned = compiled("dv")
+    share = w.size // BOTH.shape["vocab"] * w.dtype.itemsize
+    assert copies(turned.as_text(), share) == copies(compiled("vd").as_text(), share)
+    scratch = {layout: compiled(layout).memory_analysis().temp_size_in_bytes for layout in ("vd", "dv")}
+    assert scratch["dv"] <= scratch["vd"]
 
 
 def test_kernels_are_refused_where_they_cannot_run() -> None:

@@ -39,7 +39,7 @@ from logitless.jax_impl.call import (
 )
 from logitless.jax_impl.distributed.parallel import AxisName, Shard, names_of
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
-from logitless.spec import LogProbResults, TokenStats
+from logitless.spec import LogProbResults, TokenStats, WeightLayout
 
 Results = vjp.LossAndLse | vjp.LogProbs
 """The loss, lse or None and statistics or None; or log-probabilities and statistics."""
@@ -213,8 +213,13 @@ def _sharded_backward(
         (cotangents,) = vjp.cotangents_of(own, likes, call.shard)
         if not layout.data_axes:
             return cotangents
-        weight, bias = lax.psum((cotangents.weight, cotangents.bias), layout.data_axes)
-        return cotangents._replace(weight=weight, bias=bias)
+
+        def turned(weight: Array | None) -> Array | None:
+            return weight if weight is None or not setup.request.turned else weight.T
+
+        # dW is summed as it lies: else XLA copies it.
+        weight, bias = lax.psum((turned(cotangents.weight), cotangents.bias), layout.data_axes)
+        return cotangents._replace(weight=turned(weight), bias=bias)
 
     specs = layout.specs()
     in_specs = (P(layout.axes), setup.output_specs[: setup.differentiable])
@@ -264,7 +269,7 @@ def sharded_linear_cross_entropy(
 
         hidden, target, token_weight        over data_axis (hidden over vocab_axis as well under sequence_parallel);
                                             a temperature per token as target
-        weight, bias, class_weight          over vocab_axis
+        weight, bias, class_weight          over vocab_axis (a weight that is [D, V], along its second axis)
         the loss, the normalizer            on every device; reduction="none" and statistics as target
 
     mean divides by the valid tokens of all devices. Gradients have their arguments' layout. dW and db are summed over
@@ -287,14 +292,16 @@ def sharded_linear_cross_entropy(
     def loss(
         hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, token_weight: Array | None = None,
         class_weight: Array | None = None, normalizer: Array | float | None = None, return_stats: bool = False,
-        return_lse: bool = False, **options: Any,
+        return_lse: bool = False, weight_layout: WeightLayout = "vd", **options: Any,
     ) -> Array | tuple[Array | TokenStats[Array], ...]:  # fmt: skip
         _check_options(linear_cross_entropy, options)
+        weight = checks.laid_out(weight, hidden, weight_layout)
         # A normalizer may be a number.
         own, number = temperatures(options.pop("temperature", 1.0))
         raw: RawArrays = Arrays(hidden, weight, bias, target, token_weight, class_weight, normalizer, own)  # type: ignore[arg-type]
         options["temperature"] = number
-        made = _run(layout, raw, Request(statistics=return_stats, lse=return_lse, **options))
+        turned = weight_layout == "dv"
+        made = _run(layout, raw, Request(statistics=return_stats, lse=return_lse, turned=turned, **options))
         results = tuple(value for value in made if value is not None)
         return results if len(results) > 1 else results[0]
 
@@ -315,12 +322,16 @@ def sharded_linear_log_probs(
     @taking_wrappers
     def log_probs(
         hidden: Array, weight: Array, target: Array, bias: Array | None = None, *, with_entropy: bool = False,
-        return_stats: bool = False, **options: Any,
+        return_stats: bool = False, weight_layout: WeightLayout = "vd", **options: Any,
     ) -> LogProbResults[Array]:  # fmt: skip
         _check_options(linear_log_probs, options)
+        weight = checks.laid_out(weight, hidden, weight_layout)
         own, number = temperatures(options.pop("temperature", 1.0))
         statistics = spec.wanted_statistics(with_entropy, return_stats)
-        request = Request(reduction="none", statistics=statistics, log_probs=True, temperature=number, **options)
+        request = Request(
+            reduction="none", statistics=statistics, log_probs=True, temperature=number, turned=weight_layout == "dv",
+            **options,
+        )  # fmt: skip
         results: vjp.LogProbs = _run(layout, Arrays(hidden, weight, bias, target, temperature=own), request)  # type: ignore[assignment]
         return spec.log_prob_results(statistics, results[0], results[1:])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import jax.numpy as jnp
 from jax import Array
@@ -78,14 +78,7 @@ def loss_on(mesh: Mesh, config: Config) -> Callable[..., Array | tuple[Array | T
     batch, length, vocab = (names_of(axes) for axes in spec)
     if any(mesh.shape[name] > 1 for name in length):
         raise NotImplementedError(f"mesh: got one that cuts sequences over {length}, allowed is a cut of the batch")
-    sharded = sharded_linear_cross_entropy(mesh, vocab_axis=vocab or None, data_axis=batch or None)
-
-    def loss(
-        hidden: Array, *, weight: Array, weight_layout: WeightLayout, **options: Any
-    ) -> Array | tuple[Array | TokenStats[Array], ...]:
-        return sharded(hidden, weight.T if weight_layout == "dv" else weight, **options)
-
-    return loss
+    return sharded_linear_cross_entropy(mesh, vocab_axis=vocab or None, data_axis=batch or None)
 
 
 def head_of(model: Model, config: Config) -> tuple[DTypeLike, Head]:

@@ -60,7 +60,7 @@ class GradientProducts:
         if factors is not None:
             width = hopper.gradient_columns(rows.tiles.shape[0] - 1, c.padded_size)
             more = round_up(c.padded_size, width) - c.padded_size
-            target_rows = jnp.pad(c.weight_rows(jnp.maximum(rows.target, 0)), ((0, 0), (0, more)))
+            target_rows = jnp.pad(c.weight_rows(rows), ((0, 0), (0, more)))
             arguments |= {"factor": factors.factor, "rest": factors.rest, "target_rows": target_rows}
         if scale is not None:
             arguments["scale"] = scale.reshape(1)

@@ -114,7 +114,7 @@ def _target_logits(c: KernelCall, rows: Rows) -> Array:
     if c.inputs.shared is not None:
         return rows.pick(c.inputs.shared.target_logit)
     wanted = jnp.maximum(rows.target, 0)
-    z = row_logits(c.hidden[rows.token], c.weight_rows(wanted), c.inputs.bias, wanted, c.options)
+    z = row_logits(c.hidden[rows.token], c.weight_rows(rows), c.inputs.bias, wanted, c.options)
     return jnp.where(rows.exists, jnp.where(rows.target < 0, jnp.nan, z), 0.0)
 
 
