@@ -137,6 +137,29 @@ def test_the_loss_on_logits_has_their_dtype(dtype: Any) -> None:
     assert error(gradient.double(), expected.grad) <= GRADIENT[name]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fused_loss_is_float32_and_its_z_loss_in_the_inputs_dtype(dtype: Any) -> None:
+    x, w, y, b, _ = (one.to(dtype) if one.is_floating_point() else one for one in inputs())
+    found = ours.liger_fused_linear_cross_entropy(x, w, y, b, lse_square_scale=0.1, return_z_loss=True)
+    alone = ours.liger_fused_linear_cross_entropy(x, w, y, b, lse_square_scale=0.1)
+    assert (alone.dtype, found.loss.dtype, found.z_loss.dtype) == (torch.float32, torch.float32, dtype)
+
+
+@pytest.mark.parametrize("wrong", [V, -1])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_target_out_of_bounds_of_given_logits(device: str, wrong: int) -> None:
+    """Liger's AssertionError, on a GPU too, and our ValueError."""
+    logits, target = torch.randn(N, V, device=device), inputs()[2].to(device)
+    target[0] = -100
+    assert torch.isfinite(ours.LigerCrossEntropyLoss()(logits, target))
+    target[3] = wrong
+    for kind in (AssertionError, ValueError):
+        with pytest.raises(
+            kind, match=rf"target: got id {wrong}, which is out of bounds, allowed are 0 to {V - 1} and"
+        ):
+            ours.LigerCrossEntropyLoss()(logits, target)
+
+
 def test_no_token_counts() -> None:
     x, w, y, b, k = inputs()
     y = torch.full_like(y, -100)

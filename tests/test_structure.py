@@ -90,6 +90,13 @@ def test_few_files_at_the_top(folder: str) -> None:
     assert len(list((ROOT / folder).glob("*.py"))) <= MOST_FILES
 
 
+def test_integrations_are_small() -> None:
+    """One small file a program, so that whoever knows the program sees at once what is done to it."""
+    files = [path for folder in ("torch_impl", "jax_impl") for path in (ROOT / folder / "integrations").glob("*.py")]
+    assert len(files) > 15
+    assert {path.name: lines for path in files if (lines := len(path.read_text().splitlines())) >= 120} == {}
+
+
 def test_host_functions_are_short() -> None:
     """Public functions and code of the device may be longer."""
     assert set(structure.too_long(KNOWN)) == LONG

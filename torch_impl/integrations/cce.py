@@ -109,8 +109,7 @@ def cce_patch(
     )  # fmt: skip
     if not isinstance(model_type_or_model, nn.Module):
         raise NotImplementedError(
-            f"model_type_or_model: got {model_type_or_model!r:.80}, allowed is a model, after it was made: "
-            f"cce_patch(model)"
+            f"model_type_or_model: got {model_type_or_model!r:.80}, allowed is a model: cce_patch(model)"
         )
     if reduction != "mean":
         raise NotImplementedError(

@@ -7,8 +7,7 @@ Signatures, defaults and meanings are those of liger-kernel 0.8. What differs:
 - The mean with class weights and a z-loss: Liger divides the z-loss by the number of tokens. Here the whole loss is
   divided by one number, the sum of the targets' class weights (:mod:`logitless.spec`).
 - If no token counts, the mean and the accuracy are 0, not NaN. Bad arguments are ValueError and TypeError.
-- ``accum_dtype`` and ``chunk_mem_const`` change nothing: sums are float32, chunks are the default plan's. Nothing is
-  written over given logits; :func:`cross_entropy` with ``inplace_backward=True`` does that.
+- ``accum_dtype`` and ``chunk_mem_const`` change nothing: sums are float32. Given logits are not written over.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from logitless.spec import Reduction
 from logitless.torch_impl.api import linear_cross_entropy
 from logitless.torch_impl.given_logits.api import cross_entropy
 from logitless.torch_impl.integrations import liger_output as out
+from logitless.torch_impl.integrations.liger_output import CrossEntropyOutput
 
 __all__ = [
     "CrossEntropyOutput",
@@ -28,8 +28,6 @@ __all__ = [
     "LigerFusedLinearCrossEntropyLoss",
     "liger_fused_linear_cross_entropy",
 ]
-
-CrossEntropyOutput = out.CrossEntropyOutput
 
 
 def liger_fused_linear_cross_entropy(
@@ -43,8 +41,8 @@ def liger_fused_linear_cross_entropy(
 
     input [..., D], weight [V, D], target [...], bias [V]; ce_weight is class_weight, lse_square_scale is z_loss.
     use_token_scaling multiplies each token's loss by its target's probability, without gradient through it, for another
-    forward; a mean divides by the same number. Returns the loss, or a :class:`CrossEntropyOutput`. Raises as
-    :func:`linear_cross_entropy`; NotImplementedError for an accum_dtype wider than the sums.
+    forward; a mean divides by the same number. Returns the loss, or a :class:`CrossEntropyOutput`, whose z_loss has
+    input's dtype. Raises as :func:`linear_cross_entropy`; NotImplementedError for an accum_dtype wider than the sums.
     """
     spec.check_flags(use_token_scaling=use_token_scaling)
     asked = out.Asked(return_z_loss, return_token_accuracy, return_predicted_tokens)
@@ -62,7 +60,8 @@ def liger_fused_linear_cross_entropy(
         label_smoothing=label_smoothing, reduction=reduction, softcap=softcap, token_weight=token_weight,
         normalizer=normalizer, return_stats=asked.any,
     )  # fmt: skip
-    return out.output(found, asked, target, ignore_index, lse_square_scale, reduction, ce_weight, token_weight)
+    result = out.output(found, asked, target, ignore_index, lse_square_scale, reduction, ce_weight, token_weight)
+    return out.in_dtype(result, None, input.dtype)
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
@@ -108,7 +107,8 @@ class LigerCrossEntropyLoss(nn.Module):
         self.return_predicted_tokens = return_predicted_tokens
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """The loss of the logits _input [..., V] against target [...], in the logits' dtype."""
+        """The loss of logits _input [..., V], in their dtype. AssertionError for an id out of bounds, as in Liger."""
+        out.check_targets(target, _input.shape[-1], self.ignore_index)
         asked = out.Asked(self.return_z_loss, self.return_token_accuracy, self.return_predicted_tokens)
         found = cross_entropy(
             _input, target, class_weight=self.weight, ignore_index=self.ignore_index, z_loss=self.lse_square_scale,
@@ -116,4 +116,4 @@ class LigerCrossEntropyLoss(nn.Module):
             return_stats=asked.any,
         )  # fmt: skip
         result = out.output(found, asked, target, self.ignore_index, self.lse_square_scale, self.reduction, self.weight)
-        return out.in_dtype(result, _input.dtype)
+        return out.in_dtype(result, _input.dtype, _input.dtype)

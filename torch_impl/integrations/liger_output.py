@@ -9,6 +9,11 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.spec import Reduction, TokenStats
+from logitless.torch_impl.compiled import tracing
+
+
+class OutOfBoundsError(AssertionError, ValueError):
+    """For a target outside the vocabulary: Liger's error, and that of our other functions."""
 
 
 @dataclasses.dataclass
@@ -66,12 +71,26 @@ def output(
     return CrossEntropyOutput(loss, z, accuracy, stats.argmax.long() if asked.return_predicted_tokens else None)
 
 
-def in_dtype(result: Tensor | CrossEntropyOutput, dtype: torch.dtype) -> Tensor | CrossEntropyOutput:
-    """The result with its losses rounded to a dtype."""
+def in_dtype(
+    result: Tensor | CrossEntropyOutput, loss: torch.dtype | None, z_loss: torch.dtype
+) -> Tensor | CrossEntropyOutput:
+    """The result with its losses rounded to dtypes; None: left as it is."""
     if isinstance(result, Tensor):
-        return result.to(dtype)
-    z_loss = None if result.z_loss is None else result.z_loss.to(dtype)
-    return dataclasses.replace(result, loss=result.loss.to(dtype), z_loss=z_loss)
+        return result if loss is None else result.to(loss)
+    z = None if result.z_loss is None else result.z_loss.to(z_loss)
+    return dataclasses.replace(result, loss=result.loss if loss is None else result.loss.to(loss), z_loss=z)
+
+
+def check_targets(target: Tensor, vocab: int, ignore_index: int) -> None:
+    """Look at the ids on every device, as Liger does where it takes logits. On a GPU the host waits for this."""
+    if not isinstance(target, Tensor) or tracing.is_traced(target):
+        return
+    outside = target[((target < 0) | (target >= vocab)) & (target != ignore_index)]
+    if len(outside):
+        raise OutOfBoundsError(
+            f"target: got id {int(outside[0])}, which is out of bounds, allowed are 0 to {vocab - 1} and ignore_index "
+            f"= {ignore_index}"
+        )
 
 
 def check_without_effect(accum_dtype: torch.dtype | None, chunk_mem_const: int, dtype: torch.dtype) -> None:
