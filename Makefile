@@ -73,7 +73,8 @@ BIN := $(VENV)/bin
 
 # One thread each: the tests run in PYTEST_WORKERS processes.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
+# Compiled modules are kept even where the environment says otherwise: the tests start some hundred processes.
+PYTEST = $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 # The project is installed as a strict editable install, a folder of links that type checkers can read too. A new file
 # is not in it until the next install, so a list of the source files is kept, rewritten only when it has changed.
