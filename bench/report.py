@@ -176,6 +176,29 @@ def sharded_table(torch_rows: Rows, jax_rows: Rows) -> str:
     return markdown(columns, cells)
 
 
+def sharded_tokens_table(rows: Rows) -> str:
+    """Log-probabilities with entropy, ours and of materialised logits, on one GPU and on several that share V."""
+    columns = (
+        "tokens × hidden × vocab", "variant", "GPUs", "forward [ms]", "scratch [MiB]", "with gradients [ms]",
+        "scratch [MiB]", "largest error [nats]",
+    )  # fmt: skip
+    return markdown(columns, (
+        [sizes_of(row), row["variant"], row["ranks"], f"{row['forward_ms']:.2f}", f"{row['forward_scratch_mib']:.0f}",
+         f"{row['step_ms']:.2f}", f"{row['step_scratch_mib']:.0f}", f"{row['difference']:.1e}"]
+        for row in rows
+    ))  # fmt: skip
+
+
+def small_table(rows: Rows) -> str:
+    """Small steps, the host's time included."""
+    columns = "tokens × hidden × vocab", "variant", "time [ms]", "over floor", "scratch [MiB]", "launches"
+    return markdown(columns, (
+        [sizes_of(row), row["variant"], f"{row['time_ms']:.3f}", f"{row['over_floor']:.2f}",
+         f"{row['scratch_bytes'] / 2**20:.0f}", row.get("launches", "–")]
+        for row in rows
+    ))  # fmt: skip
+
+
 def largest_batches(rows: Rows) -> dict[str, int]:
     """Variant → the largest batch that fits, where it was searched for."""
     return {row["variant"]: row["largest_batch"] for row in rows if "largest_batch" in row}
@@ -320,6 +343,8 @@ def run(options: argparse.Namespace, results: Results) -> None:
                    [energy["rows"], energy.get("products", [])]),
         "logits": (logits_table, [read("logits.json")["rows"]]),
         "sharded": (sharded_table, [sharded, read("sharded_jax.json")["rows"]]),
+        "sharded_tokens": (sharded_tokens_table, [read("sharded_tokens.json")["rows"]]),
+        "small": (small_table, [read("small.json")["rows"]]),
         "hf": (hf_table, [read("hf.json")["rows"]]),
         "gist": (gist_table, [read("gist.json")["rows"]]),
         "portable": (portable_table, [read("portable.json")["rows"]]),

@@ -51,6 +51,10 @@ class Shape:
     dtype: str = "bfloat16"
 
 
+# Of a group, a shape, rounds and a device: the rows that this group's ranks measure.
+Measure = Callable[[Any, Shape, int, torch.device], list[dict[str, Any]]]
+
+
 class _Model(nn.Module):
     def __init__(self, body: nn.Module, head: LinearCrossEntropy) -> None:
         super().__init__()
@@ -131,23 +135,25 @@ class Arrays:
             parts = alone[0] / self.ranks, alone[1] / self.ranks, alone[2]
         names = ("loss", "dhidden", "dweight")
         pairs = zip(names, results, parts, strict=True)
-        return {name: _difference(one.detach(), other.detach()) for name, one, other in pairs}
+        return {name: difference(one.detach(), other.detach()) for name, one, other in pairs}
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """‖one − other‖ / ‖other‖, on the device, where the arrays are large."""
     norm = torch.linalg.vector_norm
     one, other = one.reshape(-1), other.reshape(-1)
     return float(norm(one - other, dtype=torch.float64) / norm(other, dtype=torch.float64))
 
 
-def _slowest(value: float, group: Any, device: torch.device) -> float:
+def slowest(value: float, group: Any, device: torch.device) -> float:
+    """The largest of the ranks' values."""
     held = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(held, op=dist.ReduceOp.MAX, group=group)
     return float(held)
 
 
-def _timed_ms(run: Callable[[], Any], device: torch.device) -> float:
+def timed_ms(run: Callable[[], Any], device: torch.device) -> float:
+    """Of one of STEPS runs in a row."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -174,17 +180,17 @@ def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list
         for name in variants:
             dist.barrier(group)
             idle = name in ALONE and arrays.rank != 0
-            times[name].append(0.0 if idle else _timed_ms(steps[name], device))
+            times[name].append(0.0 if idle else timed_ms(steps[name], device))
     rows = []
     for name in variants:
         sizes = [value.nbytes for value in steps[name]()]
         scratch = max(0, peak_scratch_bytes(steps[name]) - sum(sizes))
         row: dict[str, Any] = {"framework": "torch", "variant": name, "ranks": arrays.ranks, "plan": "balanced"}
         row |= dataclasses.asdict(shape)
-        row["time_ms"] = _slowest(statistics.median(times[name]), group, device)
-        row["scratch_mib"] = _slowest(scratch / MIB, group, device)
-        row["weight_mib"] = _slowest(sizes[2] / MIB, group, device)
-        worst = {key: _slowest(value, group, device) for key, value in errors.get(name, {}).items()}
+        row["time_ms"] = slowest(statistics.median(times[name]), group, device)
+        row["scratch_mib"] = slowest(scratch / MIB, group, device)
+        row["weight_mib"] = slowest(sizes[2] / MIB, group, device)
+        worst = {key: slowest(value, group, device) for key, value in errors.get(name, {}).items()}
         row["difference_from_alone"] = worst
         rows.append(row)
     for row in rows:
@@ -197,25 +203,27 @@ def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list
     return rows
 
 
-def rank_rows(rank: int, ranks: int, store: str, shape: Shape, rounds: int, cpu: bool, answer: Any) -> None:
+def rank_rows(
+    rank: int, ranks: int, store: str, shape: Shape, rounds: int, cpu: bool, measured: Measure, answer: Any
+) -> None:  # fmt: skip
     """One rank, in a process of its own; the first one answers."""
     device = torch.device("cpu" if cpu else f"cuda:{rank}")
     if not cpu:
         torch.cuda.set_device(device)
     backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
-    rows = measure(dist.group.WORLD, shape, rounds, device)
+    rows = measured(dist.group.WORLD, shape, rounds, device)
     if rank == 0:
         answer.put(rows)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def rows_of(ranks: int, shape: Shape, rounds: int, cpu: bool) -> list[dict[str, Any]]:
-    """Start the ranks, and return their rows."""
+def rows_of(ranks: int, shape: Shape, rounds: int, cpu: bool, measured: Measure = measure) -> list[dict[str, Any]]:
+    """Start the ranks, and return the rows that ``measured`` gives them."""
     with tempfile.TemporaryDirectory() as folder:
         answer: Any = processes.get_context("spawn").SimpleQueue()
-        arguments = (ranks, str(Path(folder) / "store"), shape, rounds, cpu, answer)
+        arguments = (ranks, str(Path(folder) / "store"), shape, rounds, cpu, measured, answer)
         processes.spawn(rank_rows, arguments, ranks, join=True)
         rows: list[dict[str, Any]] = answer.get()
         return rows
