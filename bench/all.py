@@ -94,7 +94,7 @@ TASKS = (
     Task("fuzz_gpu.json", ("fuzz", "--problems", "500", "--device", "cuda", "--processes", "14"), 1, 9.0),
     Task("sharded.json", ("sharded", "--framework", "torch"), 2, 4.0),
     Task("sharded_jax.json", ("sharded", "--framework", "jax"), 2, 5.0),
-    Task("sharded_tokens.json", ("sharded_tokens",), 2, 2.0),
+    Task("sharded_tokens.json", ("sharded", "--per-token", "--shapes", "8192x2048x131072", "llama"), 2, 2.0),
     Task("portable.json", ("portable",), 0, 4.0),
     Task("architectures.json", ("architectures",), 0, 40.0),
     Task("tpu.json", ("tpu",), 0, 5.0),

@@ -32,7 +32,7 @@ from bench.checkout import ROOT, packages
 
 MODULES = (
     "all", "accumulation", "architectures", "check", "compare", "energy", "gist", "grpo", "hf", "long", "phases",
-    "sharded", "sharded_tokens", "bridges", "logits", "portable", "fuzz", "sanitize", "scale", "real_head", "report",
+    "sharded", "bridges", "logits", "portable", "fuzz", "sanitize", "scale", "real_head", "report",
     "rl", "small", "tpu",
 )  # fmt: skip
 RESULTS = ROOT / "bench" / "results"

@@ -1,4 +1,4 @@
-"""Log-probabilities with entropy on one GPU and on two that share the vocabulary: ``python -m bench sharded_tokens``.
+"""Log-probabilities with entropy on GPUs that share the vocabulary: ``python -m bench sharded --per-token``.
 
 What AReaL's LM-head capture (pull request 1322) is measured by: ours beside materialised logits, time and memory.
 
@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.registry import Results, register
+from bench.registry import Results
 from bench.shapes import named
+from bench.sharded import powers_of_two
 from bench.sharded_torch import MIB, Arrays, Shape, difference, rows_of, slowest, timed_ms
 from logitless.torch_impl import linear_log_probs
 from logitless.torch_impl.memory import peak_scratch_bytes
@@ -125,19 +126,9 @@ def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list
     return rows
 
 
-@register(
-    "log-probabilities with entropy on one GPU and on several, beside materialised logits",
-    file="sharded_tokens.json",
-    shapes=["8192x2048x131072"],
-    rounds=5,
-    arguments={
-        "--devices": {"type": int, "default": 2, "help": "ranks"},
-        "--dtype": {"default": "bfloat16", "help": "of hidden states and weight"},
-        "--cpu": {"action": "store_true", "help": "to try it: processes on this machine's cores"},
-    },
-)
 def run(options: argparse.Namespace, results: Results) -> None:
-    for name in options.shapes:
-        sizes = named(name)
-        shape = Shape(sizes.tokens, sizes.hidden, sizes.vocab, options.dtype)
-        results.add(rows_of(options.devices, shape, options.rounds, options.cpu, measure))
+    for ranks in options.devices or powers_of_two(2 if options.cpu else torch.cuda.device_count()):
+        for name in options.shapes:
+            sizes = named(name)
+            shape = Shape(sizes.tokens, sizes.hidden, sizes.vocab, options.dtype)
+            results.add(rows_of(ranks, shape, options.rounds or 5, options.cpu, measure))

@@ -32,7 +32,7 @@ def test_materialised_logits_have_the_gradients_of_autograd() -> None:
 
 
 def test_two_ranks_measure_what_one_does(tmp_path: Path) -> None:
-    command = ["sharded_tokens", "--cpu", "--dtype", "float32", "--shapes", "24x16x66", "--rounds", "1"]
+    command = ["sharded", "--per-token", "--cpu", "--dtype", "float32", "--shapes", "24x16x66", "--rounds", "1"]
     registry.main([*command, "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "sharded_tokens.json").read_text())["rows"]
     assert [(row["variant"], row["ranks"]) for row in rows] == [
