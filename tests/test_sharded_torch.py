@@ -187,6 +187,80 @@ def test_the_kernels_on_two_ranks(pool: Ranks, problem: Problem, plan: dict[str,
     np.testing.assert_allclose(stats.entropy, alone.entropy, **ELEMENTS["long sums"])
 
 
+REPEATED: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sequence": {"sequence_parallel": True, "label_smoothing": 0.1, "bias": True},
+    "chunks": {"plan": {"order": "tokens", "chunk": 8}, "return_stats": True, "softcap": 5.0},
+    "sequence, chunks": {"plan": {"order": "tokens", "chunk": 8}, "sequence_parallel": True, "z_loss": 1e-3},
+    "slices": {"plan": {"order": "vocab", "chunk": 24}},
+    "per token": {"reduction": "none", "class_weight": True},
+    "log-probs and statistics": {"function": linear_log_probs, "return_stats": True},
+    "one rank runs as it is": {"apart": True},
+}
+
+
+def repeated_values(rank: int, name: str, seed: int) -> list[Any]:
+    """Values and gradients of a call; other values, and other ignored tokens, for every seed."""
+    from logitless import plan
+
+    options, (tokens, hidden, vocab) = dict(REPEATED[name]), (24, 32, 140)
+    function, sequence = options.pop("function", linear_cross_entropy), options.get("sequence_parallel", False)
+    generator = torch.Generator().manual_seed(seed)
+    x, w, k, b = (torch.randn(n, hidden, generator=generator) for n in (tokens, vocab, vocab, vocab))
+    y = torch.randint(vocab, (tokens,), generator=generator)
+    y[torch.rand(tokens, generator=generator) < 0.3] = -100
+    own, part = (slice(rank * n // 2, (rank + 1) * n // 2) for n in (vocab, tokens))
+    leaves = [value.clone().requires_grad_() for value in (x[part] if sequence else x, w[own])]
+    options.pop("apart", None)
+    if options.pop("class_weight", False):
+        options["class_weight"] = k[own, 0].abs()
+    if options.pop("bias", False):
+        leaves.append(b[own, 0].clone().requires_grad_())
+        options["bias"] = leaves[2]
+    if "plan" in options:
+        sizes = {"tokens": tokens, "hidden": hidden, "vocab": vocab // 2, "dtype": "float32", "fused": True}
+        options["plan"] = plan(**sizes, **options["plan"])
+    found = function(*leaves[:2], y, backend="triton", process_group=group_of(2), **options)
+    values = []
+    for value in found if isinstance(found, tuple) else (found,):
+        values += value if isinstance(value, tuple) else [value]
+    total = sum((i + seed + 1) * (v * v.detach().cos()).sum() for i, v in enumerate(values) if v.requires_grad)
+    return [*values, *torch.autograd.grad(total, leaves)]  # type: ignore[arg-type]
+
+
+def repeated_run(rank: int, name: str) -> tuple[int, int, bool]:
+    """How many kinds of steps were written down, how often they were repeated, and whether the bits are the same."""
+    from unittest import mock
+
+    from logitless.torch_impl.kernels import program, replay
+
+    ran, real, apart = [], program.Program.run, REPEATED[name].get("apart", False)
+
+    def counted(self: Any, *given: Any) -> Any:
+        ran.append(self)
+        return real(self, *given)
+
+    replay.programs.clear()
+    replay.seen.clear()
+    with mock.patch.object(program.Program, "run", counted):
+        with mock.patch.object(replay.settings, "on_cpu", not (apart and rank == 1)):
+            made = [repeated_values(rank, name, seed) for seed in range(5)]
+        expected = [repeated_values(rank, name, seed) for seed in range(5)]
+    pairs = zip((v for one in made for v in one), (v for one in expected for v in one), strict=True)
+    return sum(known is not None for known in replay.programs.values()), len(ran), all(torch.equal(*p) for p in pairs)
+
+
+@pytest.mark.case(26)
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_repeated_step_of_two_ranks_has_the_same_bits(pool: Ranks, name: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    for rank, (kinds, runs, same) in enumerate(pool.run(repeated_run, name, ranks=2)):
+        assert same
+        two = name in ("slices", "per token", "log-probs and statistics")  # their backward is a step of its own
+        steps = 0 if REPEATED[name].get("apart") and rank else 1 + two
+        assert (kinds, runs) == (steps, 3 * steps)
+
+
 def log_probs_run(rank: int, case: dict[str, Any], ranks: int) -> Any:
     own = shares(len(case["weight"]), ranks)[rank]
     x, w = EAGER.array(case["hidden"], "float32"), EAGER.array(case["weight"][own], "float32")

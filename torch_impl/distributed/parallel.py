@@ -17,7 +17,9 @@ On one device a :class:`Shard` is whole and nothing here communicates.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,29 @@ from logitless.spec import CLASS_SUMS, LOWEST_GAP
 def _named(new: str, old: str) -> Any:  # a function of either name
     # PyTorch 2.13 renames two collectives.
     return getattr(dist, new, None) or getattr(dist, old)
+
+
+class Work(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> object: ...
+
+
+class _Sending(threading.local):
+    """What this thread's collectives do beside communicating."""
+
+    note: Callable[..., Work | None] | None = None
+    """Called in place of a collective, with it, its tensors and its options."""
+
+
+sending = _Sending()
+
+
+def _send(function: Callable[..., Work | None], *tensors: Tensor, **options: object) -> Work | None:
+    """``function(*tensors, **options)``: every collective of a sharded step."""
+    if sending.note is not None:
+        return sending.note(function, tensors, options)
+    return function(*tensors, **options)
 
 
 _XP = cast("numerics.Namespace[Tensor]", torch)  # call.py, which has it for all others, imports this module
@@ -61,7 +86,7 @@ class Shard:
     def sum(self, value: Tensor) -> Tensor:
         """Σ over the ranks, in place."""
         if self.split and not self.quiet:
-            dist.all_reduce(value, group=self.group)
+            _send(dist.all_reduce, value, group=self.group)
         return value
 
     def max(self, value: Tensor) -> Tensor:
@@ -69,27 +94,27 @@ class Shard:
         if not self.split or self.quiet:
             return value
         value = value.clone()
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        _send(dist.all_reduce, value, op=dist.ReduceOp.MAX, group=self.group)
         return value
 
-    def start_sum(self, value: Tensor) -> dist.Work | None:
+    def start_sum(self, value: Tensor) -> Work | None:
         """Begin Σ over the ranks, in place; ``value`` holds it once the returned work has been waited for."""
-        return None if self.quiet else dist.all_reduce(value, group=self.group, async_op=True)
+        return None if self.quiet else _send(dist.all_reduce, value, group=self.group, async_op=True)
 
     def gather(self, value: Tensor) -> Tensor:
         """Every rank's ``value`` [n, ...], one after another: [ranks · n, ...]."""
         out = value.new_empty(self.ranks * value.shape[0], *value.shape[1:])
         if not self.quiet:
-            _named("all_gather_single", "all_gather_into_tensor")(out, value.contiguous(), group=self.group)
+            _send(_named("all_gather_single", "all_gather_into_tensor"), out, value.contiguous(), group=self.group)
         return out
 
-    def start_scatter(self, rows: Tensor) -> tuple[Tensor, dist.Work | None]:
+    def start_scatter(self, rows: Tensor) -> tuple[Tensor, Work | None]:
         """Begin Σ over the ranks of ``rows`` [N, D], of which this rank gets its N / ranks."""
         out = rows.new_empty(rows.shape[0] // self.ranks, *rows.shape[1:])
         if self.quiet:
             return out, None
         scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        return out, scatter(out, rows, group=self.group, async_op=True)
+        return out, _send(scatter, out, rows, group=self.group, async_op=True)
 
     def tokens_of(self, tokens: int) -> slice:
         """This rank's slice of the tokens under sequence parallelism."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from logitless.torch_impl.call import Gradients
+from logitless.torch_impl.distributed.parallel import Work
 from logitless.torch_impl.kernels import graphs, launch
 from logitless.torch_impl.kernels.rows import on_device
 
@@ -41,7 +42,7 @@ class Unfit(Exception):
 class Frame:
     """The memory of one run of a program."""
 
-    __slots__ = ("memory", "start", "stream")
+    __slots__ = ("memory", "start", "stream", "works")
 
     def __init__(self, buffers: int) -> None:
         self.start = [0] * buffers
@@ -49,6 +50,8 @@ class Frame:
         self.memory: list[Tensor | None] = [None] * buffers
         """The tensors that they are in."""
         self.stream = 0
+        self.works: dict[int, Work] = {}
+        """Collectives that are under way."""
 
     def put(self, buffer: int, tensor: Tensor) -> None:
         """The tensor is the buffer."""
@@ -213,11 +216,11 @@ class Operation:
 
     def __init__(
         self, function: Callable[..., object], arguments: list[object], named: dict[str, object],
-        out: Place | None = None, makes_memory: bool = False,
+        out: Place | None = None, no_graph: bool = False,
     ) -> None:  # fmt: skip
         """arguments, named: :class:`Place` where there was a tensor; out: where a new result goes, the first argument
-        of ``function`` then; makes_memory: while it runs, so that no graph can have it."""
-        self.function, self.named, self.makes_memory = function, named, makes_memory
+        of ``function`` then; no_graph: no graph can have it, for it makes memory while it runs, or talks to others."""
+        self.function, self.named, self.no_graph = function, named, no_graph
         self.arguments = arguments if out is None else [out, *arguments]
 
     @property
@@ -233,9 +236,34 @@ class Operation:
         return []
 
     def run(self, frame: Frame, values: Sequence[object]) -> None:
+        self.result(frame)
+
+    def result(self, frame: Frame) -> object:
         arguments = [exchanged(value, Place, frame.tensor) for value in self.arguments]
         named = {name: exchanged(value, Place, frame.tensor) for name, value in self.named.items()}
-        self.function(*arguments, **named)
+        return self.function(*arguments, **named)
+
+
+class Sends(Operation):
+    """Begins a collective, which is waited for later."""
+
+    def __init__(self, number: int, function: Callable[..., object], tensors: list[object], options: object) -> None:
+        super().__init__(function, tensors, cast("dict[str, object]", options), no_graph=True)
+        self.number = number
+
+    def run(self, frame: Frame, values: Sequence[object]) -> None:
+        frame.works[self.number] = cast("Work", self.result(frame))
+
+
+class Waits(Operation):
+    """Waits for the collective of this number. It reads the tensors: until then their memory is not free."""
+
+    def __init__(self, number: int, tensors: list[object]) -> None:
+        super().__init__(lambda *_: None, tensors, {}, no_graph=True)
+        self.number = number
+
+    def run(self, frame: Frame, values: Sequence[object]) -> None:
+        frame.works.pop(self.number).wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,7 +294,7 @@ class Part:
         read = sorted({place.buffer for step in done for place in step.read})
         self.addresses = itemgetter(*read) if read else len
         self.bound: dict[object, Bound] = {}
-        self.makes_memory = any(isinstance(step, Operation) and step.makes_memory for step in done)
+        self.no_graph = any(isinstance(step, Operation) and step.no_graph for step in done)
 
     def run(self, frame: Frame, device: torch.device) -> object:
         for buffer, size in self.pieces:
@@ -279,7 +307,7 @@ class Part:
             if len(self.bound) >= MOST_BOUND:
                 self.bound.clear()  # with their graphs
             bound = self.bound[where] = Bound([step.bound(frame.start) for step in self.done])
-        if self.makes_memory:
+        if self.no_graph:
             self._do(bound, frame)
         else:
             graphs.run(bound, functools.partial(self._do, bound), frame, device)
@@ -293,7 +321,7 @@ class Part:
             step.run(frame, values)
 
 
-class Waits(Protocol):
+class Forward(Protocol):
     """A forward's result, without what waits."""
 
     def _replace(self, *, waiting: Repeated) -> object: ...
@@ -314,7 +342,7 @@ class Program:
         result = self.run_part(self.first, frame, device)
         if self.last is None:
             return result
-        return cast("Waits", result)._replace(waiting=Repeated(self, frame, len(given), device))
+        return cast("Forward", result)._replace(waiting=Repeated(self, frame, len(given), device))
 
     def run_part(self, part: Part, frame: Frame, device: torch.device) -> object:
         with on_device(device):

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless.scratch import round_up
 from logitless.torch_impl.call import Gradients
+from logitless.torch_impl.distributed.parallel import Work, sending
 from logitless.torch_impl.kernels import launch
 from logitless.torch_impl.kernels.program import (
     Kernel,
@@ -28,12 +29,16 @@ from logitless.torch_impl.kernels.program import (
     Part,
     Place,
     Program,
+    Sends,
     Unfit,
+    Waits,
     exchanged,
     moved,
     places,
 )
 from logitless.torch_impl.kernels.writing import writing
+
+Result = TypeVar("Result")
 
 aten = torch.ops.aten
 EMPTY = frozenset(
@@ -91,6 +96,8 @@ class Recorder(TorchDispatchMode):
         self.is_unfit = self.is_launching = False
         self.inside: dict[int, tuple[int, int]] = {}
         """Where in a program's pieces a buffer is: piece, offset."""
+        self.sent = 0
+        """Collectives so far."""
         self.sizes: list[int] = []
         """Of these pieces, in bytes."""
         for tensor in given:
@@ -101,12 +108,12 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """What this thread does is noted."""
-        launch.instead.note = self.launch
+        launch.instead.note, sending.note = self.launch, self.send
         try:
             with self:
                 yield
         finally:
-            launch.instead.note = None
+            launch.instead.note = sending.note = None
 
     # -----------------------------------------------------------------------------------------------------------------
     # Memory
@@ -193,17 +200,13 @@ class Recorder(TorchDispatchMode):
             raise Unfit
         if function._schema.is_mutable:
             noted = cast("list[object]", self._noted(list(args))), cast("dict[str, object]", self._noted(named))
-            self.done.append(Operation(function, *noted, makes_memory=True))
+            self.done.append(Operation(function, *noted, no_graph=True))
 
     def launch(
         self, start: Callable[..., None], kernel: Kernel, grid: tuple[int, ...], *arguments: object, **options: object
     ) -> None:
         """Launch, and note it; what an interpreter does with tensors is no operation of the step."""
-        self.is_launching = True
-        try:
-            start(*arguments, **options)
-        finally:
-            self.is_launching = False
+        self.unnoted(start, *arguments, **options)
         self._note(self._note_launch, kernel, grid, arguments, options)
 
     def _note_launch(
@@ -214,6 +217,36 @@ class Recorder(TorchDispatchMode):
         if ready is not None:
             values += [options[name] for name in ready.names]
         self.done.append(Launch(kernel, grid, values, options, None if ready is None else ready.on(grid)))
+
+    def send(
+        self, function: Callable[..., Work | None], tensors: Sequence[Tensor], options: dict[str, object]
+    ) -> Work | None:
+        """A collective, noted; and so is the wait for it, if it is only begun."""
+        work = self.unnoted(function, *tensors, **options)
+        self.sent += 1
+        self._note(self._note_sent, function, tensors, options, self.sent if work is not None else None)
+        return None if work is None else Sent(work, self, self.sent, tensors)
+
+    def unnoted(self, function: Callable[..., Result], *arguments: object, **options: object) -> Result:
+        """``function(...)``, of which nothing is noted."""
+        self.is_launching = True
+        try:
+            return function(*arguments, **options)
+        finally:
+            self.is_launching = False
+
+    def _note_sent(
+        self, function: Callable[..., object], tensors: Sequence[Tensor], options: dict[str, object], number: int | None
+    ) -> None:
+        places = cast("list[object]", self._noted(list(tensors)))
+        if number is None:
+            self.done.append(Operation(function, places, options, no_graph=True))
+        else:
+            self.done.append(Sends(number, function, places, options))
+
+    def note_wait(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """The collective of this number has been waited for."""
+        self._note(lambda: self.done.append(Waits(number, cast("list[object]", self._noted(list(tensors))))))
 
     def _argument(self, value: object) -> object:
         if hasattr(value, "block_shape"):
@@ -334,6 +367,17 @@ def _buffer(number: int, tensor: Tensor, source: str) -> Buffer:
     origin = Place(number, int(tensor.storage_offset()) * item, tuple(tensor.shape), stride, tensor.dtype)
     nbytes = covered if source == "given" else storage.nbytes()
     return Buffer(origin, nbytes, source, StorageWeakRef(storage))
+
+
+class Sent:
+    """A collective under way in a step that is written down."""
+
+    def __init__(self, work: Work, recorder: Recorder, number: int, tensors: Sequence[Tensor]) -> None:
+        self.work, self.recorder, self.number, self.tensors = work, recorder, number, tensors
+
+    def wait(self) -> None:
+        self.recorder.unnoted(self.work.wait)
+        self.recorder.note_wait(self.number, self.tensors)
 
 
 class Finishes(Protocol):

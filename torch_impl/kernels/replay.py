@@ -5,8 +5,9 @@ few pieces and repeats the list (program.py): the launches of the first two, and
 costs nothing but its name.
 
 The Triton backend runs its steps through :func:`run_step`. Steps that others look at (torch.compile, dispatch modes,
-profilers of launches), those of several ranks, and those that add to a buffer run as they are. With
-``LOGITLESS_REPEAT=0`` all do. No mirror: XLA compiles a whole program.
+profilers of launches), and those that add to a buffer run as they are. With ``LOGITLESS_REPEAT=0`` all do. A step of
+several ranks is repeated with its collectives; whether the other ranks repeat theirs does not matter. No mirror: XLA
+compiles a whole program.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _kind_of(
     device = arrays.hidden.device
     if settings.off or (device.type != "cuda" and not settings.on_cpu):
         return None
-    if call.shard is not None or call.into is not None or call.deferred is not None or call.traced:
+    if call.into is not None or call.deferred is not None or call.traced:
         return None
     if not arrays.target.numel() or torch._C._len_torch_dispatch_stack() or launch.is_watched():
         return None
@@ -114,7 +115,7 @@ def _written_down(kind: Hashable, given: Sequence[Tensor], step: Callable[[Call]
     recorder = Recorder(given)
     with recorder.noting():
         result = step(call)
-    publish = functools.partial(_publish, kind, recorder, call.chunk_plan.scratch_bytes)
+    publish = functools.partial(_publish, kind, recorder, _promised(call))
     forward = cast("Forward", result)
     waiting = getattr(forward, "waiting", None)
     if waiting is None:
@@ -123,6 +124,13 @@ def _written_down(kind: Hashable, given: Sequence[Tensor], step: Callable[[Call]
         return result
     recorder.end_part(forward._replace(waiting=None), forward.saved)
     return cast("Result", forward._replace(waiting=Recorded(waiting, recorder, publish)))
+
+
+def _promised(call: Call) -> int:
+    """Bytes that the step may hold: the plan's, and what ranks exchange."""
+    plan, shard = call.chunk_plan, call.shard
+    more = 0 if shard is None else shard.scratch_bytes(plan.tokens, plan.hidden, call.compute_dtype.itemsize)
+    return plan.scratch_bytes + more
 
 
 def _publish(kind: Hashable, recorder: Recorder, promised: int) -> None:

@@ -34,6 +34,10 @@ def _arange(out: Tensor, start: float, end: float, step: float = 1, **_: object)
     torch.arange(start, end, step, out=out)
 
 
+def _arange_to(out: Tensor, end: float, **_: object) -> None:
+    torch.arange(end, out=out)
+
+
 def _copy(out: Tensor, values: Tensor, **_: object) -> None:
     out.copy_(values)
 
@@ -66,6 +70,7 @@ OWN: dict[OpOverload, Writes] = {
     aten.ones_like.default: _fill,
     aten.scalar_tensor.default: _scalar,
     aten.full.default: _full,
+    aten.arange.default: _arange_to,
     aten.arange.start_step: _arange,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
