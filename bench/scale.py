@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.registry import Results, register
-from bench.report import FIGURES, Rows, markdown, mib, read
+from bench.report import FIGURES, Rows, markdown, mib, read, sizes_of
 from bench.shapes import MIB, Shape
 
 if TYPE_CHECKING:
@@ -201,13 +201,14 @@ def measured_table(rows: Rows) -> str:
         found = row["scratch_mib"] if "scratch_mib" in row else row["temp_bytes"] / MIB
         scratch = mib(step.scratch_bytes), f"{found:.0f}"
         cells.append([
-            step.framework, kind, data * step.split.tensor, *(f"{time:.1f}" for time in times),
+            step.framework, sizes_of(row), kind, data * step.split.tensor, *(f"{time:.1f}" for time in times),
             f"{100 * (times[0] / times[1] - 1):+.1f} %", *speeds,
             *(("–", "–") if kind.startswith("model") else scratch),
         ])  # fmt: skip
     both = "time [ms]", "× one GPU's speed", "scratch [MiB]"
     time, speed, memory = ((f"predicted {name}", f"measured {name}") for name in both)
-    return markdown(("framework", "split", "GPUs", *time, "error", *speed, *memory), cells)
+    columns = "framework", "tokens × hidden × vocab", "split", "GPUs", *time, "error", *speed, *memory
+    return markdown(columns, cells)
 
 
 class Head(NamedTuple):

@@ -244,13 +244,14 @@ def repeated_run(rank: int, name: str) -> tuple[int, int, bool]:
     replay.seen.clear()
     with mock.patch.object(program.Program, "run", counted):
         with mock.patch.object(replay.settings, "on_cpu", not (apart and rank == 1)):
-            made = [repeated_values(rank, name, seed) for seed in range(5)]
-        expected = [repeated_values(rank, name, seed) for seed in range(5)]
+            made = [repeated_values(rank, name, seed) for seed in range(4)]
+        expected = [repeated_values(rank, name, seed) for seed in range(4)]
     pairs = zip((v for one in made for v in one), (v for one in expected for v in one), strict=True)
     return sum(known is not None for known in replay.programs.values()), len(ran), all(torch.equal(*p) for p in pairs)
 
 
 @pytest.mark.case(26)
+@pytest.mark.late(where=lambda p: p["name"] not in ("sequence, chunks", "per token", "one rank runs as it is"))
 @pytest.mark.parametrize("name", REPEATED)
 def test_a_repeated_step_of_two_ranks_has_the_same_bits(pool: Ranks, name: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
@@ -258,7 +259,7 @@ def test_a_repeated_step_of_two_ranks_has_the_same_bits(pool: Ranks, name: str) 
         assert same
         two = name in ("slices", "per token", "log-probs and statistics")  # their backward is a step of its own
         steps = 0 if REPEATED[name].get("apart") and rank else 1 + two
-        assert (kinds, runs) == (steps, 3 * steps)
+        assert (kinds, runs) == (steps, 2 * steps)
 
 
 def log_probs_run(rank: int, case: dict[str, Any], ranks: int) -> Any:
