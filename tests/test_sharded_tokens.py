@@ -31,6 +31,7 @@ def test_materialised_logits_have_the_gradients_of_autograd() -> None:
         assert error(one.detach().numpy(), other.detach().numpy()) <= 4 * TINY["float32"]
 
 
+@pytest.mark.slow  # it starts two processes
 def test_two_ranks_measure_what_one_does(tmp_path: Path) -> None:
     command = ["sharded", "--per-token", "--cpu", "--dtype", "float32", "--shapes", "24x16x66", "--rounds", "1"]
     registry.main([*command, "--output", str(tmp_path)])
