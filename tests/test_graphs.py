@@ -141,3 +141,21 @@ def test_the_oldest_graph_goes(driver: Driver, monkeypatch: pytest.MonkeyPatch) 
     assert runs(driver, bounds[0], 4) == [OWN] * 4  # it waits for longer than a new one
     del bounds[1], bound
     assert sum(ref() is not None for ref in graphs.alive) == 1
+
+
+def test_a_part_is_cut_where_no_graph_can_have_a_step() -> None:
+    from logitless.torch_impl.kernels import program
+
+    def steps(pattern: str) -> list[Any]:
+        return [program.Operation(len, [], {}, no_graph=letter == "-") for letter in pattern]
+
+    def cut(pattern: str) -> list[tuple[int, bool]]:
+        return [(len(segment.done), segment.graph) for segment in program._segments(steps(pattern))]
+
+    assert cut("") == []
+    assert cut("ggg") == [(3, True)]
+    assert cut("gg-g--gg") == [(2, True), (1, False), (1, True), (2, False), (2, True)]
+    assert cut("-") == [(1, False)]
+    most = "g-" * program.MOST_SEGMENTS
+    assert len(cut(most)) == 2 * program.MOST_SEGMENTS
+    assert cut(f"{most}g") == [(2 * program.MOST_SEGMENTS + 1, False)]

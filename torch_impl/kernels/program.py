@@ -21,6 +21,8 @@ from logitless.torch_impl.kernels.rows import on_device
 CONSTANTS = frozenset((int, float, bool, torch.dtype, torch.device))
 # For so many sets of addresses a part's arguments are kept.
 MOST_BOUND = 16
+# A part has at most so many graphs. One that is cut into more is large, and waits for the GPU.
+MOST_SEGMENTS = 8
 
 
 class Place(NamedTuple):
@@ -270,8 +272,29 @@ class Waits(Operation):
 # A program: a step, and what finishes it
 
 
+class Segment(NamedTuple):
+    """Steps of a part that follow each other, and whether one graph may have them all."""
+
+    done: list[Launch | Operation]
+    graph: bool
+
+
+def _segments(done: Sequence[Launch | Operation]) -> list[Segment]:
+    """The steps, cut where no graph can have one of them."""
+    segments: list[Segment] = []
+    for step in done:
+        graph = not (isinstance(step, Operation) and step.no_graph)
+        if segments and segments[-1].graph == graph:
+            segments[-1].done.append(step)
+        else:
+            segments.append(Segment([step], graph))
+    if sum(segment.graph for segment in segments) > MOST_SEGMENTS:
+        return [Segment(list(done), graph=False)]
+    return segments
+
+
 class Bound:
-    """A part's arguments for buffers that begin at certain addresses: memory is often the same again."""
+    """A segment's arguments for buffers that begin at certain addresses: memory is often the same again."""
 
     __slots__ = ("__weakref__", "graph", "runs", "values")
 
@@ -289,12 +312,12 @@ class Part:
     ) -> None:  # fmt: skip
         """pieces: buffers of scratch, and their sizes in bytes; results: buffers for the caller, and what they are;
         result: what the step returns, with :class:`Place` for tensors; dropped: buffers that are not read any more."""
-        self.pieces, self.results, self.done, self.dropped = pieces, results, done, dropped
+        self.pieces, self.results, self.dropped = pieces, results, dropped
         self.make_result = maker_of(result)
         read = sorted({place.buffer for step in done for place in step.read})
         self.addresses = itemgetter(*read) if read else len
-        self.bound: dict[object, Bound] = {}
-        self.no_graph = any(isinstance(step, Operation) and step.no_graph for step in done)
+        self.segments = _segments(done)
+        self.bound: dict[object, list[Bound]] = {}
 
     def run(self, frame: Frame, device: torch.device) -> object:
         for buffer, size in self.pieces:
@@ -306,19 +329,23 @@ class Part:
         if bound is None:
             if len(self.bound) >= MOST_BOUND:
                 self.bound.clear()  # with their graphs
-            bound = self.bound[where] = Bound([step.bound(frame.start) for step in self.done])
-        if self.no_graph:
-            self._do(bound, frame)
-        else:
-            graphs.run(bound, functools.partial(self._do, bound), frame, device)
+            every = [[step.bound(frame.start) for step in segment.done] for segment in self.segments]
+            bound = self.bound[where] = list(map(Bound, every))
+        for segment, own in zip(self.segments, bound, strict=True):
+            work = functools.partial(_do, segment, own)
+            if segment.graph:
+                graphs.run(own, work, frame, device)
+            else:
+                work(frame)
         result, memory = self.make_result(frame), frame.memory
         for buffer in self.dropped:
             memory[buffer] = None
         return result
 
-    def _do(self, bound: Bound, frame: Frame) -> None:
-        for step, values in zip(self.done, bound.values, strict=True):
-            step.run(frame, values)
+
+def _do(segment: Segment, bound: Bound, frame: Frame) -> None:
+    for step, values in zip(segment.done, bound.values, strict=True):
+        step.run(frame, values)
 
 
 class Forward(Protocol):
