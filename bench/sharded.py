@@ -20,13 +20,20 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def kind_of(options: argparse.Namespace) -> str:
-    """By which module, and where its rows are."""
+    """Which module measures, and names the results file."""
+    if options.per_token and options.framework != "torch":
+        raise SystemExit(f"--per-token: got it beside --framework {options.framework}, allowed is torch")
     return "tokens" if options.per_token else str(options.framework)
+
+
+def file_of(options: argparse.Namespace) -> str:
+    kind = kind_of(options)
+    return "sharded.json" if kind == "torch" else f"sharded_{kind}.json"
 
 
 @register(
     "the head over several devices, beside one",
-    file=lambda options: {"torch": "sharded.json"}.get(kind := kind_of(options), f"sharded_{kind}.json"),
+    file=file_of,
     preallocate=True,  # each framework runs alone
     framework="torch",
     shapes=["llama"],

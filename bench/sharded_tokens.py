@@ -13,8 +13,8 @@ is the norm of dX's difference from the first row's, over dX's norm.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.registry import Results
-from bench.shapes import named
-from bench.sharded import powers_of_two
-from bench.sharded_torch import MIB, Arrays, Shape, difference, rows_of, slowest, timed_ms
+from bench import sharded_torch
+from bench.sharded_torch import MIB, Arrays, Shape, difference, slowest, timed_ms
 from logitless.torch_impl import linear_log_probs
 from logitless.torch_impl.memory import peak_scratch_bytes
 
@@ -121,14 +119,9 @@ def measure(group: Any, shape: Shape, rounds: int, device: torch.device) -> list
             off = 0.0 if idle else float((made[0].detach() - exact).abs().max())
             dhidden = made[2] if dhidden is None and arrays.rank == 0 else dhidden
             beside = 0.0 if dhidden is None else difference(made[2], dhidden)
-            named = {"difference": off, "dhidden_difference": beside}
-            rows.append(row | {key: slowest(value, group, device) for key, value in named.items()})
+            errors = {"difference": off, "dhidden_difference": beside}
+            rows.append(row | {key: slowest(value, group, device) for key, value in errors.items()})
     return rows
 
 
-def run(options: argparse.Namespace, results: Results) -> None:
-    for ranks in options.devices or powers_of_two(2 if options.cpu else torch.cuda.device_count()):
-        for name in options.shapes:
-            sizes = named(name)
-            shape = Shape(sizes.tokens, sizes.hidden, sizes.vocab, options.dtype)
-            results.add(rows_of(ranks, shape, options.rounds or 5, options.cpu, measure))
+run = functools.partial(sharded_torch.run, measured=measure)

@@ -219,7 +219,7 @@ def rank_rows(
     dist.destroy_process_group()
 
 
-def rows_of(ranks: int, shape: Shape, rounds: int, cpu: bool, measured: Measure = measure) -> list[dict[str, Any]]:
+def rows_of(ranks: int, shape: Shape, rounds: int, cpu: bool, measured: Measure) -> list[dict[str, Any]]:
     """Start the ranks, and return the rows that ``measured`` gives them."""
     with tempfile.TemporaryDirectory() as folder:
         answer: Any = processes.get_context("spawn").SimpleQueue()
@@ -229,9 +229,9 @@ def rows_of(ranks: int, shape: Shape, rounds: int, cpu: bool, measured: Measure 
         return rows
 
 
-def run(options: argparse.Namespace, results: Results) -> None:
+def run(options: argparse.Namespace, results: Results, measured: Measure = measure) -> None:
     for ranks in options.devices or powers_of_two(2 if options.cpu else torch.cuda.device_count()):
         for name in options.shapes:
             sizes = named(name)
             shape = Shape(sizes.tokens, sizes.hidden, sizes.vocab, options.dtype)
-            results.add(rows_of(ranks, shape, options.rounds or 5, options.cpu))
+            results.add(rows_of(ranks, shape, options.rounds or 5, options.cpu, measured))

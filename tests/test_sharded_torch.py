@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from implementations import (  # noqa: E402
 )
 from ranks import Failed, Ranks, group_of  # noqa: E402
 
-from logitless import reference  # noqa: E402
+from logitless import plan, reference  # noqa: E402
 from logitless.problems import Problem  # noqa: E402
 from logitless.spec import LossOptions, TokenStats  # noqa: E402
 from logitless.tolerances import BOUND, CHAIN, ELEMENTS, TINY, error  # noqa: E402
@@ -201,8 +202,6 @@ REPEATED: dict[str, dict[str, Any]] = {
 
 def repeated_values(rank: int, name: str, seed: int) -> list[Any]:
     """Values and gradients of a call; other values, and other ignored tokens, for every seed."""
-    from logitless import plan
-
     options, (tokens, hidden, vocab) = dict(REPEATED[name]), (24, 32, 140)
     function, sequence = options.pop("function", linear_cross_entropy), options.get("sequence_parallel", False)
     generator = torch.Generator().manual_seed(seed)
@@ -230,8 +229,6 @@ def repeated_values(rank: int, name: str, seed: int) -> list[Any]:
 
 def repeated_run(rank: int, name: str) -> tuple[int, int, bool]:
     """How many kinds of steps were written down, how often they were repeated, and whether the bits are the same."""
-    from unittest import mock
-
     from logitless.torch_impl.kernels import program, replay
 
     ran, real, apart = [], program.Program.run, REPEATED[name].get("apart", False)

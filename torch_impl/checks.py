@@ -309,6 +309,11 @@ def _check_temperatures(temperature: Tensor, target: Tensor, ignore_index: int) 
         raise spec.temperature_error(position, float(temperature[position]))
 
 
+def ids_outside(target: Tensor, vocab: int, ignore_index: int) -> Tensor:
+    """Which ids are neither of the vocabulary nor ignore_index, bool [...]."""
+    return ((target < 0) | (target >= vocab)) & (target != ignore_index)
+
+
 def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0, name: str = "target") -> None:
     """Look at the ids where looking costs no synchronisation; elsewhere an id outside makes that token's loss NaN.
 
@@ -316,7 +321,7 @@ def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0, nam
     """
     if target.device.type != "cpu" or tracing.is_traced(target):
         return
-    outside = ((target < 0) | (target >= vocab)) & (target != ignore_index)
+    outside = ids_outside(target, vocab, ignore_index)
     if bool(outside.any()):
         position = tuple(int(axis[0]) for axis in torch.nonzero(outside, as_tuple=True))
         given = (*position[:-1], position[-1] + shift) if shift else position

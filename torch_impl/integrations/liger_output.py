@@ -9,6 +9,7 @@ from torch import Tensor
 
 from logitless import spec
 from logitless.spec import Reduction, TokenStats
+from logitless.torch_impl import checks
 from logitless.torch_impl.compiled import tracing
 
 
@@ -85,7 +86,7 @@ def check_targets(target: Tensor, vocab: int, ignore_index: int) -> None:
     """Look at the ids on every device, as Liger does where it takes logits. On a GPU the host waits for this."""
     if not isinstance(target, Tensor) or tracing.is_traced(target):
         return
-    outside = target[((target < 0) | (target >= vocab)) & (target != ignore_index)]
+    outside = target[checks.ids_outside(target, vocab, ignore_index)]
     if len(outside):
         raise OutOfBoundsError(
             f"target: got id {int(outside[0])}, which is out of bounds, allowed are 0 to {vocab - 1} and ignore_index "

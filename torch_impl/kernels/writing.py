@@ -30,12 +30,8 @@ def _full(out: Tensor, _: object, value: float, **__: object) -> None:
     out.fill_(value)
 
 
-def _arange(out: Tensor, start: float, end: float, step: float = 1, **_: object) -> None:
-    torch.arange(start, end, step, out=out)
-
-
-def _arange_to(out: Tensor, end: float, **_: object) -> None:
-    torch.arange(end, out=out)
+def _arange(out: Tensor, *bounds: float, **_: object) -> None:
+    torch.arange(*bounds, out=out)
 
 
 def _copy(out: Tensor, values: Tensor, **_: object) -> None:
@@ -70,7 +66,7 @@ OWN: dict[OpOverload, Writes] = {
     aten.ones_like.default: _fill,
     aten.scalar_tensor.default: _scalar,
     aten.full.default: _full,
-    aten.arange.default: _arange_to,
+    aten.arange.default: _arange,
     aten.arange.start_step: _arange,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
