@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Generic, Literal, NamedTuple, get_args
 
-from logitless.scratch import TOKEN_TILE, VOCAB_TILE, slices
+from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, VOCAB_TILE, round_up, slices
 from logitless.spec import (
     FLOAT_DTYPES,
     ITEMSIZE,
@@ -56,6 +56,13 @@ TILE_MATRICES = 8
 TILE_ROWS = 4
 # A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
 WHOLE_ROWS = 4
+# Whole rows of logits are made for this many tokens at a time: with the kernel, which reads each of them twice or three
+# times, and in plain operations, which hold more. Products of fewer tokens are slow.
+KERNEL_ROWS, PLAIN_ROWS = (1024, 512, 256, 128), (256, 128)
+# How many matrices of such rows are live at once: with the kernel, and in plain operations.
+KERNEL_ROW_MATRICES, PLAIN_ROW_MATRICES = 2, 10
+# What a distillation may take where its caller sets no budget.
+DEFAULT_BUDGET = 4 * 2**30
 # How many arrays of a number for each given id are live at once: of all tokens, and of a tile's tokens.
 ALL_PAIRS = 6
 TILE_PAIRS = 16
@@ -304,30 +311,92 @@ class Tile:
         return self.itemsize * (matrices + rows + vectors + pairs + self.tokens * self.hidden)
 
 
-def distillation_tile(
-    *,
-    tokens: int,
-    hidden: int,
-    teacher_hidden: int,
-    vocab: int,
-    dtype: str,
-    memory_budget: int | None = None,
-    ids: int = 0,
-    whole_rows: bool = False,
-) -> Tile:
+@dataclasses.dataclass(frozen=True)
+class DistillationSizes:
+    """What a distillation's memory depends on."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str
+    """Of the student's hidden."""
+    teacher_hidden: int = 0
+    """0 of a teacher that is no head."""
+    ids: int = 0
+    """Given ids of a token, and one more for the rest; 0 where there are none."""
+    whole_rows: bool = False
+    """Whether the teacher gives all entries of a token at once: then a tile has them all, and fewer tokens instead."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of logits, sums and accumulators."""
+        return max(4, ITEMSIZE[self.dtype])
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeRows:
+    """Of how many tokens a distillation makes all logits at a time, of both sides, for losses and gradient together.
+
+    The gradient of the student's logits, [N, V], is held from the forward to the backward.
+    """
+
+    sizes: DistillationSizes
+    token_chunk: int
+    operand_itemsize: int
+    """Bytes of an element of the held gradient and of other operands of products; 0 where no gradient is wanted."""
+    matrices: int
+    """Matrices [C, V] that are live at once."""
+
+    @property
+    def token_slices(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every chunk of tokens."""
+        return slices(self.sizes.tokens, self.token_chunk)
+
+    @property
+    def vocab_slices(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every block of dW that is made at a time."""
+        return slices(self.sizes.vocab, LARGEST_TILE)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """A promise: bytes beyond inputs and gradients that are held at any time."""
+        of, chunk = self.sizes, self.token_chunk
+        row = round_up(of.vocab, ROW_ALIGNMENT_BYTES)
+        held = self.operand_itemsize * of.tokens * (row + of.hidden)
+        rows = TILE_ROWS * (chunk + LARGEST_TILE) * (of.hidden + of.teacher_hidden)
+        vectors = 24 * of.tokens + 4 * of.vocab
+        pairs = (ALL_PAIRS * of.tokens + TILE_PAIRS * chunk) * of.ids
+        return held + of.itemsize * (self.matrices * chunk * row + rows + vectors + pairs + of.tokens * of.hidden)
+
+
+def distillation_order(
+    sizes: DistillationSizes, *, operand_itemsize: int, kernel: bool, memory_budget: int | None = None
+) -> WholeRows | Tile:
+    """Whole rows of the most tokens that fit the budget, or the largest tile if none fit.
+
+    Whole rows save a product of each side, or two where gradients are wanted. Arguments: bytes of an operand's element,
+    0 without gradients; whether the kernel takes the rows; bytes, or None for DEFAULT_BUDGET.
+    """
+    matrices = KERNEL_ROW_MATRICES if kernel else PLAIN_ROW_MATRICES
+    for chunk in KERNEL_ROWS if kernel else PLAIN_ROWS:
+        rows = WholeRows(sizes, max(1, min(sizes.tokens, chunk)), operand_itemsize, matrices)
+        if rows.scratch_bytes <= (memory_budget or DEFAULT_BUDGET):
+            return rows
+    return distillation_tile(sizes, memory_budget)
+
+
+def distillation_tile(sizes: DistillationSizes, memory_budget: int | None = None) -> Tile:
     """The largest tile, up to LARGEST_TILE each way, whose ``scratch_bytes`` fit the budget.
 
-    Arguments: N, D, the teacher's D, V; the dtype of the student's hidden; bytes, or None for the largest tile; ids a
-    token; whether a tile has all entries of the vocabulary, and fewer tokens instead. Raises ValueError for a budget
-    that the smallest tile does not fit.
+    Raises ValueError for a budget that the smallest tile does not fit.
     """
-    itemsize = max(4, ITEMSIZE[dtype])
+    tokens, vocab = sizes.tokens, sizes.vocab
 
     def tile(side: int) -> Tile:
-        block = vocab if whole_rows else min(vocab, max(side, VOCAB_TILE))
-        rows = WHOLE_ROWS * LARGEST_TILE * side // vocab if whole_rows else side
+        block = vocab if sizes.whole_rows else min(vocab, max(side, VOCAB_TILE))
+        rows = WHOLE_ROWS * LARGEST_TILE * side // vocab if sizes.whole_rows else side
         chunk = min(max(1, tokens), max(min(rows, LARGEST_TILE), TOKEN_TILE))
-        return Tile(tokens, vocab, chunk, block, hidden, teacher_hidden, itemsize, ids)
+        return Tile(tokens, vocab, chunk, block, sizes.hidden, sizes.teacher_hidden, sizes.itemsize, sizes.ids)
 
     sides = [LARGEST_TILE >> step for step in range(int(math.log2(LARGEST_TILE // TOKEN_TILE)) + 1)]
     tiles = [tile(side) for side in sides]
@@ -336,9 +405,10 @@ def distillation_tile(
     for candidate in tiles:
         if candidate.scratch_bytes <= memory_budget:
             return candidate
-    others = f", teacher's hidden={teacher_hidden}" * bool(teacher_hidden) + f", {ids} ids a token" * bool(ids)
+    teacher = f", teacher's hidden={sizes.teacher_hidden}" * bool(sizes.teacher_hidden)
+    ids = f", {sizes.ids} ids a token" * bool(sizes.ids)
     raise ValueError(
-        f"memory_budget: got {memory_budget} bytes, allowed for tokens={tokens}, hidden={hidden}{others}, "
+        f"memory_budget: got {memory_budget} bytes, allowed for tokens={tokens}, hidden={sizes.hidden}{teacher}{ids}, "
         f"vocab={vocab} is at least {tiles[-1].scratch_bytes}"
     )
 

@@ -10,9 +10,9 @@ from typing import Any
 import full_losses
 import numpy as np
 import pytest
+from distilling import DISTILLING, DISTILLING_DTYPES, ORDERS, cut_raggedly
 from implementations import every_implementation, in_its_own_dtype, in_jax, in_turn
 
-from logitless.objectives import distillation_tile
 from logitless.rounding import round_to
 from logitless.tolerances import BOUND, CANCELLED, CHAIN, GRADIENT, ON_TOP_GRADIENT, ON_TOP_LOSS, TINY, error
 
@@ -613,18 +613,17 @@ def full_distillation(
 
 @pytest.mark.late(where=lambda p: in_jax(p) and p["run"] not in DISTILLED_IN_XLA)
 @pytest.mark.every_value(where=in_jax)
-@every_implementation
+@DISTILLING
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("run", "dtype"), in_turn(itertools.product(DISTILLATIONS, [0.0, 0.3, 1.0]), DTYPES, always=["float32"])
 )
-def test_distillation(impl: Any, run: tuple[str, float], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against full logits, on tiles that cut tokens and vocabulary raggedly."""
+def test_distillation(
+    impl: Any, run: tuple[str, float], dtype: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against full logits, on rows or tiles that cut tokens and vocabulary raggedly."""
     name, beta = run
-    monkeypatch.setattr("logitless.objectives.LARGEST_TILE", 32)
-    monkeypatch.setattr("logitless.objectives.TOKEN_TILE", 32)
-    monkeypatch.setattr("logitless.objectives.VOCAB_TILE", 32)
-    tile = distillation_tile(tokens=SEQUENCES * T, hidden=D, teacher_hidden=D_TEACHER, vocab=V, dtype=dtype)
-    assert (len(tile.token_slices), len(tile.vocab_slices)) == (2, 3)
+    cut_raggedly(monkeypatch, order, SEQUENCES * T, V)
     a, options = arrays(dtype), DISTILLATIONS[name]
     truth = true(impl, a, full_distillation(a, beta, lambda d, m: (d * m).sum() / m.sum(), **options))
     a["hidden"][a["mask"] == 0] = np.nan
@@ -634,7 +633,7 @@ def test_distillation(impl: Any, run: tuple[str, float], dtype: str, monkeypatch
     assert not result[1]["hidden"][a["mask"] == 0].any()
 
 
-@in_its_own_dtype
+@DISTILLING_DTYPES
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation_from_itself_is_zero(impl: Any, beta: float) -> None:
     a = arrays(impl.dtype)
@@ -645,7 +644,7 @@ def test_distillation_from_itself_is_zero(impl: Any, beta: float) -> None:
     assert max(np.abs(grad).max() for grad in grads.values()) <= BOUND["zero divergence, absolute"]
 
 
-@in_its_own_dtype
+@DISTILLING_DTYPES
 @pytest.mark.parametrize("wrt", [("hidden",), ("weight",), ("bias",), ("hidden", "bias")])
 def test_distillation_subsets_of_gradients(impl: Any, wrt: tuple[str, ...]) -> None:
     a = arrays(impl.dtype)
@@ -657,7 +656,7 @@ def test_distillation_subsets_of_gradients(impl: Any, wrt: tuple[str, ...]) -> N
         assert error(some[name], every[name]) <= GRADIENT[impl.dtype]
 
 
-@in_its_own_dtype
+@DISTILLING_DTYPES
 def test_distillation_reductions_and_normalizer(impl: Any) -> None:
     a = arrays(impl.dtype)
     truth = true(impl, a, full_distillation(a, 0.0, lambda d, m: (d * m).sum()))
@@ -675,7 +674,7 @@ def test_distillation_reductions_and_normalizer(impl: Any) -> None:
     assert error(losses.sum(), truth[0]) <= TINY["float32"]
 
 
-@in_its_own_dtype
+@DISTILLING_DTYPES
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation_with_ids_that_neither_side_has(impl: Any, beta: float) -> None:
     """A bias of −inf takes an id out of a vocabulary. Out of both, it is as if it did not exist."""
@@ -693,7 +692,7 @@ def test_distillation_with_ids_that_neither_side_has(impl: Any, beta: float) -> 
 
 
 @pytest.mark.case(11)
-@every_implementation
+@DISTILLING
 @pytest.mark.parametrize("shift", [-1024.0, 1024.0])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation_of_shifted_logits_near_the_teachers(impl: Any, beta: float, shift: float) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import every_implementation, in_turn
+from implementations import ALL, every_implementation, in_turn
 
 from logitless import plan
 from logitless.doctor import cuda_device_count
-from logitless.objectives import distillation_tile
+from logitless.objectives import DistillationSizes, distillation_order, distillation_tile
 
 B, T, D, D_TEACHER = 4, 128, 64, 96
 V = 65536 if cuda_device_count() else 8192  # the kernels' smallest slice of the vocabulary is 16384 wide
@@ -111,17 +111,24 @@ def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> N
     assert used >= 0.02 * budget
 
 
+def tiles(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
+    """Tiles of up to this many tokens and entries, and no whole rows."""
+    monkeypatch.setattr("logitless.objectives.LARGEST_TILE", side)
+    for name in ("KERNEL_ROWS", "PLAIN_ROWS"):
+        monkeypatch.setattr(f"logitless.objectives.{name}", ())
+
+
 @pytest.mark.late(where=lambda p: p["side"] in (512, 1024))
 @every_implementation
 @pytest.mark.parametrize(("side", "dtype"), in_turn([256, 512, 1024, 2048], ["float32", "bfloat16"]))
 def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The promise of the tile. The pass for the logsumexps has its own plan and gets the same budget here. On a GPU the
     kernels' smallest plan needs more than the smallest tiles."""
-    sizes = {"tokens": N, "hidden": D, "teacher_hidden": D_TEACHER, "vocab": V, "dtype": dtype}
+    sizes = DistillationSizes(N, D, V, dtype, D_TEACHER)
     kernels = {"fused": impl.fused, "padded": impl.padded}
     sums = plan(tokens=N, hidden=D_TEACHER, vocab=V, dtype=dtype, one_pass=False, **kernels).scratch_bytes
-    monkeypatch.setattr("logitless.objectives.LARGEST_TILE", side)
-    promised = distillation_tile(**sizes).scratch_bytes
+    tiles(monkeypatch, side)
+    promised = distillation_tile(sizes).scratch_bytes
     budget = None if impl.on_gpu else promised
     used = scratch(impl, "distillation_loss", dtype, memory_budget=budget)
     allowed = max(promised, sums) if impl.on_gpu else promised
@@ -137,12 +144,12 @@ def test_a_distillation_from_targets_holds_its_tile(
     impl: Any, way: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the hard loss beside it. A function's rows are generated a chunk of tokens at a time."""
-    sizes: dict[str, Any] = {"tokens": N, "hidden": D, "teacher_hidden": 0, "vocab": V, "dtype": dtype}
     kernels = {"fused": impl.fused, "padded": impl.padded}
     sums = plan(tokens=N, hidden=D, vocab=V, dtype=dtype, one_pass=False, **kernels).scratch_bytes
-    monkeypatch.setattr("logitless.objectives.LARGEST_TILE", 512)
+    tiles(monkeypatch, 512)
     sparse = way in ("class", "spread", "drop")
-    promised = distillation_tile(**sizes, ids=(K + 1) * sparse, whole_rows=way == "rows").scratch_bytes
+    sizes = DistillationSizes(N, D, V, dtype, ids=(K + 1) * sparse, whole_rows=way == "rows")
+    promised = distillation_tile(sizes).scratch_bytes
     options: dict[str, Any] = {"rest": way} if sparse else {"teacher": generated(impl)} if way == "rows" else {}
     budget = None if impl.on_gpu else promised
     used = scratch(impl, SPARSE if sparse else DENSE, dtype, memory_budget=budget, **options)
@@ -181,13 +188,35 @@ TILE_SHARE = {
 def test_a_tiles_promise_is_from_both_sides(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if impl.on_gpu:
         pytest.skip("on a GPU the pass for the logsumexps, which has a plan of its own, may need more than the tile")
-    monkeypatch.setattr("logitless.objectives.LARGEST_TILE", side)
-    sizes = {"tokens": N, "hidden": D, "teacher_hidden": D_TEACHER, "vocab": V, "dtype": dtype}
-    promised, used = distillation_tile(**sizes).scratch_bytes, scratch(impl, "distillation_loss", dtype)
+    tiles(monkeypatch, side)
+    sizes = DistillationSizes(N, D, V, dtype, D_TEACHER)
+    promised, used = distillation_tile(sizes).scratch_bytes, scratch(impl, "distillation_loss", dtype)
     told = f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
     assert used <= promised, told
     assert promised >= 8 * 2**20, "too small a tile: the slack would hide a wrong promise"
     assert promised <= TILE_SHARE[impl.backend, dtype] * used + 2**20, told
+
+
+# What the promise of whole rows may be of the peak, beside 1 MiB.
+ROWS_SHARE = {"eager": 1.35, "xla": 2.32}
+
+
+@pytest.mark.case(31)
+@pytest.mark.parametrize("impl", [each for each in ALL if "torch" in str(each.id)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", ["head", "class", "spread", "dense"])
+def test_a_distillation_holds_its_rows(impl: Any, way: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promise of whole rows, from both sides. The kernel makes fewer matrices, and not of every kind."""
+    monkeypatch.setattr("logitless.objectives.PLAIN_ROWS", (192,))
+    sparse, operand = way in ("class", "spread"), 2 if impl.on_gpu and dtype == "bfloat16" else 4
+    sizes = DistillationSizes(N, D, V, dtype, D_TEACHER if way == "head" else 0, (K + 1) * sparse)
+    promised = distillation_order(sizes, operand_itemsize=operand, kernel=impl.on_gpu).scratch_bytes
+    name = SPARSE if sparse else DENSE if way == "dense" else "distillation_loss"
+    used = scratch(impl, name, dtype, memory_budget=promised, **({"rest": way} if sparse else {}))
+    told = f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
+    assert used <= promised, told
+    if not impl.on_gpu and way != "class":  # which has no log-probabilities of a teacher
+        assert promised <= ROWS_SHARE[impl.backend] * used + 2**20, told
 
 
 @every_implementation

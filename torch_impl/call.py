@@ -34,6 +34,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What products read: a CPU has no product from low precision into float32, so it reads float32."""
+    return dtype if device.type == "cuda" else accumulation_dtype(dtype)
+
+
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors, by name."""
 
@@ -189,8 +194,7 @@ class Inputs:
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """What products read: a CPU has no product from low precision into float32, so it reads float32."""
-        return self.hidden.dtype if self.hidden.is_cuda else self.accumulation_dtype
+        return operand_dtype(self.hidden.dtype, self.hidden.device)
 
     @property
     def tokens(self) -> int:

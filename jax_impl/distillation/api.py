@@ -325,10 +325,10 @@ def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits
 
 def _tile(raw: RawArrays, limits: _Limits, teacher_hidden: int = 0, ids: int = 0, whole_rows: bool = False) -> Tile:
     vocab, size = raw.weight.shape
-    return objectives.distillation_tile(
-        tokens=math.prod(raw.target.shape), hidden=size, teacher_hidden=teacher_hidden, vocab=vocab,
-        dtype=str(raw.hidden.dtype), memory_budget=limits.memory_budget, ids=ids, whole_rows=whole_rows,
-    )  # fmt: skip
+    sizes = objectives.DistillationSizes(
+        math.prod(raw.target.shape), size, vocab, str(raw.hidden.dtype), teacher_hidden, ids, whole_rows
+    )
+    return objectives.distillation_tile(sizes, limits.memory_budget)
 
 
 def _student(given: _Given, about: Array | None) -> _Student:

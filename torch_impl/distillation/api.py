@@ -4,6 +4,7 @@ jax_impl/distillation/api.py.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -12,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from logitless import numerics, objectives, spec
-from logitless.objectives import DistillationOptions, Rest
+from logitless.objectives import DistillationOptions, DistillationSizes, Rest, Tile, WholeRows
 from logitless.planning import check_plan_argument
 from logitless.spec import ArrayInfo, LossOptions, Reduction
 from logitless.torch_impl import checks, steps
 from logitless.torch_impl.backend import BACKENDS
-from logitless.torch_impl.call import XP, Arrays, Call, Request, accumulation_dtype, temperatures
+from logitless.torch_impl.call import XP, Arrays, Call, Request, accumulation_dtype, operand_dtype, temperatures
 from logitless.torch_impl.compiled import tracing
 from logitless.torch_impl.distillation.steps import (
     FUNCTIONS,
@@ -67,7 +68,9 @@ def distillation_loss(
     et al. 2023 (GKD), arXiv:2306.13649, with β = 0 and 1 as in TRL's GKD trainer. Hinton's mixture
     (1 − α) τ² ℓ + α nll is (1 − α) τ² times this loss with γ = α / ((1 − α) τ²).
 
-    Both logsumexps come first, then tiles of both sides' logits, in the forward and again in the backward:
+    Whole rows of both sides' logits exist for up to 1024 tokens at a time: 2·N·V·(D + D_teacher) flops, then 4·N·D·V,
+    with the gradient of the student's logits, N·V numbers, between forward and backward. Where these do not fit the
+    memory_budget, both logsumexps come first, then tiles of the logits, in the forward and again in the backward:
     4·N·V·(D + D_teacher) flops, then 2·N·V·(3 D + D_teacher).
 
     Arguments:
@@ -80,12 +83,14 @@ def distillation_loss(
         mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
         beta: β in [0, 1].
         temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
-            constant; with one per token the pass for the logsumexps is in plain operations too.
+            constant; with one per token all is in plain operations.
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant tensor without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: tiles of up to 2048 × 2048.
-        backend: of the pass for the logsumexps, as for :func:`linear_cross_entropy`; the rest is plain operations.
+        memory_budget: bytes of scratch beyond inputs and gradients; None: 4 GiB for whole rows, and if they take more,
+            tiles of up to 2048 × 2048.
+        backend: as for :func:`linear_cross_entropy`: of the losses of whole rows, of which a kernel makes those of a
+            head, or of the pass for the logsumexps. The tiles are in plain operations.
 
     Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
     Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
@@ -97,7 +102,7 @@ def distillation_loss(
     tracing.check_transforms("distillation_loss", takes_one=False)
     given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
     teacher = _HeadTeacher(teacher_hidden, teacher_weight, teacher_bias, options.logits(teacher=True))
-    return _loss(given, options, teacher, _Limits(normalizer, memory_budget, backend))
+    return _loss("distillation_loss", given, options, teacher, _Limits(normalizer, memory_budget, backend))
 
 
 def sparse_distillation_loss(
@@ -136,8 +141,8 @@ def sparse_distillation_loss(
     that of any teacher with these probabilities. The mass of all other ids is a sum over them, no 1 − Σ_k q_k, so a
     student that is sure loses no digits.
 
-    "class" and "drop" take 2·N·D·V flops forward, all in plain operations, and "spread" 4, of which the pass for the
-    logsumexps is the backend's. The backward takes 6.
+    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`. The kernel makes
+    those of "spread". Tiles take 2 forward, with "spread" 4, and 6 backward.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
@@ -160,7 +165,8 @@ def sparse_distillation_loss(
     options.check_rest(rest)
     tracing.check_transforms("sparse_distillation_loss", takes_one=False)
     given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
-    return _loss(given, options, _SparseTeacher(ids, probs, rest), _Limits(normalizer, memory_budget, backend))
+    teacher = _SparseTeacher(ids, probs, rest)
+    return _loss("sparse_distillation_loss", given, options, teacher, _Limits(normalizer, memory_budget, backend))
 
 
 def dense_distillation_loss(
@@ -194,19 +200,19 @@ def dense_distillation_loss(
     Rows of the teacher have the sum 1. Where rounding gave them another, the KL divergences are Σ_j p_j (log p_j −
     log q_j) − p_j + q_j, of p and q as β says: least where q is p.
 
-    4·N·D·V flops forward, of which the pass for the logsumexps is the backend's, and 6 backward, in plain operations.
+    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`, tiles 4 and 6.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
         teacher: p, constant, at the teacher's own temperature; nothing looks at its values. Either
 
             - a tensor [..., V] of any floating dtype and layout. It may lie on another device than hidden, as in the
-              host's memory: a tile of up to 2048 × 2048 moves at a time;
+              host's memory: rows of up to 1024 tokens, or a tile, move at a time;
             - a NumPy array [..., V], such as a memory-mapped one: a tile is read at a time;
             - a function ``rows(start, count)`` that returns the rows [count, V] of ``count`` tokens from ``start`` on,
-              counted through the flattened leading axes. It is called once for every chunk of tokens in the forward
-              and, for the same rows, once in the backward. The chunks have fewer tokens, and the gradient of the
-              weight is added up in float32 (float64) beside itself.
+              counted through the flattened leading axes. It is called once for every chunk of tokens in the forward.
+              With tiles it is called for the same rows in the backward, the chunks have fewer tokens, and the gradient
+              of the weight is added up in float32 (float64) beside itself.
         log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.
         ignore_index: marks tokens in target that do not count.
         temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
@@ -219,7 +225,8 @@ def dense_distillation_loss(
     spec.check_flags(log_teacher=log_teacher)
     tracing.check_transforms("dense_distillation_loss", takes_one=False)
     given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
-    return _loss(given, options, _DenseTeacher(teacher, log_teacher), _Limits(normalizer, memory_budget, backend))
+    known = _DenseTeacher(teacher, log_teacher)
+    return _loss("dense_distillation_loss", given, options, known, _Limits(normalizer, memory_budget, backend))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,6 +275,19 @@ class _Student(NamedTuple):
         """Of sums and losses."""
         return accumulation_dtype(self.call.compute_dtype)
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether whole rows are the kernel's, if it takes the losses."""
+        return self.call.backend == "triton"
+
+    def order(self, teacher: _Teacher, memory_budget: int | None) -> WholeRows | Tile:
+        (vocab, size), dtype = self.given.weight.shape, self.call.compute_dtype
+        operand = operand_dtype(dtype, self.given.hidden.device).itemsize if self.call.differentiate else 0
+        sizes = teacher.sizes(DistillationSizes(self.counted.numel(), size, vocab, checks.dtype_name(dtype)))
+        return objectives.distillation_order(
+            sizes, operand_itemsize=operand, kernel=self.by_kernel, memory_budget=memory_budget
+        )
+
     def without(self, wrong: Tensor) -> _Student:
         """The student, with more wrong tokens."""
         target = self.plain.target.masked_fill(wrong, -100)
@@ -281,46 +301,41 @@ class _Student(NamedTuple):
 class _Known(NamedTuple):
     """What a call knows of its teacher."""
 
-    name: str
-    """Of the public function."""
     soft: Soft
     constants: Constants
     student: _Student
-    teacher_hidden: int = 0
-    ids: int = 0
-    """K + 1, of a sparse one."""
-    whole_rows: bool = False
 
 
 class _Teacher(Protocol):
     """A teacher as the caller wrote it."""
 
+    def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
+        """The student's sizes, and its own."""
+
     def check(self, given: _Given) -> Tensor | None:
         """Check it beside the student's arrays. Of which tokens it knows something, [...]; None: of all."""
 
-    def known(self, student: _Student, limits: _Limits) -> _Known:
-        """What the losses need of it."""
+    def known(self, student: _Student, limits: _Limits, tiles: bool) -> _Known:
+        """What the losses need of it; ``tiles``: logsumexps too."""
 
 
 @tracing.outside_graphs
-def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits: _Limits) -> Tensor:
+def _loss(name: str, given: _Given, options: DistillationOptions, teacher: _Teacher, limits: _Limits) -> Tensor:
     # Loops over tiles: a graph would hold every one of them.
     options.check_target(given.target is not None)
-    for name in ("hidden", "weight"):
-        checks.check_type(name, getattr(given, name), strided=False)
+    for array in ("hidden", "weight"):
+        checks.check_type(array, getattr(given, array), strided=False)
     checks.check_normalizer(limits.normalizer, options.reduction, given.hidden.device)
     about = teacher.check(given)
-    known = teacher.known(_student(given, options, about, limits), limits)
+    student = _student(given, options, about, limits)
+    order = student.order(teacher, limits.memory_budget)
+    known = teacher.known(student, limits, isinstance(order, Tile))
     student, own = known.student, options.logits(teacher=False)
-    tile = objectives.distillation_tile(
-        tokens=student.counted.numel(), hidden=given.hidden.shape[-1], teacher_hidden=known.teacher_hidden,
-        vocab=given.weight.shape[0], dtype=checks.dtype_name(student.call.compute_dtype),
-        memory_budget=limits.memory_budget, ids=known.ids, whole_rows=known.whole_rows,
-    )  # fmt: skip
     call = Distillation(
-        known.soft, options.beta, options.nll_coef, float(options.temperature), own, student.call.compute_dtype, tile
-    )
-    losses: Tensor = FUNCTIONS[known.name].apply(  # type: ignore[no-untyped-call]
+        known.soft, options.beta, options.nll_coef, float(options.temperature), own, student.call.compute_dtype, order,
+        student.by_kernel, student.call.differentiate,
+    )  # fmt: skip
+    losses: Tensor = FUNCTIONS[name].apply(  # type: ignore[no-untyped-call]
         call, *student.given.head, student.hard, *known.constants
     )
     losses = losses.masked_fill(student.wrong.reshape(-1), torch.nan)
@@ -399,8 +414,10 @@ class _HeadTeacher(NamedTuple):
             checks.check_type(f"teacher_{name}", getattr(self, name), strided=False)
         objectives.check_sides(*map(checks.info, (given.hidden, given.weight, self.hidden, self.weight)))
 
-    def known(self, student: _Student, limits: _Limits) -> _Known:
-        lse = student.lse()
+    def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
+        return dataclasses.replace(of_student, teacher_hidden=self.hidden.shape[-1])
+
+    def known(self, student: _Student, limits: _Limits, tiles: bool) -> _Known:
         target, temperature = student.given.target, student.given.temperature
         try:
             arrays = Arrays(self.hidden, self.weight, self.bias, target, temperature=temperature)
@@ -408,10 +425,8 @@ class _HeadTeacher(NamedTuple):
         except (TypeError, ValueError) as error:
             raise type(error)(objectives.of_teacher(str(error))) from None
         head = (None if array is None else array.detach() for array in arrays.head)
-        constants = (*head, _logsumexp(plain, call).to(lse.dtype), lse)
-        return _Known(
-            "distillation_loss", FromHead(self.options, call.compute_dtype), constants, student, self.hidden.shape[-1]
-        )
+        lse = (_logsumexp(plain, call).to(student.dtype), student.lse()) if tiles else ()
+        return _Known(FromHead(self.options, call.compute_dtype), (*head, *lse), student)
 
 
 class _SparseTeacher(NamedTuple):
@@ -429,7 +444,10 @@ class _SparseTeacher(NamedTuple):
         objectives.check_sparse(checks.info(self.ids), checks.info(self.probs), tuple(given.hidden.shape[:-1]))
         return (self.ids != given.ignore_index).any(dim=-1)
 
-    def known(self, student: _Student, limits: _Limits) -> _Known:
+    def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
+        return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)
+
+    def known(self, student: _Student, limits: _Limits, tiles: bool) -> _Known:
         vocab, count = student.given.weight.shape[0], self.ids.shape[-1]
         ids = self.ids.long().masked_fill(~student.counted.unsqueeze(-1), student.ignore_index)
         checks.check_ids(ids, vocab, student.ignore_index, name="ids")
@@ -449,8 +467,9 @@ class _SparseTeacher(NamedTuple):
             XP, probs.reshape(-1, count), known.reshape(-1, count), self.rest, vocab
         )
         spread = self.rest == "spread"
-        constants = (ids.masked_fill(~known, -1).reshape(-1, count), log_p, log_rest, *((student.lse(),) * spread))
-        return _Known("sparse_distillation_loss", FromIds(spread), constants, student, ids=count + 1)
+        lse = (student.lse(),) if spread and tiles else ()
+        constants = (ids.masked_fill(~known, -1).reshape(-1, count), log_p, log_rest, *lse)
+        return _Known(FromIds(spread), constants, student)
 
 
 class _DenseTeacher(NamedTuple):
@@ -476,10 +495,12 @@ class _DenseTeacher(NamedTuple):
                 f"rows(start, count)"
             )
 
-    def known(self, student: _Student, limits: _Limits) -> _Known:
+    def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
+        return dataclasses.replace(of_student, whole_rows=callable(self.source))
+
+    def known(self, student: _Student, limits: _Limits, tiles: bool) -> _Known:
         shape = (*student.counted.shape, student.given.weight.shape[0])
-        name, lse = "dense_distillation_loss", student.lse()
+        lse = (student.lse(),) if tiles else ()
         if isinstance(self.source, Tensor):
-            return _Known(name, FromDense(None, self.log, shape), (lse, self.source.detach()), student)
-        rows = not isinstance(self.source, np.ndarray)
-        return _Known(name, FromDense(self.source, self.log, shape), (lse,), student, whole_rows=rows)
+            return _Known(FromDense(None, self.log, shape), (self.source.detach(), *lse), student)
+        return _Known(FromDense(self.source, self.log, shape), lse, student)

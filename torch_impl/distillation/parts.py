@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from logitless.spec import LOWEST_ANCHOR
-from logitless.torch_impl.distillation.teachers import Teacher, columns_of, normalized
+from logitless.torch_impl.distillation.teachers import Teacher, columns_of, normalized, row_lse
 
 Sums = tuple[Tensor, ...]
 """What is added up over the tiles of a chunk of tokens, [C, ...] each."""
@@ -49,20 +49,25 @@ class Part(Protocol):
     def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
         """∂ loss / ∂z of a tile. The last part of a call may write to z."""
 
+    def of_rows(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """The losses [C] and ∂ loss / ∂z [C, V] of whole rows. The last part of a call may write to z."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
     """From a teacher of the whole vocabulary."""
 
     teacher: Teacher
-    lse: Tensor  # [2, N], the student's
+    lse: Tensor | None  # [2, N], the student's; None where rows are whole
     beta: float
 
     def start(self, rows: slice) -> Sums:
+        assert self.lse is not None
         zero = self.lse.new_zeros(rows.stop - rows.start)
         return zero, zero
 
     def add(self, sums: Sums, z: Tensor, rows: slice, start: int) -> Sums:
+        assert self.lse is not None
         log_p = self.teacher.log_probs(rows, start, start + z.shape[1])
         total, mean = divergence_rows(log_p, normalized(z, self.lse[:, rows]), self.beta)
         return sums[0] + total, sums[1] + mean
@@ -71,8 +76,14 @@ class Divergence:
         return sums[0], (sums[1],)
 
     def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
+        assert self.lse is not None
         log_p = self.teacher.log_probs(rows, start, start + z.shape[1])
         return divergence_gradient(log_p, normalized(z, self.lse[:, rows]), kept[0], self.beta)
+
+    def of_rows(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        log_p, log_q = self.teacher.log_probs(rows, 0, z.shape[1]), normalized(z, row_lse(z))
+        losses, mean = divergence_rows(log_p, log_q.clone(), self.beta)
+        return losses, divergence_gradient(log_p, log_q, mean, self.beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +131,10 @@ class GivenIds:
         dz = others.sub_(highest.unsqueeze(1)).sub_(log_total.unsqueeze(1)).exp_().mul_(slopes[:, -1:])
         padded.scatter_(1, columns, slopes[:, :-1])
         return dz
+
+    def of_rows(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        losses, kept = self.finish(self.add(self.start(rows), z, rows, 0), rows)
+        return losses, self.gradient(kept, z, rows, 0)
 
     def _padded(self, z: Tensor, rows: slice, start: int) -> tuple[Tensor, Tensor]:
         """The ids' columns in the tile, [C, K], and a copy of its logits with one column more, of 0, for the ids that

@@ -1,4 +1,5 @@
-"""A distillation's losses, tile by tile, in plain operations. Mirror of jax_impl/distillation/steps.py.
+"""A distillation's losses and gradients: by whole rows (whole_rows.py), or tile by tile in plain operations. Mirror of
+jax_impl/distillation/steps.py.
 
 A tile [C, B] of the student's logits serves the divergence from the teacher and the hard loss. The whole logits of
 neither side exist. lse comes in two parts, a logit not far below the largest and the rest, so that large logits cost no
@@ -20,11 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from logitless import numerics
-from logitless.objectives import Tile
+from logitless.objectives import Tile, WholeRows
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.autograd import Derivatives, SavedContext, differentiable_once, reverse_only
 from logitless.torch_impl.call import XP, Arrays, Inputs
+from logitless.torch_impl.distillation import whole_rows
 from logitless.torch_impl.distillation.parts import Divergence, Hard, Part, RestClass
 from logitless.torch_impl.distillation.teachers import Dense, DenseRows, Head, Spread
 
@@ -41,23 +43,21 @@ class Soft(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FromHead:
-    """Of a teacher's head. Constants: hidden, weight, bias, target, temperature, lse; the student's lse."""
+    """Of a teacher's head. Constants: hidden, weight, bias, target, temperature; of tiles lse and the student's lse."""
 
     options: LossOptions
     compute_dtype: torch.dtype
 
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
-        *arrays, teacher_lse, lse = constants
-        assert teacher_lse is not None
-        assert lse is not None
+        arrays, (teacher_lse, lse) = constants[:5], constants[5:] or (None, None)
         teacher = chunk.prepare(Arrays.of_head(*arrays), self.options, self.compute_dtype)  # type: ignore[arg-type]
-        head = Head(teacher, self.options, teacher_lse, lse.dtype)
-        return Divergence(head, lse, beta)
+        return Divergence(Head(teacher, self.options, teacher_lse, inputs.accumulation_dtype), lse, beta)
 
 
 @dataclasses.dataclass(frozen=True)
 class FromIds:
-    """Of given ids. Constants: ids [N, K], log p [N, K], of the rest [N]; the student's lse if the rest is spread."""
+    """Of given ids. Constants: ids [N, K], log p [N, K], of the rest [N]; of tiles the student's lse if the rest is
+    spread."""
 
     spread: bool
 
@@ -67,25 +67,24 @@ class FromIds:
         assert log_p is not None
         assert log_rest is not None
         if self.spread:
-            assert lse[0] is not None
-            return Divergence(Spread(ids, log_p, log_rest), lse[0], beta)
+            return Divergence(Spread(ids, log_p, log_rest, inputs.vocab), lse[0] if lse else None, beta)
         return RestClass(ids, log_p.dtype, torch.cat([log_p, log_rest.unsqueeze(1)], dim=1), beta)
 
 
 @dataclasses.dataclass(frozen=True)
 class FromDense:
-    """Of all probabilities. Constants: the student's lse, and the teacher's if it is a tensor."""
+    """Of all probabilities. Constants: the teacher's if it is a tensor; of tiles the student's lse."""
 
     source: NDArray[np.generic] | DenseRows | None
     log: bool
     shape: tuple[int, ...]
 
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
-        lse, *tensors = constants
-        assert lse is not None
-        source = tensors[0] if self.source is None else self.source
+        tensors = list(constants)
+        source = tensors.pop(0) if self.source is None else self.source
         assert source is not None
-        return Divergence(Dense(source, self.log, self.shape, lse), lse, beta)
+        like = inputs.weight.new_empty(0, dtype=inputs.accumulation_dtype)
+        return Divergence(Dense(source, self.log, self.shape, like), tensors[0] if tensors else None, beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +99,10 @@ class Distillation:
     options: LossOptions
     """Of the student's logits, temperature included."""
     compute_dtype: torch.dtype
-    tile: Tile
+    order: WholeRows | Tile
+    kernel: bool
+    """Whether whole rows are the kernel's, if it takes the losses."""
+    differentiate: bool
 
     def prepared(self, arrays: Arrays, hard: Tensor | None, constants: Constants) -> tuple[Inputs, list[Part]]:
         """The student's inputs, and the losses: the hard one, if there is one, and the divergence. ``hard``: its ids,
@@ -133,7 +135,13 @@ class DivergenceFunction(torch.autograd.Function):
         arrays = Arrays.of_head(*tensors[:5])  # type: ignore[arg-type]
         with torch.autocast(arrays.hidden.device.type, enabled=False):
             inputs, parts = call.prepared(arrays, tensors[5], tensors[6:])
-            losses, kept = _forward(inputs, parts, call)
+            if isinstance(call.order, WholeRows):
+                losses, gradient = whole_rows.forward(
+                    inputs, parts, call.options, call.order, kernel=call.kernel, differentiate=call.differentiate
+                )
+                kept: list[tuple[Tensor, ...]] = [] if gradient is None else [(gradient,)]
+            else:
+                losses, kept = _forward(inputs, parts, call.options, call.order)
         ctx.call, ctx.counts = call, [len(each) for each in kept]
         ctx.save_for_backward(*tensors, *(tensor for each in kept for tensor in each))
         return losses
@@ -143,8 +151,15 @@ def _backward(ctx: DivergenceContext, saved: tuple[Tensor, ...], upstream: Tenso
     split = len(saved) - sum(ctx.counts)
     tensors, found = saved[:split], iter(saved[split:])
     kept = [tuple(next(found) for _ in range(count)) for count in ctx.counts]
+    call, needs = ctx.call, ctx.needs_input_grad[1:4]
     with torch.autocast(upstream.device.type, enabled=False):
-        gradients = _gradients(tensors, kept, upstream, ctx.call, ctx.needs_input_grad[1:4])
+        inputs, parts = call.prepared(Arrays.of_head(*tensors[:5]), tensors[5], tensors[6:])
+        if isinstance(call.order, WholeRows):
+            gradients = whole_rows.gradients(
+                inputs, call.options, call.order, kept[0][0], upstream, tensors[1].dtype, needs
+            )
+        else:
+            gradients = _gradients(inputs, parts, kept, upstream, call, tensors[1].dtype, needs)
     like = zip(gradients, tensors[:3], strict=True)
     cast = (None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like)
     return (None, *cast, *(None,) * (len(tensors) - 3))
@@ -166,16 +181,18 @@ FUNCTIONS = {
 """By the name of the public function."""
 
 
-def _forward(inputs: Inputs, parts: list[Part], call: Distillation) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+def _forward(
+    inputs: Inputs, parts: list[Part], options: LossOptions, tile: Tile
+) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
     """The losses of every token, and what each part has kept."""
     losses = inputs.hidden.new_zeros(inputs.tokens, dtype=inputs.accumulation_dtype)
     kept: list[list[tuple[Tensor, ...]]] = [[] for _ in parts]
-    for first, last in call.tile.token_slices or ((0, 0),):
+    for first, last in tile.token_slices or ((0, 0),):
         rows = slice(first, last)
         x, sums = chunk.rows_of(inputs, rows), [part.start(rows) for part in parts]
-        for start, stop in call.tile.vocab_slices:
+        for start, stop in tile.vocab_slices:
             z = x.new_empty((last - first, stop - start), dtype=inputs.accumulation_dtype)
-            chunk.logits_block(x, inputs, rows, start, stop, call.options, z)
+            chunk.logits_block(x, inputs, rows, start, stop, options, z)
             sums = [part.add(of, z, rows, start) for part, of in zip(parts, sums, strict=True)]
         for part, of, each in zip(parts, sums, kept, strict=True):
             part_losses, part_kept = part.finish(of, rows)
@@ -186,11 +203,11 @@ def _forward(inputs: Inputs, parts: list[Part], call: Distillation) -> tuple[Ten
 
 
 def _gradients(
-    tensors: tuple[Tensor, ...], kept: list[tuple[Tensor, ...]], upstream: Tensor, call: Distillation,
-    needs: tuple[bool, ...],
+    inputs: Inputs, parts: list[Part], kept: list[tuple[Tensor, ...]], upstream: Tensor, call: Distillation,
+    weight_dtype: torch.dtype, needs: tuple[bool, ...],
 ) -> list[Tensor | None]:  # fmt: skip
     """dX, dW and db, each None unless wanted: 6·N·D·V flops beside the teacher's."""
-    inputs, parts = call.prepared(Arrays.of_head(*tensors[:5]), tensors[5], tensors[6:])
+    assert isinstance(call.order, Tile)
     factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
@@ -211,4 +228,4 @@ def _gradients(
         return dz.mul_(factor[rows].unsqueeze(1)).masked_fill_(~inputs.valid[rows].unsqueeze(1), 0.0)
 
     wanted = needs[0], needs[1], needs[2]
-    return chunk.tile_gradients(inputs, call.tile, wanted, tensors[1].dtype, unit, logit_gradient)
+    return chunk.tile_gradients(inputs, call.order, wanted, weight_dtype, unit, logit_gradient)

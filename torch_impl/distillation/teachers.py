@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from logitless.objectives import check_teacher_rows
-from logitless.spec import LossOptions
+from logitless.objectives import LARGEST_TILE, check_teacher_rows
+from logitless.scratch import slices
+from logitless.spec import LOWEST_ANCHOR, LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import Inputs
 from logitless.torch_impl.checks import info
+from logitless.torch_impl.kernels.kernel_call import row_stride
 
 DenseRows = Callable[[int, int], Tensor]
 """rows(start, count) → [count, V], the teacher's rows of ``count`` tokens from ``start`` on."""
 
 
+class RawRows(NamedTuple):
+    """Whole rows of r, [C, V], and what makes logits f(r + b) of them, or log-probabilities if they are none yet."""
+
+    r: Tensor
+    bias: Tensor | None = None  # [V]
+    options: LossOptions | None = None
+    """Of logits. None: r are log-probabilities."""
+
+
 class Teacher(Protocol):
-    """A teacher's log-probabilities, a tile at a time."""
+    """A teacher's log-probabilities, a tile at a time or whole rows."""
 
     def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
         """log p of a tile, [C, B], which the caller may write to."""
+
+    def raw(self, rows: slice) -> RawRows:
+        """What the kernel makes log p of, of the tokens ``rows``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +48,20 @@ class Head:
 
     inputs: Inputs
     options: LossOptions
-    lse: Tensor  # [2, N]: two parts, whose sum it is
+    lse: Tensor | None  # [2, N]: two parts, whose sum it is; None where tiles are whole rows
     dtype: torch.dtype
 
     def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
+        if self.lse is None:
+            z = whole_logits(self.inputs, rows, self.options)
+            return normalized(z, row_lse(z)).to(self.dtype)
         x = chunk.rows_of(self.inputs, rows)
         out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
         z = chunk.logits_block(x, self.inputs, rows, start, stop, self.options, out)
         return normalized(z, self.lse[:, rows]).to(self.dtype)
+
+    def raw(self, rows: slice) -> RawRows:
+        return RawRows(raw_rows(self.inputs, rows), self.inputs.bias, self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +71,15 @@ class Spread:
     ids: Tensor  # [N, K] int64, −1 where not known
     log_p: Tensor  # [N, K]
     log_rest: Tensor  # [N]
+    vocab: int
 
     def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
         width = stop - start
         tile = self.log_rest[rows].unsqueeze(1).repeat(1, width + 1)
         return tile.scatter_(1, columns_of(self.ids[rows], start, width), self.log_p[rows])[:, :width]
+
+    def raw(self, rows: slice) -> RawRows:
+        return RawRows(self.log_probs(rows, 0, self.vocab))
 
 
 @dataclasses.dataclass
@@ -73,6 +97,9 @@ class Dense:
     def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
         tile = self._tile(rows, slice(start, stop)).to(self.like.device, self.like.dtype, copy=True)
         return tile if self.log else tile.log_()
+
+    def raw(self, rows: slice) -> RawRows:
+        return RawRows(self.log_probs(rows, 0, self.shape[-1]))
 
     def _tile(self, rows: slice, columns: slice) -> Tensor:
         if not isinstance(self.source, Tensor | np.ndarray):
@@ -100,6 +127,33 @@ def as_tensor(block: Tensor | NDArray[np.generic]) -> Tensor:
     if block.dtype.name == "bfloat16":
         return torch.tensor(block.view(np.int16)).view(torch.bfloat16)
     return torch.tensor(block)
+
+
+def raw_rows(inputs: Inputs, rows: slice) -> Tensor:
+    """r of the tokens ``rows``, [C, V], in the accumulation dtype, in rows that start on a boundary.
+
+    A weight of another dtype than the products' is converted a block at a time.
+    """
+    x, weight = chunk.rows_of(inputs, rows), inputs.weight
+    vocab, dtype = weight.shape[0], inputs.accumulation_dtype
+    out = x.new_empty((x.shape[0], row_stride(vocab, dtype)), dtype=dtype)[:, :vocab]
+    for start, stop in slices(vocab, vocab if weight.dtype == x.dtype else LARGEST_TILE):
+        chunk.product(x, weight[start:stop].to(x.dtype).t(), out[:, start:stop], add=False)
+    return out
+
+
+def whole_logits(inputs: Inputs, rows: slice, options: LossOptions) -> Tensor:
+    """z of the tokens ``rows``, [C, V]."""
+    z = raw_rows(inputs, rows)
+    if inputs.bias is not None:
+        z.add_(inputs.bias.to(z.dtype))
+    return chunk.capped(z, options, inputs.temperature_column(rows))
+
+
+def row_lse(z: Tensor) -> Tensor:
+    """log Σ_j exp(z_j) of whole rows in two parts, [2, C], of which the first is the largest logit."""
+    anchor = z.amax(dim=1).clamp(min=LOWEST_ANCHOR)
+    return torch.stack([anchor, (z - anchor.unsqueeze(1)).exp_().sum(dim=1).log()])
 
 
 def normalized(z: Tensor, lse: Tensor) -> Tensor:

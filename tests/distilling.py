@@ -1,0 +1,35 @@
+"""Who distils in the tests, and in which order: by whole rows or by tiles."""
+
+from __future__ import annotations
+
+import pytest
+from implementations import ALL, MORE_DTYPES, TorchTriton, interpreted
+
+from logitless.objectives import DistillationSizes, Tile, WholeRows, distillation_order
+
+ORDERS = ("rows", "tiles")
+RAGGED = 32
+
+
+class Interpreted(TorchTriton):
+    """The kernel of whole rows on CPU tensors. It takes one temperature for all tokens."""
+
+    dtypes = ("float32", "bfloat16", "float16")
+
+
+EVERY = [*ALL, pytest.param(Interpreted(), id="torch_triton", marks=interpreted)]
+DISTILLING = pytest.mark.parametrize("impl", EVERY)
+# For tests whose subject is not the dtype: they take ``impl.dtype``.
+DISTILLING_DTYPES = pytest.mark.parametrize("impl", [*EVERY, *MORE_DTYPES])
+
+
+def cut_raggedly(monkeypatch: pytest.MonkeyPatch, order: str, tokens: int, vocab: int) -> None:
+    """Rows or tiles of RAGGED tokens, tiles of as many entries, of which the last are fewer."""
+    for name in ("LARGEST_TILE", "TOKEN_TILE", "VOCAB_TILE"):
+        monkeypatch.setattr(f"logitless.objectives.{name}", RAGGED)
+    for name in ("KERNEL_ROWS", "PLAIN_ROWS"):
+        monkeypatch.setattr(f"logitless.objectives.{name}", (RAGGED,) if order == "rows" else ())
+    cut = distillation_order(DistillationSizes(tokens, 12, vocab, "float32"), operand_itemsize=4, kernel=False)
+    assert isinstance(cut, WholeRows if order == "rows" else Tile)
+    assert (len(cut.token_slices), len(cut.vocab_slices)) == (-(-tokens // RAGGED), -(-vocab // RAGGED))
+    assert len(cut.token_slices) > 1

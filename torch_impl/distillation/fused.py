@@ -1,0 +1,63 @@
+"""Losses and gradient of whole rows by the Triton kernel. No mirror: XLA fuses what whole_rows.py says."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from logitless.spec import LossOptions
+from logitless.torch_impl.call import Inputs
+from logitless.torch_impl.distillation.parts import Divergence, Hard, Part
+from logitless.torch_impl.distillation.teachers import raw_rows
+from logitless.torch_impl.kernels.kernel_call import column_block
+from logitless.torch_impl.kernels.launch import launch
+from logitless.torch_impl.kernels.rows import on_device
+
+with contextlib.suppress(ImportError):  # without triton no call chooses the kernel
+    from logitless.torch_impl.distillation import row_kernels
+
+BLOCK, WARPS = 2048, 8  # 8 logits a thread, of both sides
+
+
+def takes(parts: list[Part], dtype: torch.dtype) -> bool:
+    """Whether the kernel makes these losses with sums in ``dtype``: of a whole vocabulary, in float32."""
+    return isinstance(parts[-1], Divergence) and dtype == torch.float32
+
+
+def row_losses(
+    inputs: Inputs, parts: list[Part], options: LossOptions, rows: slice, losses: Tensor, gradient: Tensor | None
+) -> None:
+    """The losses [C] of the tokens ``rows``, and the logits' gradient [C, V] but for logit_scale, if it is wanted."""
+    divergence, hard = parts[-1], parts[0] if len(parts) > 1 else None
+    assert isinstance(divergence, Divergence)
+    assert hard is None or isinstance(hard, Hard)
+    student, teacher = raw_rows(inputs, rows), divergence.teacher.raw(rows)
+    temperature = 1.0 if hard is None else hard.temperature
+    assert isinstance(temperature, float), "a temperature per token is not the kernel's"
+    bias, teacher_bias = (None if b is None else b.contiguous() for b in (inputs.bias, teacher.bias))
+    with on_device(student.device):
+        launch(row_kernels.row_losses_kernel, student.shape[0])(
+            student, teacher.r, bias, teacher_bias, inputs.valid[rows].view(torch.int8),
+            None if hard is None else hard.ids[rows], losses, losses if gradient is None else gradient,
+            student.shape[1], student.stride(0), teacher.r.stride(0), 0 if gradient is None else gradient.stride(0),
+            *_scales(options), *_scales(teacher.options), float(divergence.beta),
+            0.0 if hard is None else float(hard.coef), temperature,
+            **_flags("", bias, options), **_flags("TEACHER_", teacher_bias, teacher.options),
+            NORMALIZE=teacher.options is not None,
+            KIND={0.0: 0, 1.0: 2}.get(float(divergence.beta), 1), HARD=hard is not None, STORE=gradient is not None,
+            BLOCK=column_block(student.shape[1], BLOCK), num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _scales(options: LossOptions | None) -> tuple[float, float]:
+    return (1.0, 1.0) if options is None else (float(options.logit_scale), float(options.softcap or 1.0))
+
+
+def _flags(side: str, bias: Tensor | None, options: LossOptions | None) -> dict[str, bool]:
+    return {
+        f"HAS_{side}BIAS": bias is not None,
+        f"HAS_{side}SCALE": options is not None and options.logit_scale != 1.0,
+        f"HAS_{side}CAP": options is not None and options.softcap is not None,
+    }

@@ -1,0 +1,201 @@
+"""The Triton kernel of a distillation by whole rows; torch_impl/distillation/fused.py launches it.
+
+One program owns one token: a row of V raw logits of the student and one of the teacher, in float32. It goes over them
+in blocks, once for the logsumexps and once or twice for the divergence and its gradient. Every lane keeps sums of its
+own. They are added at the end of the row, in a fixed order. The formulas are those of parts.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from logitless.torch_impl.kernels.portable import LOG2E, LOWEST_ANCHOR, capped, log1p
+
+# Which divergence: β = 0, between 0 and 1, 1.
+FORWARD, MIXED, REVERSE = (tl.constexpr(kind) for kind in range(3))
+
+
+@triton.jit
+def logits_of(
+    raw_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr
+):
+    """f(r + b) of columns of a row, −inf beside the mask."""
+    z = tl.load(raw_ptr + column, mask=mask, other=0.0)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    z = capped(z, scale, cap, HAS_SCALE, HAS_CAP)
+    return tl.where(mask, z, float("-inf"))
+
+
+@triton.jit
+def exp(x):
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) − 1 for x ≤ 0, of full relative precision near 0: its series there."""
+    near = tl.maximum(x, -0.25)
+    series = near * (1.0 + near / 2 * (1.0 + near / 3 * (1.0 + near / 4 * (1.0 + near / 5 * (1.0 + near / 6)))))
+    return tl.where(x > -0.25, series, exp(x) - 1.0)
+
+
+@triton.jit
+def more(highest, total, z):
+    """The largest logit and Σ exp(z − largest) of every lane with one logit more."""
+    above = tl.maximum(highest, z)
+    return above, total * exp(highest - above) + exp(z - above)
+
+
+@triton.jit
+def joined(highest, total):
+    """The lanes' as those of the row: the largest logit, and log Σ exp(z − largest)."""
+    top = tl.max(highest, 0)
+    return top, tl.log(tl.sum(total * exp(highest - top), 0))
+
+
+@triton.jit
+def weighted(p, log_ratio):
+    """p · log_ratio, 0 where p is 0 (there log_ratio may be infinite or NaN)."""
+    return tl.where(p == 0, 0.0, p * log_ratio)
+
+
+@triton.jit
+def mixture_ratios(log_p, log_q, beta):
+    """log (p / m) and log (q / m), of full relative precision where p and q are close."""
+    gap = log_q - log_p
+    log_m = log1p(tl.where(gap > 0, beta, 1.0 - beta) * expm1(-tl.abs(gap)))  # log (m / max(p, q))
+    return -tl.maximum(gap, 0.0) - log_m, tl.minimum(gap, 0.0) - log_m
+
+
+@triton.jit
+def log_prob(z, anchor, log_total, NORMALIZE: tl.constexpr):
+    """log softmax of logits, or of log-probabilities nothing."""
+    if NORMALIZE:
+        z = (z - anchor) - log_total
+    return z
+
+
+@triton.jit
+def whole_gradient(
+    dz, z, own, gone, others_anchor, others_log, hard_temperature, cap, HARD: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """The divergence's gradient with the hard loss's, through the softcap. ``own``: where the target is."""
+    if HARD:
+        dz += gone * tl.where(own, -1.0, exp((z * hard_temperature - others_anchor) - others_log))
+    if HAS_CAP:
+        ratio = z / cap
+        dz = dz * (1.0 - ratio * ratio)
+    return dz
+
+
+@triton.jit
+def row_losses_kernel(
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, valid_ptr, hard_ptr, loss_ptr, gradient_ptr, vocab,
+    student_stride, teacher_stride, gradient_stride, scale, cap, teacher_scale, teacher_cap, beta, nll_coef,
+    hard_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr,
+    HAS_TEACHER_SCALE: tl.constexpr, HAS_TEACHER_CAP: tl.constexpr, NORMALIZE: tl.constexpr, KIND: tl.constexpr,
+    HARD: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token's loss and, if STORE, the gradient of the student's r + b but for logit_scale; zeros for a token that
+    does not count, of which nothing is read.
+
+    NORMALIZE: the teacher's rows are raw logits, else log-probabilities. HARD: nll_coef times the hard loss is added,
+    of the logits times hard_temperature.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    valid = tl.load(valid_ptr + row) != 0
+    stop = tl.where(valid, vocab, 0)
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
+    gradient_ptr += row * gradient_stride
+    target = vocab
+    if HARD:
+        target = tl.load(hard_ptr + row)
+    lanes = tl.arange(0, BLOCK)
+    highest = tl.full((BLOCK,), LOWEST_ANCHOR, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    teacher_highest, teacher_total, others_highest, others = highest, total, highest, total
+    for start in range(0, stop, BLOCK):
+        column = start + lanes
+        mask = column < stop
+        z = logits_of(student_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+        highest, total = more(highest, total, z)
+        if NORMALIZE:
+            t = logits_of(
+                teacher_ptr, teacher_bias_ptr, column, mask, teacher_scale, teacher_cap, HAS_TEACHER_BIAS,
+                HAS_TEACHER_SCALE, HAS_TEACHER_CAP,
+            )  # fmt: skip
+            teacher_highest, teacher_total = more(teacher_highest, teacher_total, t)
+        if HARD:
+            hard = tl.where(column == target, float("-inf"), z * hard_temperature)
+            others_highest, others = more(others_highest, others, hard)
+    anchor, log_total = joined(highest, total)
+    teacher_anchor, teacher_log_total = joined(teacher_highest, teacher_total)
+    others_anchor, others_log = joined(others_highest, others)
+    loss, gone = 0.0, 0.0
+    if HARD:
+        own_logit = hard_temperature * logits_of(
+            student_ptr, bias_ptr, target, valid, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP
+        )
+        odds = (others_anchor - own_logit) + others_log  # log ((1 − q) / q)
+        loss = nll_coef * (tl.maximum(odds, 0.0) + log1p(exp(-tl.abs(odds))))
+        gone = nll_coef * hard_temperature / (1.0 + exp(-odds))  # 1 − q: no difference
+        others_log = tl.where(others_log == float("-inf"), 0.0, others_log)
+    divergence = tl.zeros((BLOCK,), tl.float32)
+    student_sum = tl.zeros((BLOCK,), tl.float32)
+    # The forward KL's gradient needs no sum over the row. So it is stored here, zeros for a token that does not count.
+    for start in range(0, vocab if STORE and KIND == FORWARD else stop, BLOCK):
+        column = start + lanes
+        mask = column < stop
+        z = logits_of(student_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+        t = logits_of(
+            teacher_ptr, teacher_bias_ptr, column, mask, teacher_scale, teacher_cap, HAS_TEACHER_BIAS,
+            HAS_TEACHER_SCALE, HAS_TEACHER_CAP,
+        )  # fmt: skip
+        log_q = log_prob(z, anchor, log_total, True)
+        log_p = log_prob(t, teacher_anchor, teacher_log_total, NORMALIZE)
+        p, q = exp(log_p), exp(log_q)
+        if KIND == FORWARD:
+            divergence += tl.where(mask, (weighted(p, log_p - log_q) - p) + q, 0.0)
+            if STORE:
+                dz = whole_gradient(
+                    q - p, z, column == target, gone, others_anchor, others_log, hard_temperature, cap, HARD, HAS_CAP
+                )
+                dz = tl.where(mask, dz, 0.0).to(gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + column, dz, mask=column < vocab)
+        elif KIND == MIXED:
+            from_p, from_q = mixture_ratios(log_p, log_q, beta)
+            terms = tl.where(mask, weighted(q, from_q), 0.0)
+            student_sum += terms
+            divergence += beta * tl.where(mask, weighted(p, from_p), 0.0) + (1.0 - beta) * terms
+        else:
+            terms = tl.where(mask, weighted(q, log_q - log_p), 0.0)
+            student_sum += terms
+            divergence += tl.where(mask, (terms - q) + p, 0.0)
+    tl.store(loss_ptr + row, tl.where(valid, loss + tl.sum(divergence, 0), 0.0))
+    if STORE and KIND != FORWARD:
+        mean = tl.sum(student_sum, 0)
+        for start in range(0, vocab, BLOCK):
+            column = start + lanes
+            mask = column < stop
+            z = logits_of(student_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+            t = logits_of(
+                teacher_ptr, teacher_bias_ptr, column, mask, teacher_scale, teacher_cap, HAS_TEACHER_BIAS,
+                HAS_TEACHER_SCALE, HAS_TEACHER_CAP,
+            )  # fmt: skip
+            log_q = log_prob(z, anchor, log_total, True)
+            log_p = log_prob(t, teacher_anchor, teacher_log_total, NORMALIZE)
+            if KIND == MIXED:
+                _, gap = mixture_ratios(log_p, log_q, beta)
+                dz = (1.0 - beta) * weighted(exp(log_q), gap - mean)
+            else:
+                dz = weighted(exp(log_q), (log_q - log_p) - mean)
+            dz = whole_gradient(
+                dz, z, column == target, gone, others_anchor, others_log, hard_temperature, cap, HARD, HAS_CAP
+            )
+            dz = tl.where(mask, dz, 0.0).to(gradient_ptr.dtype.element_ty)
+            tl.store(gradient_ptr + column, dz, mask=column < vocab)
