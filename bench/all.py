@@ -82,6 +82,8 @@ TASKS = (
     Task("gpu_check.json", _check("--shapes", "--first-calls", "3"), 1, 1.0, "first_call_machine"),
     Task("phases.json", ("phases",), 1, 3.0),
     Task("accumulation.json", ("accumulation",), 1, 1.0),
+    Task("distillation.json", ("distillation", "--framework", "torch"), 1, 2.0),
+    Task("distillation_jax.json", ("distillation", "--framework", "jax"), 1, 2.0),
     Task("long.json", ("long", "--framework", "torch"), 1, 1.5),
     Task("long_jax.json", ("long", "--framework", "jax"), 1, 2.5),
     Task("gist.json", ("gist",), 1, 2.0),

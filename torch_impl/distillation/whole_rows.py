@@ -60,7 +60,7 @@ def _row_losses(
 
 def gradients(
     inputs: Inputs, options: LossOptions, order: WholeRows, gradient: Tensor, upstream: Tensor,
-    weight_dtype: torch.dtype, needs: tuple[bool, ...],
+    weight_dtype: torch.dtype, needs: tuple[bool, ...], kernel: bool,
 ) -> list[Tensor | None]:  # fmt: skip
     """dX, dW and db, each None unless wanted: 4·N·D·V flops."""
     factor = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
@@ -75,11 +75,17 @@ def gradients(
     if dw is not None:
         unit = numerics.largest_factor(XP, factor)
         x = (chunk.rows_of(inputs, slice(None)) * (factor / unit).unsqueeze(1)).to(gradient.dtype)
+        scaled = fused.scaled if kernel and dtype == torch.float32 and dw.is_contiguous() else _scaled
         for start, stop in order.vocab_slices:
             part = x.new_empty((stop - start, x.shape[1]), dtype=dtype)
             chunk.product(gradient[:, start:stop].t(), x, part, add=False)
-            torch.mul(part, unit, out=dw[start:stop])
+            scaled(part, unit, dw[start:stop])
     if db is not None:
         for first, last in order.token_slices:
             db += torch.mv(gradient[first:last].t().to(dtype), factor[first:last])
     return [dx, dw, db]
+
+
+def _scaled(values: Tensor, unit: Tensor, out: Tensor) -> None:
+    """:func:`fused.scaled` in plain operations."""
+    torch.mul(values, unit, out=out)
