@@ -81,6 +81,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "log-probs and entropy": {"function": "linear_log_probs", "with_entropy": True},
     "log-probs and statistics": {"function": "linear_log_probs", "return_stats": True},
     "given logits": {"function": "cross_entropy", "class_weight": True, **EVERYTHING},
+    "a distillation": {"function": "distillation_loss", "nll_coef": 0.5},
+    "a distillation of a mixture": {"function": "distillation_loss", "beta": 0.5, "bias": True, "softcap": 30.0},
+    "a distillation by reverse KL": {"function": "distillation_loss", "beta": 1.0, "teacher_softcap": 30.0},
 }
 
 
@@ -188,7 +191,12 @@ def call(options: dict[str, Any], dtype: Any) -> None:
     if wanted is not None:
         sizes = {"tokens": TOKENS, "hidden": size, "vocab": VOCAB, "dtype": str(dtype).removeprefix("torch.")}
         options["plan"] = plan(**sizes, **wanted, fused=True)
-    result = getattr(torch_impl, name)(*arrays, target, backend="triton", **options)
+    if name != "distillation_loss":
+        arrays.append(target)
+    else:  # a teacher, and a target where there is a hard loss
+        arrays += [array.detach() for array in arrays]
+        options |= {"target": target} if "nll_coef" in options else {}
+    result = getattr(torch_impl, name)(*arrays, backend="triton", **options)
     results = result if isinstance(result, tuple) else (result,)
     values = [value for part in results for value in (part if isinstance(part, tuple) else (part,))]
     if gradients:
