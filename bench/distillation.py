@@ -47,7 +47,7 @@ def torch_problem(shape: Shape, teacher_hidden: int) -> dict[str, Any]:
     return {"arrays": arrays, "teacher_hidden": near(arrays.x), "teacher_weight": near(arrays.w)}
 
 
-def torch_steps(problem: dict[str, Any]) -> dict[str, Any]:
+def torch_steps(problem: dict[str, Any], peers: bool) -> dict[str, Any]:
     """Steps by variant that leave gradients in the arrays; the floor and the forward alone leave none."""
     import torch
 
@@ -85,8 +85,7 @@ def torch_steps(problem: dict[str, Any]) -> dict[str, Any]:
         OURS + "forward KL, plain operations": step(ours(0.0, backend="eager")),
         OURS + "forward KL, forward only": Step(arrays, alone, gradients=False),
         "full logits": step(full),
-        "torch.compile, full logits": step(torch.compile(full)),
-        **{name: step(loss) for name, loss in torch_peers(arrays).items()},
+        **({name: step(loss) for name, loss in torch_peers(arrays, full).items()} if peers else {}),
     }
 
 
@@ -107,9 +106,11 @@ def torch_products(arrays: Any, teacher_hidden: Any, teacher_weight: Any) -> Cal
     return products
 
 
-def torch_peers(arrays: Any) -> dict[str, Callable[..., Any]]:
-    """Losses of heads by name, of the peers that are installed."""
-    losses: dict[str, Callable[..., Any]] = {}
+def torch_peers(arrays: Any, full: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Losses of heads by name: full logits compiled, and the peers that are installed."""
+    import torch
+
+    losses: dict[str, Callable[..., Any]] = {"torch.compile, full logits": torch.compile(full)}
     if fused := peer("liger_kernel.transformers.fused_linear_jsd", "LigerFusedLinearJSD"):
         loss = fused(jsd_beta=0.0)
         losses["Liger-Kernel, fused"] = lambda *heads: loss(*heads, shift_labels=arrays.y)
@@ -178,19 +179,16 @@ def is_forward(variant: str) -> bool:
     return variant != "floor" and (not variant.startswith(OURS) or ("forward" in variant and "hard" not in variant))
 
 
-def measure(shape: Shape, teacher_hidden: int, framework: str, rounds: int) -> list[dict[str, Any]]:
-    name = f"{shape.tokens}x{shape.hidden}x{shape.vocab}"
-    if framework == "jax":
-        steps = jax_steps(shape, teacher_hidden)
-    else:
-        problem = torch_problem(shape, teacher_hidden)
-        steps = torch_steps(problem)
+def measure(shape: Shape, teacher_hidden: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    in_torch = options.framework == "torch"
+    problem = torch_problem(shape, teacher_hidden) if in_torch else {}
+    steps = torch_steps(problem, options.peers) if in_torch else jax_steps(shape, teacher_hidden)
     variants: dict[str, Variant] = {variant: step.variant() for variant, step in steps.items()}
-    rows = measured_rows(name, shape, variants, rounds)
+    rows = measured_rows(f"{shape.tokens}x{shape.hidden}x{shape.vocab}", shape, variants, options.rounds)
     for row in rows:
         row |= {"teacher_hidden": teacher_hidden}
-        if framework == "torch" and "error" not in row and is_forward(row["variant"]):
-            row["loss_error"] = torch_error(problem, float(steps[row["variant"]]()))
+        if in_torch and "error" not in row and is_forward(row["variant"]):
+            row["loss_error"] = torch_error(problem, float(steps[row["variant"]]().detach()))
     return rows
 
 
@@ -199,10 +197,11 @@ def measure(shape: Shape, teacher_hidden: int, framework: str, rounds: int) -> l
     file=lambda options: "distillation_jax.json" if options.framework == "jax" else "distillation.json",
     framework="torch",
     rounds=4,
+    peers=True,
     arguments={"--problems": {"nargs": "*", "metavar": "N,D,D_TEACHER,V", "help": "default: the three of the docs"}},
 )
 def run(options: argparse.Namespace, results: Results) -> None:
     problems = [tuple(map(int, text.split(","))) for text in options.problems or ()] or PROBLEMS
     for tokens, hidden, teacher_hidden, vocab in problems:
         shape = Shape(tokens, hidden, vocab)
-        results.add(measure(shape, teacher_hidden, options.framework, options.rounds))
+        results.add(measure(shape, teacher_hidden, options))

@@ -287,6 +287,25 @@ def long_table(rows: Rows, jax_rows: Rows) -> str:
     ))  # fmt: skip
 
 
+def distillation_table(rows: Rows, jax_rows: Rows) -> str:
+    """Time over four bare products, scratch, and the loss's error; a failure in the place of the time."""
+
+    def measured(row: dict[str, Any]) -> list[str]:
+        if "time_ms" not in row:
+            return [row["error"].split(":")[0], "–", "–", "–"]
+        error = f"{row['loss_error']:.0e}" if "loss_error" in row else "–"
+        return [f"{row['time_ms']:.2f}", f"{row['over_floor']:.2f}", mib(row["scratch_bytes"]), error]
+
+    columns = (
+        "framework", "tokens × hidden × vocab", "teacher's hidden", "implementation", "time [ms]", "over the floor",
+        "scratch [MiB]", "error of the loss",
+    )  # fmt: skip
+    return markdown(columns, (
+        [framework, sizes_of(row), row["teacher_hidden"], row["variant"], *measured(row)]
+        for framework, of in (("PyTorch", rows), ("JAX", jax_rows)) for row in of
+    ))  # fmt: skip
+
+
 def gist_table(rows: Rows) -> str:
     """The ways to write a head's loss; a failure in the place of the time."""
 
@@ -354,6 +373,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
         "grpo": (grpo_table, [read("grpo.json")["rows"]]),
         "phases": (phases_table, [phases.get(key, []) for key in ("rows", "checks", "launches")]),
         "accumulation": (accumulation_table, [read("accumulation.json")["rows"]]),
+        "distillation": (distillation_table, [read(f"distillation{end}.json")["rows"] for end in ("", "_jax")]),
         "long": (long_table, [read("long.json")["rows"], read("long_jax.json")["rows"]]),
     }  # fmt: skip
     FIGURES.mkdir(parents=True, exist_ok=True)

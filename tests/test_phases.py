@@ -1,4 +1,4 @@
-"""The benchmarks of phases, of accumulation and of long contexts: their truth, their meters, and small runs of each."""
+"""The benchmarks of phases, accumulation, distillation and long contexts: their truth, their meters, small runs."""
 
 from __future__ import annotations
 
@@ -266,10 +266,31 @@ def test_a_vocabulary_of_a_million_also_runs_in_one_chunk() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Distillation
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_distillation_beside_full_logits(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip(framework, reason="measures it")
+    file = "distillation_jax" if framework == "jax" else None
+    options = ("--framework", framework, "--problems", "40,16,24,300", "--rounds", "1", "--no-peers")
+    results = made("distillation", tmp_path, *options, file=file)
+    rows = {row["variant"]: row for row in results["rows"]}
+    assert {"floor", "logitless, forward KL", "logitless, Jensen-Shannon", "full logits"} <= set(rows)
+    assert all(row["time_ms"] > 0 and row["teacher_hidden"] == 24 for row in rows.values())
+    table = report.distillation_table(*([], results["rows"])[:: 1 if framework == "jax" else -1])
+    assert "| 40 × 16 × 300 | 24 | logitless, forward KL |" in table
+    if framework == "torch":
+        errors = {name: row["loss_error"] for name, row in rows.items() if "loss_error" in row}
+        assert errors.pop("full logits") > 10 * max(errors.values())  # logits in bfloat16
+        assert len(errors) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The pages
 
 
-@pytest.mark.parametrize("name", ["phases", "accumulation", "long"])
+@pytest.mark.parametrize("name", ["phases", "accumulation", "distillation", "long"])
 def test_the_page_is_that_of_the_results(name: str) -> None:
     pytest.importorskip("matplotlib", reason="the report draws with it")
     page = RESULTS.parent.parent / "docs" / "figures" / f"{name}.md"
@@ -280,6 +301,7 @@ def test_the_page_is_that_of_the_results(name: str) -> None:
     parts = {
         "phases": [results.get(key, []) for key in ("rows", "checks", "launches")],
         "accumulation": [results["rows"]],
+        "distillation": [results["rows"], report.read("distillation_jax.json")["rows"]],
         "long": [results["rows"], report.read("long_jax.json")["rows"]],
     }
     assert page.read_text() == getattr(report, f"{name}_table")(*parts[name])
