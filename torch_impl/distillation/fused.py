@@ -1,4 +1,4 @@
-"""What Triton kernels do of whole rows. No mirror: XLA fuses what whole_rows.py says."""
+"""What Triton kernels do of a distillation. No mirror: XLA fuses what whole_rows.py and parts.py say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.spec import LossOptions
 from logitless.torch_impl.call import Inputs
-from logitless.torch_impl.distillation.parts import Divergence, Hard, Part
+from logitless.torch_impl.distillation.parts import Divergence, Hard, Part, Sums, TeacherTile
 from logitless.torch_impl.distillation.teachers import raw_rows
 from logitless.torch_impl.kernels.kernel_call import column_block
 from logitless.torch_impl.kernels.launch import cdiv, launch
@@ -22,7 +22,7 @@ BLOCK, WARPS = 2048, 8  # 8 logits a thread, of both sides
 
 
 def takes(parts: list[Part], dtype: torch.dtype) -> bool:
-    """Whether the kernel makes these losses with sums in ``dtype``: of a whole vocabulary, in float32."""
+    """Whether the kernels make these losses with sums in ``dtype``: of a whole vocabulary, in float32."""
     return isinstance(parts[-1], Divergence) and dtype == torch.float32
 
 
@@ -46,9 +46,34 @@ def row_losses(
             0.0 if hard is None else float(hard.coef), temperature,
             **_flags("", bias, options), **_flags("TEACHER_", teacher_bias, teacher.options),
             NORMALIZE=teacher.options is not None,
-            KIND={0.0: 0, 1.0: 2}.get(float(divergence.beta), 1), HARD=hard is not None, STORE=gradient is not None,
+            KIND=_kind(divergence.beta), HARD=hard is not None, STORE=gradient is not None,
             BLOCK=column_block(student.shape[1], BLOCK), num_warps=WARPS,
         )  # fmt: skip
+
+
+def tile_sums(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, sums: Sums) -> None:
+    """:meth:`TileFunctions.tile_sums`."""
+    _tile(z, lse, teacher, beta, sums[0], sums[1], store=False)
+
+
+def tile_gradient(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, mean: Tensor) -> Tensor:
+    """:meth:`TileFunctions.tile_gradient`."""
+    _tile(z, lse, teacher, beta, mean, mean, store=True)
+    return z
+
+
+def _tile(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, losses: Tensor, mean: Tensor, store: bool) -> None:
+    t, teacher_lse = teacher
+    with on_device(z.device):
+        launch(row_kernels.tile_kernel, z.shape[0])(
+            z, t, lse, teacher_lse, losses, mean, lse.stride(0), 0 if teacher_lse is None else teacher_lse.stride(0),
+            z.shape[1], z.stride(0), t.stride(0), float(beta), NORMALIZE=teacher_lse is not None, KIND=_kind(beta),
+            STORE=store, BLOCK=column_block(z.shape[1], BLOCK), num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _kind(beta: float) -> int:
+    return {0.0: 0, 1.0: 2}.get(float(beta), 1)
 
 
 def scaled(values: Tensor, unit: Tensor, out: Tensor) -> None:

@@ -26,12 +26,16 @@ import torch
 from torch import Tensor
 
 from logitless.spec import LOWEST_ANCHOR
-from logitless.torch_impl.distillation.teachers import Teacher, columns_of, normalized, row_lse
+from logitless.torch_impl.distillation.teachers import Teacher, columns_of, log_probs, normalized, row_lse
 
 Sums = tuple[Tensor, ...]
 """What is added up over the tiles of a chunk of tokens, [C, ...] each."""
 Kept = tuple[Tensor, ...]
 """What the gradient needs, [C, ...] each, of one chunk or of all."""
+
+
+TeacherTile = tuple[Tensor, Tensor | None]
+"""What :meth:`Teacher.tile` gives."""
 
 
 class Part(Protocol):
@@ -53,6 +57,16 @@ class Part(Protocol):
         """The losses [C] and ∂ loss / ∂z [C, V] of whole rows. The last part of a call may write to z."""
 
 
+class TileFunctions(Protocol):
+    """What a kernel does of a tile of logits whose logsumexps, [2, C], are known."""
+
+    def tile_sums(self, z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, sums: Sums, /) -> None:
+        """:func:`divergence_rows`, added to the sums."""
+
+    def tile_gradient(self, z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, mean: Tensor, /) -> Tensor:
+        """:func:`divergence_gradient`, in place of z."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Divergence:
     """From a teacher of the whole vocabulary."""
@@ -60,16 +74,20 @@ class Divergence:
     teacher: Teacher
     lse: Tensor | None  # [2, N], the student's; None where rows are whole
     beta: float
+    by_tile: TileFunctions | None = None
+    """None for plain operations."""
 
     def start(self, rows: slice) -> Sums:
         assert self.lse is not None
-        zero = self.lse.new_zeros(rows.stop - rows.start)
-        return zero, zero
+        return self.lse.new_zeros(rows.stop - rows.start), self.lse.new_zeros(rows.stop - rows.start)
 
     def add(self, sums: Sums, z: Tensor, rows: slice, start: int) -> Sums:
         assert self.lse is not None
-        log_p = self.teacher.log_probs(rows, start, start + z.shape[1])
-        total, mean = divergence_rows(log_p, normalized(z, self.lse[:, rows]), self.beta)
+        lse, stop = self.lse[:, rows], start + z.shape[1]
+        if self.by_tile is not None:
+            self.by_tile.tile_sums(z, lse, self.teacher.tile(rows, start, stop), self.beta, sums)
+            return sums
+        total, mean = divergence_rows(log_probs(self.teacher, rows, start, stop), normalized(z, lse), self.beta)
         return sums[0] + total, sums[1] + mean
 
     def finish(self, sums: Sums, rows: slice) -> tuple[Tensor, Kept]:
@@ -77,11 +95,13 @@ class Divergence:
 
     def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
         assert self.lse is not None
-        log_p = self.teacher.log_probs(rows, start, start + z.shape[1])
-        return divergence_gradient(log_p, normalized(z, self.lse[:, rows]), kept[0], self.beta)
+        lse, stop = self.lse[:, rows], start + z.shape[1]
+        if self.by_tile is not None:
+            return self.by_tile.tile_gradient(z, lse, self.teacher.tile(rows, start, stop), self.beta, kept[0])
+        return divergence_gradient(log_probs(self.teacher, rows, start, stop), normalized(z, lse), kept[0], self.beta)
 
     def of_rows(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        log_p, log_q = self.teacher.log_probs(rows, 0, z.shape[1]), normalized(z, row_lse(z))
+        log_p, log_q = log_probs(self.teacher, rows, 0, z.shape[1]), normalized(z, row_lse(z))
         losses, mean = divergence_rows(log_p, log_q.clone(), self.beta)
         return losses, divergence_gradient(log_p, log_q, mean, self.beta)
 

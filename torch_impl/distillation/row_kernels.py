@@ -1,9 +1,9 @@
-"""The Triton kernels of a distillation by whole rows; torch_impl/distillation/fused.py launches them.
+"""The Triton kernels of a distillation; torch_impl/distillation/fused.py launches them.
 
 One program of row_losses_kernel owns one token: a row of V raw logits of the student and one of the teacher, in
 float32. It goes over them in blocks, once for the logsumexps and once or twice for the divergence and its gradient.
-Every lane keeps sums of its own. They are added at the end of the row, in a fixed order. The formulas are those of
-parts.py.
+Every lane keeps sums of its own. They are added at the end of the row, in a fixed order. tile_kernel does the same of a
+tile whose logsumexps are known. The formulas are those of parts.py.
 """
 
 from __future__ import annotations
@@ -78,6 +78,36 @@ def mixture_ratios(log_p, log_q, beta):
     gap = log_q - log_p
     log_m = log1p_below(tl.where(gap > 0, beta, 1.0 - beta) * expm1(-tl.abs(gap)))  # log (m / max(p, q))
     return -tl.maximum(gap, 0.0) - log_m, tl.minimum(gap, 0.0) - log_m
+
+
+@triton.jit
+def divergence_terms(log_p, log_q, beta, KIND: tl.constexpr):
+    """Each entry's share of the divergence, and of Σ_j q (log q − log m), which is 0 for the forward KL."""
+    p, q = exp(log_p), exp(log_q)
+    if KIND == FORWARD:
+        own = tl.zeros_like(p)
+        terms = (weighted(p, log_p - log_q) - p) + q
+    elif KIND == MIXED:
+        from_p, from_q = mixture_ratios(log_p, log_q, beta)
+        own = weighted(q, from_q)
+        terms = beta * weighted(p, from_p) + (1.0 - beta) * own
+    else:
+        own = weighted(q, log_q - log_p)
+        terms = (own - q) + p
+    return terms, own
+
+
+@triton.jit
+def divergence_slope(log_p, log_q, mean, beta, KIND: tl.constexpr):
+    """The divergence's gradient in the student's logits."""
+    if KIND == FORWARD:
+        slope = exp(log_q) - exp(log_p)
+    elif KIND == MIXED:
+        _, gap = mixture_ratios(log_p, log_q, beta)
+        slope = (1.0 - beta) * weighted(exp(log_q), gap - mean)
+    else:
+        slope = weighted(exp(log_q), (log_q - log_p) - mean)
+    return slope
 
 
 @triton.jit
@@ -169,24 +199,16 @@ def row_losses_kernel(
         )  # fmt: skip
         log_q = log_prob(z, anchor, log_total, True)
         log_p = log_prob(t, teacher_anchor, teacher_log_total, NORMALIZE)
-        p, q = exp(log_p), exp(log_q)
-        if KIND == FORWARD:
-            divergence += tl.where(mask, (weighted(p, log_p - log_q) - p) + q, 0.0)
-            if STORE:
-                dz = whole_gradient(
-                    q - p, z, column == target, gone, others_anchor, others_log, hard_temperature, cap, HARD, HAS_CAP
-                )
-                dz = tl.where(mask, dz, 0.0).to(gradient_ptr.dtype.element_ty)
-                tl.store(gradient_ptr + column, dz, mask=column < vocab)
-        elif KIND == MIXED:
-            from_p, from_q = mixture_ratios(log_p, log_q, beta)
-            terms = tl.where(mask, weighted(q, from_q), 0.0)
-            student_sum += terms
-            divergence += beta * tl.where(mask, weighted(p, from_p), 0.0) + (1.0 - beta) * terms
-        else:
-            terms = tl.where(mask, weighted(q, log_q - log_p), 0.0)
-            student_sum += terms
-            divergence += tl.where(mask, (terms - q) + p, 0.0)
+        terms, own = divergence_terms(log_p, log_q, beta, KIND)
+        divergence += tl.where(mask, terms, 0.0)
+        student_sum += tl.where(mask, own, 0.0)
+        if STORE and KIND == FORWARD:
+            dz = whole_gradient(
+                divergence_slope(log_p, log_q, 0.0, beta, KIND), z, column == target, gone, others_anchor, others_log,
+                hard_temperature, cap, HARD, HAS_CAP,
+            )  # fmt: skip
+            dz = tl.where(mask, dz, 0.0).to(gradient_ptr.dtype.element_ty)
+            tl.store(gradient_ptr + column, dz, mask=column < vocab)
     tl.store(loss_ptr + row, tl.where(valid, loss + tl.sum(divergence, 0), 0.0))
     if STORE and KIND != FORWARD:
         mean = tl.sum(student_sum, 0)
@@ -200,16 +222,51 @@ def row_losses_kernel(
             )  # fmt: skip
             log_q = log_prob(z, anchor, log_total, True)
             log_p = log_prob(t, teacher_anchor, teacher_log_total, NORMALIZE)
-            if KIND == MIXED:
-                _, gap = mixture_ratios(log_p, log_q, beta)
-                dz = (1.0 - beta) * weighted(exp(log_q), gap - mean)
-            else:
-                dz = weighted(exp(log_q), (log_q - log_p) - mean)
             dz = whole_gradient(
-                dz, z, column == target, gone, others_anchor, others_log, hard_temperature, cap, HARD, HAS_CAP
-            )
+                divergence_slope(log_p, log_q, mean, beta, KIND), z, column == target, gone, others_anchor, others_log,
+                hard_temperature, cap, HARD, HAS_CAP,
+            )  # fmt: skip
             dz = tl.where(mask, dz, 0.0).to(gradient_ptr.dtype.element_ty)
             tl.store(gradient_ptr + column, dz, mask=column < vocab)
+
+
+@triton.jit
+def tile_kernel(
+    student_ptr, teacher_ptr, lse_ptr, teacher_lse_ptr, loss_ptr, mean_ptr, rest_stride, teacher_rest_stride, width,
+    student_stride, teacher_stride, beta,
+    NORMALIZE: tl.constexpr, KIND: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row of a tile of logits, whose logsumexps are known in two parts: its share of the token's divergence and of
+    Σ_j q (log q − log m) is added to the sums; or, if STORE, the gradient is written in place of the student's logits.
+
+    NORMALIZE: the teacher's are logits, else log-probabilities.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
+    anchor, log_total = tl.load(lse_ptr + row), tl.load(lse_ptr + rest_stride + row)
+    teacher_anchor, teacher_log_total = 0.0, 0.0
+    if NORMALIZE:
+        teacher_anchor = tl.load(teacher_lse_ptr + row)
+        teacher_log_total = tl.load(teacher_lse_ptr + teacher_rest_stride + row)
+    mean = tl.load(mean_ptr + row)
+    divergence = tl.zeros((BLOCK,), tl.float32)
+    student_sum = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < width
+        log_q = log_prob(tl.load(student_ptr + column, mask=mask, other=0.0), anchor, log_total, True)
+        t = tl.load(teacher_ptr + column, mask=mask, other=0.0)
+        log_p = log_prob(t, teacher_anchor, teacher_log_total, NORMALIZE)
+        if STORE:
+            tl.store(student_ptr + column, divergence_slope(log_p, log_q, mean, beta, KIND), mask=mask)
+        else:
+            terms, own = divergence_terms(log_p, log_q, beta, KIND)
+            divergence += tl.where(mask, terms, 0.0)
+            student_sum += tl.where(mask, own, 0.0)
+    if not STORE:
+        tl.store(loss_ptr + row, tl.load(loss_ptr + row) + tl.sum(divergence, 0))
+        tl.store(mean_ptr + row, mean + tl.sum(student_sum, 0))
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.autograd import Derivatives, SavedContext, differentiable_once, reverse_only
 from logitless.torch_impl.call import XP, Arrays, Inputs
-from logitless.torch_impl.distillation import whole_rows
+from logitless.torch_impl.distillation import fused, whole_rows
 from logitless.torch_impl.distillation.parts import Divergence, Hard, Part, RestClass
 from logitless.torch_impl.distillation.teachers import Dense, DenseRows, Head, Spread
 
@@ -101,14 +101,17 @@ class Distillation:
     compute_dtype: torch.dtype
     order: WholeRows | Tile
     kernel: bool
-    """Whether whole rows are the kernel's, if it takes the losses."""
+    """Whether the losses are the kernels', where they take them."""
     differentiate: bool
 
     def prepared(self, arrays: Arrays, hard: Tensor | None, constants: Constants) -> tuple[Inputs, list[Part]]:
         """The student's inputs, and the losses: the hard one, if there is one, and the divergence. ``hard``: its ids,
         [N], inside the vocabulary."""
         inputs = chunk.prepare(arrays, self.options, self.compute_dtype)
-        parts = [self.soft.part(inputs, constants, self.beta)]
+        part = self.soft.part(inputs, constants, self.beta)
+        if self.kernel and isinstance(part, Divergence) and inputs.accumulation_dtype == torch.float32:
+            part = dataclasses.replace(part, by_tile=fused)
+        parts = [part]
         if hard is not None:
             column = inputs.temperature_column(slice(None))
             temperature = self.temperature if column is None else column

@@ -35,11 +35,18 @@ class RawRows(NamedTuple):
 class Teacher(Protocol):
     """A teacher's log-probabilities, a tile at a time or whole rows."""
 
-    def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
-        """log p of a tile, [C, B], which the caller may write to."""
+    def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Logits of a tile, [C, B], which the caller may write to, and their logsumexps in two parts, [2, C]; or
+        log-probabilities and None."""
 
     def raw(self, rows: slice) -> RawRows:
         """What the kernel makes log p of, of the tokens ``rows``."""
+
+
+def log_probs(teacher: Teacher, rows: slice, start: int, stop: int) -> Tensor:
+    """log p of a tile, [C, B], which the caller may write to."""
+    z, lse = teacher.tile(rows, start, stop)
+    return z if lse is None else normalized(z, lse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +58,14 @@ class Head:
     lse: Tensor | None  # [2, N]: two parts, whose sum it is; None where tiles are whole rows
     dtype: torch.dtype
 
-    def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
+    def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         if self.lse is None:
-            z = whole_logits(self.inputs, rows, self.options)
-            return normalized(z, row_lse(z)).to(self.dtype)
+            z = whole_logits(self.inputs, rows, self.options).to(self.dtype)
+            return z, row_lse(z)
         x = chunk.rows_of(self.inputs, rows)
         out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
         z = chunk.logits_block(x, self.inputs, rows, start, stop, self.options, out)
-        return normalized(z, self.lse[:, rows]).to(self.dtype)
+        return z.to(self.dtype), self.lse[:, rows]
 
     def raw(self, rows: slice) -> RawRows:
         return RawRows(raw_rows(self.inputs, rows), self.inputs.bias, self.options)
@@ -73,13 +80,13 @@ class Spread:
     log_rest: Tensor  # [N]
     vocab: int
 
-    def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
+    def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         width = stop - start
         tile = self.log_rest[rows].unsqueeze(1).repeat(1, width + 1)
-        return tile.scatter_(1, columns_of(self.ids[rows], start, width), self.log_p[rows])[:, :width]
+        return tile.scatter_(1, columns_of(self.ids[rows], start, width), self.log_p[rows])[:, :width], None
 
     def raw(self, rows: slice) -> RawRows:
-        return RawRows(self.log_probs(rows, 0, self.vocab))
+        return RawRows(self.tile(rows, 0, self.vocab)[0])
 
 
 @dataclasses.dataclass
@@ -94,14 +101,14 @@ class Dense:
     like: Tensor
     """A tensor of the device and dtype of the result."""
 
-    def log_probs(self, rows: slice, start: int, stop: int) -> Tensor:
-        tile = self._tile(rows, slice(start, stop)).to(self.like.device, self.like.dtype, copy=True)
-        return tile if self.log else tile.log_()
+    def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        tile = self._read(rows, slice(start, stop)).to(self.like.device, self.like.dtype, copy=True)
+        return tile if self.log else tile.log_(), None
 
     def raw(self, rows: slice) -> RawRows:
-        return RawRows(self.log_probs(rows, 0, self.shape[-1]))
+        return RawRows(self.tile(rows, 0, self.shape[-1])[0])
 
-    def _tile(self, rows: slice, columns: slice) -> Tensor:
+    def _read(self, rows: slice, columns: slice) -> Tensor:
         if not isinstance(self.source, Tensor | np.ndarray):
             made = self.source(rows.start, rows.stop - rows.start)
             described = info(made) if isinstance(made, Tensor) else None
