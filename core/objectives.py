@@ -56,11 +56,6 @@ TILE_MATRICES = 8
 TILE_ROWS = 4
 # A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
 WHOLE_ROWS = 4
-# Whole rows of logits are made for this many tokens at a time: with the kernel, which reads each of them twice or three
-# times, and in plain operations, which hold more. Products of fewer tokens are slow.
-KERNEL_ROWS, PLAIN_ROWS = (1024, 512, 256, 128), (256, 128)
-# How many matrices of such rows are live at once: with the kernel, and in plain operations.
-KERNEL_ROW_MATRICES, PLAIN_ROW_MATRICES = 2, 10
 # What a distillation may take where its caller sets no budget.
 DEFAULT_BUDGET = 4 * 2**30
 # How many arrays of a number for each given id are live at once: of all tokens, and of a tile's tokens.
@@ -333,6 +328,26 @@ class DistillationSizes:
         return max(4, ITEMSIZE[self.dtype])
 
 
+class Rows(NamedTuple):
+    """How whole rows of logits are made."""
+
+    tokens: tuple[int, ...]
+    """Of how many tokens at a time, the most first. Products of fewer tokens are slow."""
+    matrices: int
+    """Matrices [C, V] that are live at once."""
+    copies: int = 0
+    """Copies of a block of the held gradient's columns, [N, B], that the backward makes."""
+
+
+RowsBy = Literal["kernel", "plain", "xla"]
+ROWS: dict[RowsBy, Rows] = {
+    # PyTorch's kernel reads each of them twice or three times. Its plain operations hold more. XLA fuses them.
+    "kernel": Rows((1024, 512, 256, 128), 2),
+    "plain": Rows((256, 128), 10),
+    "xla": Rows((1024, 512, 256, 128), 6, copies=1),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
     """Of how many tokens a distillation makes all logits at a time, of both sides, for losses and gradient together.
@@ -345,7 +360,8 @@ class WholeRows:
     operand_itemsize: int
     """Bytes of an element of the held gradient and of other operands of products; 0 where no gradient is wanted."""
     matrices: int
-    """Matrices [C, V] that are live at once."""
+    copies: int
+    """As in :class:`Rows`."""
 
     @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
@@ -353,9 +369,14 @@ class WholeRows:
         return slices(self.sizes.tokens, self.token_chunk)
 
     @property
+    def vocab_chunk(self) -> int:
+        """Of how many vocabulary entries dW is made at a time."""
+        return min(self.sizes.vocab, LARGEST_TILE)
+
+    @property
     def vocab_slices(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of every block of dW that is made at a time."""
-        return slices(self.sizes.vocab, LARGEST_TILE)
+        """(start, stop) of every block of the vocabulary."""
+        return slices(self.sizes.vocab, self.vocab_chunk)
 
     @property
     def scratch_bytes(self) -> int:
@@ -366,20 +387,21 @@ class WholeRows:
         rows = TILE_ROWS * (chunk + LARGEST_TILE) * (of.hidden + of.teacher_hidden)
         vectors = 24 * of.tokens + 4 * of.vocab
         pairs = (ALL_PAIRS * of.tokens + TILE_PAIRS * chunk) * of.ids
-        return held + of.itemsize * (self.matrices * chunk * row + rows + vectors + pairs + of.tokens * of.hidden)
+        matrices = max(self.matrices * chunk * row, self.copies * of.tokens * self.vocab_chunk)
+        return held + of.itemsize * (matrices + rows + vectors + pairs + of.tokens * of.hidden)
 
 
 def distillation_order(
-    sizes: DistillationSizes, *, operand_itemsize: int, kernel: bool, memory_budget: int | None = None
+    sizes: DistillationSizes, *, operand_itemsize: int, by: RowsBy, memory_budget: int | None = None
 ) -> WholeRows | Tile:
     """Whole rows of the most tokens that fit the budget, or the largest tile if none fit.
 
     Whole rows save a product of each side, or two where gradients are wanted. Arguments: bytes of an operand's element,
-    0 without gradients; whether the kernel takes the rows; bytes, or None for DEFAULT_BUDGET.
+    0 without gradients; what makes the rows; bytes, or None for DEFAULT_BUDGET.
     """
-    matrices = KERNEL_ROW_MATRICES if kernel else PLAIN_ROW_MATRICES
-    for chunk in KERNEL_ROWS if kernel else PLAIN_ROWS:
-        rows = WholeRows(sizes, max(1, min(sizes.tokens, chunk)), operand_itemsize, matrices)
+    chunks, matrices, copies = ROWS[by]
+    for chunk in chunks:
+        rows = WholeRows(sizes, max(1, min(sizes.tokens, chunk)), operand_itemsize, matrices, copies)
         if rows.scratch_bytes <= (memory_budget or DEFAULT_BUDGET):
             return rows
     return distillation_tile(sizes, memory_budget)

@@ -29,6 +29,8 @@ from logitless.spec import (
     class_sums,
 )
 
+Product = Callable[[Array, Array], Array]
+
 # ---------------------------------------------------------------------------------------------------------------------
 # One block of logits
 
@@ -48,6 +50,14 @@ def is_target(target: Array, start: Index, size: int) -> Array:
 def product(a: Array, b: Array, dtype: DTypeLike) -> Array:
     """a b, accumulated in ``dtype``."""
     return jnp.dot(a, b, preferred_element_type=dtype)
+
+
+def by_blocks_on_cpu(whole: Product, by_blocks: Product, a: Array, b: Array) -> Array:
+    """``whole(a, b)``; on a CPU ``by_blocks(a, b)`` of 16-bit floats, which XLA converts to float32 there first."""
+    if jnp.dtype(a.dtype).itemsize > 2:
+        return whole(a, b)
+    made: Array = jax.lax.platform_dependent(a, b, cpu=by_blocks, default=whole)
+    return made
 
 
 def capped(z: Array, options: LossOptions, temperature: Array | None = None) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from implementations import ALL, MORE_DTYPES, TorchTriton, interpreted
 
-from logitless.objectives import DistillationSizes, Tile, WholeRows, distillation_order
+from logitless.objectives import ROWS, DistillationSizes, Tile, WholeRows, distillation_order
 
 ORDERS = ("rows", "tiles")
 RAGGED = 32
@@ -27,9 +27,15 @@ def cut_raggedly(monkeypatch: pytest.MonkeyPatch, order: str, tokens: int, vocab
     """Rows or tiles of RAGGED tokens, tiles of as many entries, of which the last are fewer."""
     for name in ("LARGEST_TILE", "TOKEN_TILE", "VOCAB_TILE"):
         monkeypatch.setattr(f"logitless.objectives.{name}", RAGGED)
-    for name in ("KERNEL_ROWS", "PLAIN_ROWS"):
-        monkeypatch.setattr(f"logitless.objectives.{name}", (RAGGED,) if order == "rows" else ())
-    cut = distillation_order(DistillationSizes(tokens, 12, vocab, "float32"), operand_itemsize=4, kernel=False)
-    assert isinstance(cut, WholeRows if order == "rows" else Tile)
-    assert (len(cut.token_slices), len(cut.vocab_slices)) == (-(-tokens // RAGGED), -(-vocab // RAGGED))
-    assert len(cut.token_slices) > 1
+    rows_of(monkeypatch, *(RAGGED,) * (order == "rows"))
+    for by in ROWS:
+        cut = distillation_order(DistillationSizes(tokens, 12, vocab, "float32"), operand_itemsize=4, by=by)
+        assert isinstance(cut, WholeRows if order == "rows" else Tile)
+        assert (len(cut.token_slices), len(cut.vocab_slices)) == (-(-tokens // RAGGED), -(-vocab // RAGGED))
+        assert len(cut.token_slices) > 1
+
+
+def rows_of(monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
+    """Whole rows of one of these numbers of tokens at a time, whoever makes them; of none: no whole rows."""
+    for by, rows in ROWS.items():
+        monkeypatch.setitem(ROWS, by, rows._replace(tokens=tokens))

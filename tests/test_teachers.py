@@ -365,24 +365,30 @@ def test_a_teacher_of_any_layout() -> None:
         assert_true(dense(TorchEager(), a, teacher, beta=0.3), true, "float32")
 
 
-def test_a_teacher_that_the_host_computes() -> None:
-    """What the page says of files: a callback of JAX, inside of jax.jit."""
+def test_a_teacher_that_the_host_computes(order: str) -> None:
+    """What the page says of files: a callback of JAX, inside of jax.jit. Whole rows are made once, tiles twice."""
     jax = pytest.importorskip("jax", reason="this is about JAX")
     from logitless.jax_impl import dense_distillation_loss
 
     problem = Problem("", "dense", {})
     a = arrays(problem)
-    flat = a["teacher"].reshape(-1, V)
+    flat, calls = a["teacher"].reshape(-1, V), []
 
     def rows(start: Any, count: int) -> Any:
         shape = jax.ShapeDtypeStruct((count, V), flat.dtype)
-        return jax.pure_callback(lambda first: flat[int(first) : int(first) + count], shape, start)
+
+        def read(first: Any) -> Any:
+            calls.append((int(first), count))
+            return flat[int(first) : int(first) + count]
+
+        return jax.pure_callback(read, shape, start)
 
     @jax.jit
     def loss(hidden: Any) -> Any:
         return dense_distillation_loss(hidden, a["weight"], rows, a["bias"], mask=a["mask"])
 
-    value, grad = jax.value_and_grad(loss)(a["hidden"])
+    value, grad = jax.block_until_ready(jax.value_and_grad(loss)(a["hidden"]))
+    assert calls == [(0, 32), (32, len(flat) - 32)] * (1 if order == "rows" else 2)
     assert error(value, truth(problem, a).loss) <= ON_TOP_LOSS["float32"]
     assert error(grad, truth(problem, a).hidden_grad) <= ON_TOP_GRADIENT["float32"]
 

@@ -4,6 +4,7 @@ torch_impl/distillation/api.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple, Protocol
 
@@ -38,7 +39,7 @@ from logitless.jax_impl.distillation.steps import (
 )
 from logitless.jax_impl.distillation.teachers import DenseRows, Program
 from logitless.jax_impl.distributed.parallel import WHOLE
-from logitless.objectives import DistillationOptions, Rest, Tile
+from logitless.objectives import DistillationOptions, DistillationSizes, Rest, Tile, WholeRows
 from logitless.spec import LossOptions, Reduction
 
 
@@ -260,7 +261,11 @@ class _Student(NamedTuple):
     """The student's side of a call, checked."""
 
     raw: RawArrays
-    """Their target says which tokens count: 0, or −100 where not."""
+    """As they came. Their target says which tokens count: 0, or −100 where not."""
+    plain: Arrays[Array]
+    """As a backend reads them, without gradient."""
+    call: Call
+    """Of the pass for the logsumexps."""
     hard: Array | None
     """[N], the ids of the hard loss, 0 where a token does not count."""
     counted: Array
@@ -274,10 +279,21 @@ class _Student(NamedTuple):
         """Of sums and losses."""
         return accumulation_dtype(self.raw.hidden.dtype)
 
+    def order(self, teacher: _Teacher, memory_budget: int | None) -> WholeRows | Tile:
+        (vocab, size), dtype = self.raw.weight.shape, self.raw.hidden.dtype
+        sizes = teacher.sizes(DistillationSizes(math.prod(self.counted.shape), size, vocab, str(dtype)))
+        return objectives.distillation_order(
+            sizes, operand_itemsize=dtype.itemsize, by="xla", memory_budget=memory_budget
+        )
+
     def without(self, wrong: Array) -> _Student:
         """The student, with more wrong tokens."""
-        raw = self.raw._replace(target=jnp.where(wrong, -100, jnp.asarray(self.raw.target)))
-        return self._replace(raw=raw, wrong=self.wrong | wrong)
+        target = jnp.where(wrong, -100, self.plain.target)
+        raw, plain = self.raw._replace(target=target), self.plain._replace(target=target)
+        return self._replace(raw=raw, plain=plain, wrong=self.wrong | wrong)
+
+    def lse(self) -> Array:
+        return _logsumexp(self.plain, self.call)
 
 
 class _Known(NamedTuple):
@@ -286,20 +302,19 @@ class _Known(NamedTuple):
     soft: Soft
     constants: Constants
     student: _Student
-    teacher_hidden: int = 0
-    ids: int = 0
-    """K + 1, of a sparse one."""
-    whole_rows: bool = False
 
 
 class _Teacher(Protocol):
     """A teacher as the caller wrote it."""
 
+    def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
+        """The student's sizes, and its own."""
+
     def check(self, given: _Given) -> Array | None:
         """Check it beside the student's arrays. Of which tokens it knows something, [...]; None: of all."""
 
-    def known(self, student: _Student, options: LossOptions, limits: _Limits) -> _Known:
-        """What the losses need of it. ``options``: of the student's logits."""
+    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
+        """What the losses need of it: of tiles logsumexps too."""
 
 
 def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits: _Limits) -> Array:
@@ -307,11 +322,12 @@ def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits
     for name in ("hidden", "weight"):
         checks.check_type(name, getattr(given, name))
     checks.check_normalizer(limits.normalizer, options.reduction)
-    about, own = teacher.check(given), options.logits(teacher=False)
-    known = teacher.known(_student(given, about), own, limits)
-    student = known.student
-    tile = _tile(student.raw, limits, known.teacher_hidden, known.ids, known.whole_rows)
-    call = Distillation(known.soft, options.beta, options.nll_coef, float(options.temperature), own, tile)
+    about = teacher.check(given)
+    student = _student(given, options, about, limits)
+    order = student.order(teacher, limits.memory_budget)
+    known = teacher.known(student, limits, order)
+    student, own = known.student, options.logits(teacher=False)
+    call = Distillation(known.soft, options.beta, options.nll_coef, float(options.temperature), own, order)
     arrays: Arrays[Array] = as_jax(student.raw, given.hidden.dtype)
     if arrays.temperature is not None:
         arrays = arrays._replace(temperature=checks.stopped(arrays.temperature))
@@ -323,15 +339,7 @@ def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits
     return losses.reshape(student.counted.shape) if options.reduction == "none" else losses.sum()
 
 
-def _tile(raw: RawArrays, limits: _Limits, teacher_hidden: int = 0, ids: int = 0, whole_rows: bool = False) -> Tile:
-    vocab, size = raw.weight.shape
-    sizes = objectives.DistillationSizes(
-        math.prod(raw.target.shape), size, vocab, str(raw.hidden.dtype), teacher_hidden, ids, whole_rows
-    )
-    return objectives.distillation_tile(sizes, limits.memory_budget)
-
-
-def _student(given: _Given, about: Array | None) -> _Student:
+def _student(given: _Given, options: DistillationOptions, about: Array | None, limits: _Limits) -> _Student:
     """``about``: of which tokens the teacher knows something."""
     hidden, vocab, tokens = given.hidden, given.weight.shape[0], given.hidden.shape[:-1]
     zero = np.zeros(tokens, np.int32)
@@ -349,17 +357,18 @@ def _student(given: _Given, about: Array | None) -> _Student:
     wrong = (ids < 0) | (ids >= vocab)
     scored = jnp.where(counted & ~wrong, jnp.asarray(zero), -100)
     raw: RawArrays = Arrays(hidden, given.weight, given.bias, scored, temperature=given.temperature)
+    plain, call = _ready(raw, options.logits(teacher=False), limits)
     hard = None if given.target is None else jnp.where(wrong, 0, ids).reshape(-1)
-    return _Student(raw, hard, counted, wrong, given.ignore_index)
+    return _Student(raw, plain, call, hard, counted, wrong, given.ignore_index)
 
 
-def _logsumexp(raw: RawArrays, options: LossOptions, limits: _Limits) -> Array:
+def _logsumexp(plain: Arrays[Array], call: Call) -> Array:
     """log Σ_j exp(z_j) of every token in two parts, [2, N], without gradient; 0 where it does not count.
 
     The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
     divergences need, and so would parts from a logit far below the largest.
     """
-    parts: Array = vjp.logsumexp(*reversed(_ready(raw, options, limits)))
+    parts: Array = vjp.logsumexp(call, plain)
     return parts
 
 
@@ -390,16 +399,18 @@ class _HeadTeacher(NamedTuple):
             checks.check_type(f"teacher_{name}", getattr(self, name))
         objectives.check_sides(*map(checks.info, (given.hidden, given.weight, self.hidden, self.weight)))
 
-    def known(self, student: _Student, options: LossOptions, limits: _Limits) -> _Known:
-        lse = _logsumexp(student.raw, options, limits)
+    def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
+        return dataclasses.replace(of_student, teacher_hidden=self.hidden.shape[-1])
+
+    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
+        raw: RawArrays = student.raw._replace(hidden=self.hidden, weight=self.weight, bias=self.bias)
         try:
-            raw: RawArrays = student.raw._replace(hidden=self.hidden, weight=self.weight, bias=self.bias)
-            teacher_lse = _logsumexp(raw, self.options, limits)
+            plain, call = _ready(raw, self.options, limits)
         except (TypeError, ValueError) as error:
             raise type(error)(objectives.of_teacher(str(error))) from None
         head = jax.tree.map(checks.stopped, raw)
-        constants = (head, teacher_lse.astype(lse.dtype), lse)
-        return _Known(FromHead(self.options), constants, student, self.hidden.shape[-1])
+        lse = (_logsumexp(plain, call).astype(student.dtype), student.lse()) if isinstance(order, Tile) else ()
+        return _Known(FromHead(self.options), (head, *lse), student)
 
 
 class _SparseTeacher(NamedTuple):
@@ -413,7 +424,10 @@ class _SparseTeacher(NamedTuple):
         objectives.check_sparse(checks.info(self.ids), checks.info(self.probs), tuple(given.hidden.shape[:-1]))
         return jnp.asarray(self.ids != given.ignore_index).any(axis=-1)
 
-    def known(self, student: _Student, options: LossOptions, limits: _Limits) -> _Known:
+    def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
+        return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)
+
+    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
         vocab, count = student.raw.weight.shape[0], self.ids.shape[-1]
         ids = jnp.where(student.counted[..., None], checks.narrow(self.ids), student.ignore_index)
         checks.check_ids(ids, vocab, student.ignore_index, name="ids")
@@ -421,8 +435,8 @@ class _SparseTeacher(NamedTuple):
         known = ~ignored & (ids >= 0) & (ids < vocab)
         probs = checks.stopped(self.probs).astype(student.dtype)
         # Each place without an id counts as an id of its own.
-        order = jnp.sort(jnp.where(ignored, -1 - jnp.arange(count, dtype=ids.dtype), ids), axis=-1)
-        repeated = (order[..., 1:] == order[..., :-1]).any(axis=-1)
+        sorted_ids = jnp.sort(jnp.where(ignored, -1 - jnp.arange(count, dtype=ids.dtype), ids), axis=-1)
+        repeated = (sorted_ids[..., 1:] == sorted_ids[..., :-1]).any(axis=-1)
         no_sum = student.counted & ~numerics.is_distribution(XP, probs, ~ignored, self.rest)
         for wrong, kind in ((repeated, True), (no_sum, False)):
             seen = checks.readable(wrong)
@@ -432,10 +446,8 @@ class _SparseTeacher(NamedTuple):
         student = student.without(repeated | no_sum | (~ignored & ~known).any(axis=-1))
         spread, flat = self.rest == "spread", jnp.where(known, ids, -1).reshape(-1, count)
         log_p, log_rest = numerics.sparse_teacher(XP, probs.reshape(-1, count), flat >= 0, self.rest, vocab)
-        lse = (_logsumexp(student.raw, options, limits),) if spread else ()
-        if not spread:  # no pass, but its checks
-            _ready(student.raw, options, limits)
-        return _Known(FromIds(spread), (flat, log_p, log_rest, *lse), student, ids=count + 1)
+        lse = (student.lse(),) if spread and isinstance(order, Tile) else ()
+        return _Known(FromIds(spread), (flat, log_p, log_rest, *lse), student)
 
 
 class _DenseTeacher(NamedTuple):
@@ -452,13 +464,14 @@ class _DenseTeacher(NamedTuple):
                 f"rows(start, count)"
             )
 
-    def known(self, student: _Student, options: LossOptions, limits: _Limits) -> _Known:
-        lse = _logsumexp(student.raw, options, limits)
-        vocab = student.raw.weight.shape[0]
+    def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
+        return dataclasses.replace(of_student, whole_rows=callable(self.source))
+
+    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
+        vocab, lse = student.raw.weight.shape[0], (student.lse(),) if isinstance(order, Tile) else ()
         if callable(self.source):
-            slices = _tile(student.raw, limits, whole_rows=True).token_slices
-            counts = sorted({stop - start for start, stop in slices})
+            counts = sorted({stop - start for start, stop in order.token_slices})
             program, values = Program.of(self.source, counts, vocab)
-            return _Known(FromDense(program, self.log), (lse, values), student, whole_rows=True)
+            return _Known(FromDense(program, self.log), (values, *lse), student)
         flat = checks.stopped(self.source).reshape(-1, vocab)
-        return _Known(FromDense(None, self.log), (lse, flat), student)
+        return _Known(FromDense(None, self.log), (flat, *lse), student)

@@ -25,7 +25,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.jax_impl.distillation.teachers import Teacher, columns_of, normalized, put_columns
+from logitless.jax_impl.distillation.teachers import Teacher, columns_of, normalized, put_columns, row_lse
 from logitless.jax_impl.slices import Index, take
 from logitless.spec import LOWEST_ANCHOR
 
@@ -50,22 +50,26 @@ class Part(Protocol):
     def gradient(self, kept: Kept, z: Array, first: Index, start: Index) -> Array:
         """∂ loss / ∂z of a tile."""
 
+    def of_rows(self, z: Array, first: Index) -> tuple[Array, Array]:
+        """The losses [C] and ∂ loss / ∂z [C, V] of whole rows."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
     """From a teacher of the whole vocabulary."""
 
     teacher: Teacher
-    lse: Array  # [2, N], the student's
+    lse: Array | None  # [2, N], the student's; None where rows are whole
     beta: float
 
     def start(self, first: Index, tokens: int) -> Sums:
+        assert self.lse is not None
         zero = jnp.zeros(tokens, self.lse.dtype)
         return zero, zero
 
     def add(self, sums: Sums, z: Array, first: Index, start: Index) -> Sums:
         log_p = self.teacher.log_probs(first, z.shape[0], start, z.shape[1])
-        total, mean = divergence_rows(log_p, normalized(z, self.lse, first), self.beta)
+        total, mean = divergence_rows(log_p, self._log_q(z, first), self.beta)
         return sums[0] + total, sums[1] + mean
 
     def finish(self, sums: Sums, first: Index) -> tuple[Array, Kept]:
@@ -73,7 +77,16 @@ class Divergence:
 
     def gradient(self, kept: Kept, z: Array, first: Index, start: Index) -> Array:
         log_p = self.teacher.log_probs(first, z.shape[0], start, z.shape[1])
-        return divergence_gradient(log_p, normalized(z, self.lse, first), kept[0], self.beta)
+        return divergence_gradient(log_p, self._log_q(z, first), kept[0], self.beta)
+
+    def of_rows(self, z: Array, first: Index) -> tuple[Array, Array]:
+        log_p, log_q = self.teacher.log_probs(first, z.shape[0], 0, z.shape[1]), normalized(z, row_lse(z))
+        losses, mean = divergence_rows(log_p, log_q, self.beta)
+        return losses, divergence_gradient(log_p, log_q, mean, self.beta)
+
+    def _log_q(self, z: Array, first: Index) -> Array:
+        assert self.lse is not None
+        return normalized(z, take(self.lse, first, z.shape[0], axis=1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +134,10 @@ class GivenIds:
         others = put_columns(self.scaled(z, first), columns, -jnp.inf)
         dz = jnp.exp((others - highest[:, None]) - log_total[:, None]) * slopes[:, -1:]
         return put_columns(dz, columns, slopes[:, :-1])
+
+    def of_rows(self, z: Array, first: Index) -> tuple[Array, Array]:
+        losses, kept = self.finish(self.add(self.start(first, z.shape[0]), z, first, 0), first)
+        return losses, self.gradient(kept, z, first, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""A distillation's losses, tile by tile, in plain operations. Mirror of torch_impl/distillation/steps.py.
+"""A distillation's losses and gradients: by whole rows (whole_rows.py), or tile by tile. Mirror of
+torch_impl/distillation/steps.py.
 
 A tile [C, B] of the student's logits serves the divergence from the teacher and the hard loss. The whole logits of
 neither side exist. lse comes in two parts, a logit not far below the largest and the rest, so that large logits cost no
@@ -21,11 +22,12 @@ from logitless import numerics
 from logitless.jax_impl import vjp
 from logitless.jax_impl.call import XP, Arrays, Gradients, Inputs, Needs
 from logitless.jax_impl.chunk import logits_block, rows_of, slope, temperature_column, tile_gradients
+from logitless.jax_impl.distillation import whole_rows
 from logitless.jax_impl.distillation.parts import Divergence, Hard, Kept, Part, RestClass, Sums
 from logitless.jax_impl.distillation.teachers import Dense, Head, Program, Spread
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
 from logitless.jax_impl.slices import Index, for_slices, put, take
-from logitless.objectives import Tile
+from logitless.objectives import Tile, WholeRows
 from logitless.spec import LossOptions
 
 Constants = tuple[Pytree, ...]
@@ -41,38 +43,42 @@ class Soft(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FromHead:
-    """Of a teacher's head. Constants: its Arrays, its lse; the student's lse."""
+    """Of a teacher's head. Constants: its Arrays; of tiles its lse and the student's lse."""
 
     options: LossOptions
 
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
-        arrays, teacher_lse, lse = constants
-        return Divergence(Head(Inputs.of(arrays, self.options.ignore_index), self.options, teacher_lse), lse, beta)
+        arrays, (teacher_lse, lse) = constants[0], constants[1:] or (None, None)
+        teacher = Inputs.of(arrays, self.options.ignore_index)
+        return Divergence(Head(teacher, self.options, teacher_lse, inputs.accumulation_dtype), lse, beta)
 
 
 @dataclasses.dataclass(frozen=True)
 class FromIds:
-    """Of given ids. Constants: ids [N, K], log p [N, K], of the rest [N]; the student's lse if the rest is spread."""
+    """Of given ids. Constants: ids [N, K], log p [N, K], of the rest [N]; of tiles the student's lse if the rest is
+    spread."""
 
     spread: bool
 
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
         ids, log_p, log_rest, *lse = constants
         if self.spread:
-            return Divergence(Spread(ids, log_p, log_rest), lse[0], beta)
+            return Divergence(Spread(ids, log_p, log_rest), lse[0] if lse else None, beta)
         return RestClass(ids, log_p.dtype, jnp.concatenate([log_p, log_rest[:, None]], axis=1), beta)
 
 
 @dataclasses.dataclass(frozen=True)
 class FromDense:
-    """Of all probabilities. Constants: the student's lse; the teacher's array, or what its program closes over."""
+    """Of all probabilities. Constants: the teacher's array, or what its program closes over; of tiles the student's
+    lse."""
 
     program: Program | None
     log: bool
 
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
-        lse, source = constants
-        return Divergence(Dense(source, self.program, self.log, lse.dtype), lse, beta)
+        source, *lse = constants
+        teacher = Dense(source, self.program, self.log, inputs.accumulation_dtype)
+        return Divergence(teacher, lse[0] if lse else None, beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +92,15 @@ class Distillation:
     """Of all tokens; 1 where each has its own."""
     options: LossOptions
     """Of the student's logits, temperature included."""
-    tile: Tile
+    order: WholeRows | Tile
+
+    def inputs(self, given: DistillationArrays) -> Inputs:
+        """The student's."""
+        return Inputs.of(given.arrays, self.options.ignore_index)
 
     def prepared(self, given: DistillationArrays) -> tuple[Inputs, list[Part]]:
         """The student's inputs, and the losses: the hard one, if there is one, and the divergence."""
-        inputs = Inputs.of(given.arrays, self.options.ignore_index)
+        inputs = self.inputs(given)
         parts = [self.soft.part(inputs, given.constants, self.beta)]
         if given.hard is not None:
             temperature = self.temperature if inputs.temperature is None else inputs.temperature
@@ -108,16 +118,22 @@ class DistillationArrays(NamedTuple):
     constants: Constants
 
 
-def _forward(call: Distillation, given: DistillationArrays) -> tuple[Array, list[Kept]]:
-    """The losses of every token, 0 where it does not count, and what each part has kept."""
+def _losses(call: Distillation, given: DistillationArrays, *, differentiate: bool) -> tuple[Array, Pytree]:
+    """The losses of every token, 0 where it does not count, and what the backward needs beside the arrays."""
     inputs, parts = call.prepared(given)
-    tile = call.tile
+    if isinstance(call.order, WholeRows):
+        return whole_rows.forward(inputs, parts, call.options, call.order, differentiate=differentiate)
+    return _forward(inputs, parts, call.options, call.order)
+
+
+def _forward(inputs: Inputs, parts: list[Part], options: LossOptions, tile: Tile) -> tuple[Array, list[Kept]]:
+    """The losses of every token, and what each part has kept."""
 
     def chunk(carry: tuple[Array, list[Kept]], first: Index, tokens: int) -> tuple[Array, list[Kept]]:
         x = rows_of(inputs, first, tokens)
 
         def block(sums: list[Sums], start: Index, width: int) -> list[Sums]:
-            z = logits_block(x, inputs, first, start, width, call.options)
+            z = logits_block(x, inputs, first, start, width, options)
             return [part.add(of, z, first, start) for part, of in zip(parts, sums, strict=True)]
 
         sums = for_slices(tile.vocab, tile.vocab_chunk, block, [part.start(first, tokens) for part in parts])
@@ -135,10 +151,10 @@ def _forward(call: Distillation, given: DistillationArrays) -> tuple[Array, list
 
 
 def _gradients(
-    call: Distillation, given: DistillationArrays, kept: list[Kept], upstream: Array, needs: Needs
+    inputs: Inputs, parts: list[Part], kept: list[Kept], upstream: Array, call: Distillation, needs: Needs
 ) -> Gradients:
     """dX, dW and db, each None unless wanted: 6·N·D·V flops beside the teacher's."""
-    inputs, parts = call.prepared(given)
+    assert isinstance(call.order, Tile)
     factor = numerics.row_upstream(XP, inputs, call.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
@@ -155,18 +171,20 @@ def _gradients(
         dz = dz * take(factor, first, tokens)[:, None]
         return jnp.where(take(inputs.valid, first, tokens)[:, None], dz, 0.0)
 
-    return tile_gradients(inputs, call.tile, needs, unit, logit_gradient)
+    return tile_gradients(inputs, call.order, needs, unit, logit_gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _divergence(call: Distillation, given: DistillationArrays) -> Array:
-    return _forward(call, given)[0]
+    return _losses(call, given, differentiate=False)[0]
 
 
 def _divergence_forward(call: Distillation, primals: Pytree) -> tuple[Array, Packed]:
     needs = [leaf is not None and leaf.perturbed for leaf in primals.arrays[:3]]
     given: DistillationArrays = vjp.values_of(primals)
-    losses, kept = _forward(call, given)
+    losses, kept = _losses(call, given, differentiate=any(needs))
+    if isinstance(call.order, WholeRows):  # which have done with the teacher
+        given = given._replace(hard=None, constants=())
     return losses, packed((given, kept), needs)
 
 
@@ -174,11 +192,17 @@ def _divergence_backward(call: Distillation, residuals: Packed, cotangent: vjp.C
     (given, kept), flags = unpacked(residuals)
     upstream, gradients = vjp.arrived(cotangent), Gradients(None, None, None)
     if upstream is not None:
-        gradients = _gradients(call, given, kept, upstream, Needs(*flags))
+        needs, dtype = Needs(*flags), given.arrays.weight.dtype
+        if isinstance(call.order, WholeRows):
+            inputs = call.inputs(given)
+            gradients = whole_rows.gradients(inputs, call.options, call.order, kept, upstream, dtype, needs)
+        else:
+            gradients = _gradients(*call.prepared(given), kept, upstream, call, needs)
     pairs = zip(gradients, given.arrays[:3], strict=True)
     hidden, weight, bias = (None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in pairs)
     nothing = jax.tree.map(lambda _: None, given)
-    return (nothing._replace(arrays=nothing.arrays._replace(hidden=hidden, weight=weight, bias=bias)),)
+    arrays = nothing.arrays._replace(hidden=hidden, weight=weight, bias=bias)
+    return (nothing._replace(arrays=arrays, constants=None),)
 
 
 _divergence.defvjp(_divergence_forward, _divergence_backward, symbolic_zeros=True)

@@ -11,19 +11,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from logitless import objectives
 from logitless.jax_impl.call import Inputs
 from logitless.jax_impl.checks import info
-from logitless.jax_impl.chunk import logits_block, rows_of
-from logitless.jax_impl.slices import Index, take, take_tile
-from logitless.objectives import check_teacher_rows
-from logitless.spec import LossOptions
+from logitless.jax_impl.chunk import by_blocks_on_cpu, capped, logits_block, product, rows_of, temperature_column
+from logitless.jax_impl.slices import Index, for_slices, put, take, take_tile
+from logitless.spec import LOWEST_ANCHOR, LossOptions
 
 DenseRows = Callable[[Index, int], Array]
 """rows(start, count) → [count, V], the teacher's rows of ``count`` tokens from ``start`` on, which may be traced."""
 
 
 class Teacher(Protocol):
-    """A teacher's log-probabilities, a tile at a time."""
+    """A teacher's log-probabilities, a tile at a time or whole rows."""
 
     def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
         """log p of a tile, [C, B]."""
@@ -34,11 +34,15 @@ class Head(NamedTuple):
 
     inputs: Inputs
     options: LossOptions
-    lse: Array  # [2, N]: two parts, whose sum it is
+    lse: Array | None  # [2, N]: two parts, whose sum it is; None where tiles are whole rows
+    dtype: jnp.dtype
 
     def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
+        if self.lse is None:
+            z = whole_logits(self.inputs, first, tokens, self.options)
+            return normalized(z, row_lse(z)).astype(self.dtype)
         z = logits_block(rows_of(self.inputs, first, tokens), self.inputs, first, start, width, self.options)
-        return normalized(z, self.lse, first).astype(self.lse.dtype)
+        return normalized(z, take(self.lse, first, tokens, axis=1)).astype(self.dtype)
 
 
 class Spread(NamedTuple):
@@ -79,7 +83,7 @@ class Program:
 def _traced(rows: DenseRows, count: int, vocab: int) -> ClosedJaxpr:
     def checked(start: Array) -> Array:
         made = rows(start, count)
-        check_teacher_rows(info(made) if isinstance(made, jax.Array) else None, made, (count, vocab))
+        objectives.check_teacher_rows(info(made) if isinstance(made, jax.Array) else None, made, (count, vocab))
         return made
 
     return jax.make_jaxpr(checked)(jnp.int32(0))
@@ -103,9 +107,40 @@ class Dense(NamedTuple):
         return tile.astype(self.dtype) if self.log else jnp.log(tile.astype(self.dtype))
 
 
-def normalized(z: Array, lse: Array, first: Index) -> Array:
-    """log softmax(z) of a tile's logits, [C, B], with lse [2, N]."""
-    anchor, rest = (take(part, first, z.shape[0])[:, None] for part in lse)
+def raw_rows(inputs: Inputs, first: Index, tokens: int) -> Array:
+    """r of the tokens from ``first``, [C, V], in the accumulation dtype."""
+    dtype = inputs.accumulation_dtype
+
+    def whole(x: Array, weight: Array) -> Array:
+        return product(x, weight.T, dtype)
+
+    def by_blocks(x: Array, weight: Array) -> Array:
+        def block(r: Array, start: Index, columns: int) -> Array:
+            return put(r, whole(x, take(weight, start, columns)), start, axis=1)
+
+        vocab = weight.shape[0]
+        return for_slices(vocab, min(vocab, objectives.LARGEST_TILE), block, jnp.zeros((tokens, vocab), dtype))
+
+    return by_blocks_on_cpu(whole, by_blocks, rows_of(inputs, first, tokens), inputs.weight)
+
+
+def whole_logits(inputs: Inputs, first: Index, tokens: int, options: LossOptions) -> Array:
+    """z of the tokens from ``first``, [C, V]."""
+    z = raw_rows(inputs, first, tokens)
+    if inputs.bias is not None:
+        z = z + inputs.bias.astype(z.dtype)
+    return capped(z, options, temperature_column(inputs, first, tokens))
+
+
+def row_lse(z: Array) -> Array:
+    """log Σ_j exp(z_j) of whole rows in two parts, [2, C], of which the first is the largest logit."""
+    anchor = jnp.maximum(z.max(axis=1), LOWEST_ANCHOR)
+    return jnp.stack([anchor, jnp.log(jnp.exp(z - anchor[:, None]).sum(axis=1))])
+
+
+def normalized(z: Array, lse: Array) -> Array:
+    """log softmax(z) of a tile's logits, [C, B], with lse [2, C]."""
+    anchor, rest = lse[0][:, None], lse[1][:, None]
     return (z - anchor) - rest
 
 
@@ -118,4 +153,6 @@ def columns_of(ids: Array, first: Index, tokens: int, start: Index, width: int) 
 
 def put_columns(tile: Array, columns: Array, values: Array | float) -> Array:
     """The tile with ``values`` in some columns of each row; what lies behind the last one is dropped."""
+    if columns.shape[1] == 1:  # fused with what is around it; a scatter copies the tile
+        return jnp.where(columns == jnp.arange(tile.shape[1], dtype=columns.dtype), values, tile)
     return tile.at[jnp.arange(tile.shape[0])[:, None], columns].set(values, mode="drop")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from logitless import numerics, objectives, spec
-from logitless.objectives import DistillationOptions, DistillationSizes, Rest, Tile, WholeRows
+from logitless.objectives import DistillationOptions, DistillationSizes, Rest, RowsBy, Tile, WholeRows
 from logitless.planning import check_plan_argument
 from logitless.spec import ArrayInfo, LossOptions, Reduction
 from logitless.torch_impl import checks, steps
@@ -284,9 +284,8 @@ class _Student(NamedTuple):
         (vocab, size), dtype = self.given.weight.shape, self.call.compute_dtype
         operand = operand_dtype(dtype, self.given.hidden.device).itemsize if self.call.differentiate else 0
         sizes = teacher.sizes(DistillationSizes(self.counted.numel(), size, vocab, checks.dtype_name(dtype)))
-        return objectives.distillation_order(
-            sizes, operand_itemsize=operand, kernel=self.by_kernel, memory_budget=memory_budget
-        )
+        by: RowsBy = "kernel" if self.by_kernel else "plain"
+        return objectives.distillation_order(sizes, operand_itemsize=operand, by=by, memory_budget=memory_budget)
 
     def without(self, wrong: Tensor) -> _Student:
         """The student, with more wrong tokens."""
