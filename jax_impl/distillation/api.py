@@ -79,7 +79,9 @@ def distillation_loss(
     et al. 2023 (GKD), arXiv:2306.13649, with β = 0 and 1 as in TRL's GKD trainer. Hinton's mixture
     (1 − α) τ² ℓ + α nll is (1 − α) τ² times this loss with γ = α / ((1 − α) τ²).
 
-    Both logsumexps come first, then tiles of both sides' logits, in the forward and again in the backward:
+    Whole rows of both sides' logits exist for up to 1024 tokens at a time: 2·N·V·(D + D_teacher) flops, then 4·N·D·V,
+    with the gradient of the student's logits, N·V numbers, between forward and backward. Where these do not fit the
+    memory_budget, both logsumexps come first, then tiles of the logits, in the forward and again in the backward:
     4·N·V·(D + D_teacher) flops, then 2·N·V·(3 D + D_teacher).
 
     Arguments:
@@ -92,12 +94,14 @@ def distillation_loss(
         mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
         beta: β in [0, 1].
         temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
-            constant; with one per token the pass for the logsumexps is in plain operations too.
+            constant; with one per token all is in plain operations.
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant array without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: tiles of up to 2048 × 2048.
-        backend: of the pass for the logsumexps, as for :func:`linear_cross_entropy`; the rest is plain operations.
+        memory_budget: bytes of scratch beyond inputs and gradients; None: 4 GiB for whole rows, and if they take more,
+            tiles of up to 2048 × 2048. A value without gradients is counted as one with them.
+        backend: as for :func:`linear_cross_entropy`, of the pass for the logsumexps, which tiles need; the rest is
+            plain operations.
 
     Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
     Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
@@ -148,8 +152,8 @@ def sparse_distillation_loss(
     that of any teacher with these probabilities. The mass of all other ids is a sum over them, no 1 − Σ_k q_k, so a
     student that is sure loses no digits.
 
-    "class" and "drop" take 2·N·D·V flops forward, all in plain operations, and "spread" 4, of which the pass for the
-    logsumexps is the backend's. The backward takes 6.
+    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`. Tiles take 2
+    forward, with "spread" 4, and 6 backward.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
@@ -206,18 +210,19 @@ def dense_distillation_loss(
     Rows of the teacher have the sum 1. Where rounding gave them another, the KL divergences are Σ_j p_j (log p_j −
     log q_j) − p_j + q_j, of p and q as β says: least where q is p.
 
-    4·N·D·V flops forward, of which the pass for the logsumexps is the backend's, and 6 backward, in plain operations.
+    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`, tiles 4 and 6.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
         teacher: p, constant, at the teacher's own temperature; nothing looks at its values. Either
 
-            - an array [..., V] of any floating dtype, of which a tile of up to 2048 × 2048 is worked on at a time;
+            - an array [..., V] of any floating dtype, of which rows of up to 1024 tokens, or a tile, are worked on at a
+              time;
             - a function ``rows(start, count)`` that returns the rows [count, V] of ``count`` tokens from ``start`` on,
               counted through the flattened leading axes. ``start`` is a traced number, ``count`` a static one. It runs
-              once for every chunk of tokens in the forward and, for the same rows, once in the backward. The chunks
-              have fewer tokens, and the gradient of the weight is added up in float32 (float64) beside itself. What
-              the function closes over gets no gradient. Outside of jax.jit every call compiles it anew.
+              once for every chunk of tokens in the forward. With tiles it runs for the same rows in the backward, the
+              chunks have fewer tokens, and the gradient of the weight is added up in float32 (float64) beside itself.
+              What the function closes over gets no gradient. Outside of jax.jit every call compiles it anew.
               ``jax.pure_callback`` in it reads a file.
         log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.
         ignore_index: marks tokens in target that do not count.
