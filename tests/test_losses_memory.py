@@ -288,7 +288,7 @@ def test_xla_makes_no_logit_twice(way: str, dtype: str, monkeypatch: pytest.Monk
     text, products = program(), 3 + (way == "head")
     assert text.count(" dot(") == products
     assert not copies(text, N * V)
-    assert (f"f32[{N},{V}]" in text) == (dtype == "float32" or way == "dense")
+    assert (f"f32[{N},{V}]" in text) == (dtype == "float32")
     rows_of(monkeypatch)
     assert program().count(" dot(") > products
 
