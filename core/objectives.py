@@ -53,11 +53,11 @@ LARGEST_LOG_RATIO = 20.0
 LARGEST_TILE = 2048
 # How many matrices of a tile's size, and how many copies of its rows of hidden and weight, are live at once.
 TILE_MATRICES = 8
-TILE_ROWS = 4
+TILE_ROWS = 2
 # A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
 WHOLE_ROWS = 4
 # What a distillation may take where its caller sets no budget.
-DEFAULT_BUDGET = 4 * 2**30
+DEFAULT_BUDGET = 8 * 2**30
 # How many arrays of a number for each given id are live at once: of all tokens, and of a tile's tokens.
 ALL_PAIRS = 6
 TILE_PAIRS = 16
@@ -339,10 +339,12 @@ class Rows(NamedTuple):
     """Copies of a block of the held gradient's columns, [N, B], that the backward makes."""
 
 
-RowsBy = Literal["kernel", "plain", "xla"]
+RowsBy = Literal["kernel", "kernel, probabilities", "plain", "xla"]
 ROWS: dict[RowsBy, Rows] = {
-    # PyTorch's kernel reads each of them twice or three times. Its plain operations hold more. XLA fuses them.
+    # PyTorch's kernel reads each of them twice or three times. Its plain operations hold more, as does what makes
+    # log-probabilities of a teacher that is no head. XLA fuses them.
     "kernel": Rows((1024, 512, 256, 128), 2),
+    "kernel, probabilities": Rows((1024, 512, 256, 128), 4),
     "plain": Rows((256, 128), 10),
     "xla": Rows((1024, 512, 256, 128), 6, copies=1),
 }

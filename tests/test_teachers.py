@@ -50,7 +50,10 @@ PROBLEMS = [
     *(Problem(f"drop-{beta}", "drop", {"beta": beta}) for beta in (0, 0.3)),
     *(Problem(f"{rest}-options", rest, {"beta": 0.6} | OPTIONS | HARD) for rest in ("class", "spread", "drop", "log")),
     *(Problem(f"{rest}-hard", rest, {"beta": 1} | HARD) for rest in ("class", "spread", "dense")),
-    *(Problem(f"{rest}-tau", rest, {"beta": 0.3, "softcap": 4.0} | HARD, data="temperatures") for rest in ("class", "dense")),
+    *(
+        Problem(f"{rest}-tau", rest, {"beta": 0.3, "softcap": 4.0} | HARD, data="temperatures")
+        for rest in ("class", "dense")
+    ),
     *(Problem(f"{rest}-fewer", rest, {"ignore_index": 3} | HARD, data="fewer") for rest in ("class", "spread", "drop")),
     *(Problem(f"{rest}-all", rest, {}, ids=V, data="all") for rest in ("class", "spread", "drop")),
     *(Problem(f"{rest}-above", rest, {"beta": 0.3}, data="above") for rest in ("class", "spread")),

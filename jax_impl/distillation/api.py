@@ -98,7 +98,7 @@ def distillation_loss(
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant array without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: 4 GiB for whole rows, and if they take more,
+        memory_budget: bytes of scratch beyond inputs and gradients; None: 8 GiB for whole rows, and if they take more,
             tiles of up to 2048 × 2048. A value without gradients is counted as one with them.
         backend: as for :func:`linear_cross_entropy`, of the pass for the logsumexps, which tiles need; the rest is
             plain operations.

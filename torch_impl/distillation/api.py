@@ -87,7 +87,7 @@ def distillation_loss(
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant tensor without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: 4 GiB for whole rows, and if they take more,
+        memory_budget: bytes of scratch beyond inputs and gradients; None: 8 GiB for whole rows, and if they take more,
             tiles of up to 2048 × 2048.
         backend: as for :func:`linear_cross_entropy`: of the losses of whole rows, of which a kernel makes those of a
             head, or of the pass for the logsumexps. The tiles are in plain operations.
@@ -284,7 +284,7 @@ class _Student(NamedTuple):
         (vocab, size), dtype = self.given.weight.shape, self.call.compute_dtype
         operand = operand_dtype(dtype, self.given.hidden.device).itemsize if self.call.differentiate else 0
         sizes = teacher.sizes(DistillationSizes(self.counted.numel(), size, vocab, checks.dtype_name(dtype)))
-        by: RowsBy = "kernel" if self.by_kernel else "plain"
+        by = teacher.rows_by if self.by_kernel else "plain"
         return objectives.distillation_order(sizes, operand_itemsize=operand, by=by, memory_budget=memory_budget)
 
     def without(self, wrong: Tensor) -> _Student:
@@ -310,6 +310,10 @@ class _Teacher(Protocol):
 
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         """The student's sizes, and its own."""
+
+    @property
+    def rows_by(self) -> RowsBy:
+        """What makes whole rows where kernels run."""
 
     def check(self, given: _Given) -> Tensor | None:
         """Check it beside the student's arrays. Of which tokens it knows something, [...]; None: of all."""
@@ -413,6 +417,10 @@ class _HeadTeacher(NamedTuple):
             checks.check_type(f"teacher_{name}", getattr(self, name), strided=False)
         objectives.check_sides(*map(checks.info, (given.hidden, given.weight, self.hidden, self.weight)))
 
+    @property
+    def rows_by(self) -> RowsBy:
+        return "kernel"
+
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, teacher_hidden=self.hidden.shape[-1])
 
@@ -442,6 +450,10 @@ class _SparseTeacher(NamedTuple):
         spec.check_ignore_index(given.ignore_index)
         objectives.check_sparse(checks.info(self.ids), checks.info(self.probs), tuple(given.hidden.shape[:-1]))
         return (self.ids != given.ignore_index).any(dim=-1)
+
+    @property
+    def rows_by(self) -> RowsBy:
+        return "kernel, probabilities" if self.rest == "spread" else "plain"
 
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)
@@ -493,6 +505,10 @@ class _DenseTeacher(NamedTuple):
                 f"teacher: got {type(self.source).__name__}, allowed is a torch.Tensor, a NumPy array or a function "
                 f"rows(start, count)"
             )
+
+    @property
+    def rows_by(self) -> RowsBy:
+        return "kernel, probabilities"
 
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, whole_rows=callable(self.source))
