@@ -227,7 +227,7 @@ def test_rows_of_hidden_and_weight_are_in_a_tiles_promise(
     tiles(monkeypatch, 128)
     promised = distillation_tile(DistillationSizes(N, D, V, dtype, D_TEACHER)).scratch_bytes
     used = scratch(impl, "distillation_loss", dtype)
-    assert promised / 2.5 <= used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
+    assert promised / 3 <= used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
 
 
 # What the promise of whole rows may be of the peak, beside 1 MiB.
