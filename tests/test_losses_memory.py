@@ -284,7 +284,7 @@ def test_a_value_alone_has_no_gradient_of_the_logits(impl: Any, way: str, monkey
 @WAYS
 def test_xla_makes_no_logit_twice(way: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides' logits, dX and dW are a product each; the gradient of the logits is written in place."""
-    jax = pytest.importorskip("jax", reason="this is about XLA")
+    pytest.importorskip("jax", reason="this is about XLA")
     from compiled_text import copies
     from implementations import JaxXla
 
@@ -296,14 +296,13 @@ def test_xla_makes_no_logit_twice(way: str, dtype: str, monkeypatch: pytest.Monk
     name = SPARSE if rest else DENSE if way == "dense" else "distillation_loss"
 
     def program() -> str:
-        jax.clear_caches()
         step, *given = jax_step(JaxXla(), name, dtype, getattr(jax_impl, name), OPTIONS[name] | rest, gradients=True)
         return str(step.lower(*given).compile().as_text())
 
-    rows_of(monkeypatch, N // 2)
+    rows_of(monkeypatch, N // 4)
     text, products = program(), 3 + (way == "head")
     assert text.count(" dot(") == products
-    assert not copies(text, N * V)
+    assert not copies(text, N * V * (4 if dtype == "float32" else 2))
     assert (f"f32[{N},{V}]" in text) == (dtype == "float32")
     rows_of(monkeypatch)
     assert program().count(" dot(") > products

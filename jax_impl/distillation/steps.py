@@ -191,7 +191,7 @@ def _divergence_forward(call: Distillation, primals: Pytree) -> tuple[Array, Pac
 def _divergence_backward(call: Distillation, residuals: Packed, cotangent: vjp.Cotangent) -> tuple[Pytree]:
     (given, kept), flags = unpacked(residuals)
     upstream, gradients = vjp.arrived(cotangent), Gradients(None, None, None)
-    if upstream is not None:
+    if upstream is not None and any(flags):
         needs, dtype = Needs(*flags), given.arrays.weight.dtype
         if isinstance(call.order, WholeRows):
             inputs = call.inputs(given)
