@@ -53,7 +53,7 @@ LARGEST_LOG_RATIO = 20.0
 LARGEST_TILE = 2048
 # How many matrices of a tile's size, and how many copies of its rows of hidden and weight, are live at once.
 TILE_MATRICES = 8
-TILE_ROWS = 2
+TILE_ROWS, KERNEL_TILE_ROWS = 2, 1
 # A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
 WHOLE_ROWS = 4
 # What a distillation may take where its caller sets no budget.
@@ -285,6 +285,7 @@ class Tile:
     """Bytes of an element of logits, sums and accumulators."""
     ids: int = 0
     """Given ids of a token, and one more for the rest; 0 where there are none."""
+    row_copies: int = TILE_ROWS
 
     @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
@@ -300,7 +301,7 @@ class Tile:
     def scratch_bytes(self) -> int:
         """A promise: bytes beyond inputs and gradients that the divergence and its gradients hold at any time."""
         matrices = TILE_MATRICES * self.token_chunk * self.vocab_chunk
-        rows = TILE_ROWS * (self.token_chunk + self.vocab_chunk) * (self.hidden + self.teacher_hidden)
+        rows = self.row_copies * (self.token_chunk + self.vocab_chunk) * (self.hidden + self.teacher_hidden)
         vectors = 24 * self.tokens + 4 * self.vocab
         pairs = (ALL_PAIRS * self.tokens + TILE_PAIRS * self.token_chunk) * self.ids
         return self.itemsize * (matrices + rows + vectors + pairs + self.tokens * self.hidden)
@@ -406,24 +407,25 @@ def distillation_order(
         rows = WholeRows(sizes, max(1, min(sizes.tokens, chunk)), operand_itemsize, matrices, copies)
         if rows.scratch_bytes <= (memory_budget or DEFAULT_BUDGET):
             return rows
-    return distillation_tile(sizes, memory_budget)
+    return distillation_tile(sizes, memory_budget, kernel=by.startswith("kernel"))
 
 
-def distillation_tile(sizes: DistillationSizes, memory_budget: int | None = None) -> Tile:
+def distillation_tile(sizes: DistillationSizes, memory_budget: int | None = None, *, kernel: bool = False) -> Tile:
     """The largest tile, up to LARGEST_TILE each way, whose ``scratch_bytes`` fit the budget.
 
-    Raises ValueError for a budget that the smallest tile does not fit.
+    ``kernel``: the GPU's products read the arrays themselves, where others copy. Raises ValueError for a budget that
+    the smallest tile does not fit.
     """
-    tokens, vocab = sizes.tokens, sizes.vocab
+    tokens, vocab, copies = sizes.tokens, sizes.vocab, KERNEL_TILE_ROWS if kernel else TILE_ROWS
 
-    def tile(side: int) -> Tile:
-        block = vocab if sizes.whole_rows else min(vocab, max(side, VOCAB_TILE))
+    def tile(side: int, width: int) -> Tile:
+        block = vocab if sizes.whole_rows else min(vocab, max(width, VOCAB_TILE))
         rows = WHOLE_ROWS * LARGEST_TILE * side // vocab if sizes.whole_rows else side
         chunk = min(max(1, tokens), max(min(rows, LARGEST_TILE), TOKEN_TILE))
-        return Tile(tokens, vocab, chunk, block, sizes.hidden, sizes.teacher_hidden, sizes.itemsize, sizes.ids)
+        return Tile(tokens, vocab, chunk, block, sizes.hidden, sizes.teacher_hidden, sizes.itemsize, sizes.ids, copies)
 
     sides = [LARGEST_TILE >> step for step in range(int(math.log2(LARGEST_TILE // TOKEN_TILE)) + 1)]
-    tiles = [tile(side) for side in sides]
+    tiles = [tile(side, width) for side in sides for width in (side, side // 2)]
     if memory_budget is None:
         return tiles[0]
     for candidate in tiles:

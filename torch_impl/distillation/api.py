@@ -280,9 +280,15 @@ class _Student(NamedTuple):
         """Whether whole rows are the kernel's, if it takes the losses."""
         return self.call.backend == "triton"
 
+    @property
+    def differentiate(self) -> bool:
+        """Whether some gradient is wanted."""
+        arrays = self.given.hidden, self.given.weight, self.given.bias
+        return self.call.differentiate and any(array is not None and array.requires_grad for array in arrays)
+
     def order(self, teacher: _Teacher, memory_budget: int | None) -> WholeRows | Tile:
         (vocab, size), dtype = self.given.weight.shape, self.call.compute_dtype
-        operand = operand_dtype(dtype, self.given.hidden.device).itemsize if self.call.differentiate else 0
+        operand = operand_dtype(dtype, self.given.hidden.device).itemsize if self.differentiate else 0
         sizes = teacher.sizes(DistillationSizes(self.counted.numel(), size, vocab, checks.dtype_name(dtype)))
         by = teacher.rows_by if self.by_kernel else "plain"
         return objectives.distillation_order(sizes, operand_itemsize=operand, by=by, memory_budget=memory_budget)
@@ -336,7 +342,7 @@ def _loss(name: str, given: _Given, options: DistillationOptions, teacher: _Teac
     student, own = known.student, options.logits(teacher=False)
     call = Distillation(
         known.soft, options.beta, options.nll_coef, float(options.temperature), own, student.call.compute_dtype, order,
-        student.by_kernel, student.call.differentiate,
+        student.by_kernel, student.differentiate,
     )  # fmt: skip
     losses: Tensor = FUNCTIONS[name].apply(  # type: ignore[no-untyped-call]
         call, *student.given.head, student.hard, *known.constants
