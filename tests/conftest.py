@@ -73,10 +73,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave the imported modules out of garbage collections, which the tests of memory ask for again and again, and
     interpret quicker where the collected tests have torch imported."""
     leave_out_of_collections()
-    if "torch" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-        from interpreter import replace_the_language_once_a_launch
+    if "torch" in sys.modules:
+        from interpreter import make_quicker
 
-        replace_the_language_once_a_launch()
+        make_quicker()
 
 
 def pytest_unconfigure() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from interpreter import make_quicker
+
 TIMEOUT_S = 60  # of a collective; nothing here takes a tenth of it
 _groups: dict[int, Any] = {}
 
@@ -24,6 +26,7 @@ def _serve(rank: int, ranks: int, store: str, timeout_s: float, sizes: tuple[int
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    make_quicker()
     limit = timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
     for size in sizes:
@@ -55,7 +58,8 @@ class Ranks:
     def __enter__(self) -> Ranks:
         # A server that has imported everything is forked: the imports are paid once.
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "logitless.torch_impl", "implementations"])
+        modules = ["torch", "torch.distributed.tensor", "logitless.torch_impl", "implementations"]
+        context.set_forkserver_preload([*modules, "triton.runtime.interpreter"])
         self.folder = tempfile.TemporaryDirectory()
         store = os.path.join(self.folder.name, "store")
         self.pipes, self.processes = [], []
