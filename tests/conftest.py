@@ -3,6 +3,7 @@ gpu and case markers."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib.metadata
@@ -83,17 +84,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave the imported modules out of garbage collections, which the tests of memory ask for again and again, and
     make quicker what the collected tests have imported of the frameworks."""
     leave_out_of_collections()
+    # What frameworks make in passing is a hundred times Python's threshold, and a collection finds little in it.
+    gc.set_threshold(100_000, 50, 100)
+    # Frozen objects would outlive the interpreter, and nanobind says so of each. Not before pytest's own collections.
+    atexit.register(gc.unfreeze)
     if "jax" in sys.modules:
         lower_in_one_context()
     if "torch" in sys.modules:
         from interpreter import make_quicker
 
         make_quicker()
-
-
-def pytest_unconfigure() -> None:
-    """Frozen objects would outlive the interpreter, and nanobind says so of each."""
-    gc.unfreeze()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
