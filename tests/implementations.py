@@ -221,14 +221,22 @@ class JaxXla(Implementation):
             yield
 
     def array(self, values: Any, dtype: str | None = None) -> Any:
-        import jax.numpy as jnp
+        """A JAX array, of NumPy's conversions: JAX would compile a program for each of its own, for every shape."""
+        import jax
 
         if values is None:
             return None
         values = np.asarray(values)
         if values.dtype == np.int64 and values.size and np.abs(values).max() < 2**31:
             values = values.astype(np.int32)
-        return jnp.asarray(values) if dtype is None else jnp.asarray(values).astype(dtype)
+        values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype))
+        return jax.device_put(values if dtype is None else values.astype(dtype))
+
+    def upstream(self, gradient: Any, like: Any) -> Any:
+        """An upstream gradient for the result ``like``."""
+        import jax
+
+        return jax.device_put(np.broadcast_to(np.asarray(gradient, like.dtype), like.shape))
 
     def numpy(self, array: Any) -> Any:
         if array is None:
@@ -240,7 +248,6 @@ class JaxXla(Implementation):
         wrt: Any = ARGUMENTS, upstream: Any = 1.0, lse_upstream: Any = 0.0, **options: Any,
     ) -> Outcome:  # fmt: skip
         import jax
-        import jax.numpy as jnp
 
         dtype = self.takes(dtype)
         with self.precision(dtype):
@@ -265,7 +272,7 @@ class JaxXla(Implementation):
 
             values, backward, stats = jax.vjp(split, {name: arrays[name] for name in wrt}, has_aux=True)
             upstreams = zip(values, (upstream, lse_upstream), strict=False)
-            (made,) = backward(tuple(jnp.broadcast_to(jnp.asarray(g, m.dtype), m.shape) for m, g in upstreams))
+            (made,) = backward(tuple(self.upstream(g, m) for m, g in upstreams))
             grads = {name: self.numpy(made[name]) if name in wrt else None for name in ARGUMENTS}
             stats = [type(found)(*map(self.numpy, found)) for found in stats]
             lse = self.numpy(values[1]) if count == 2 else None
@@ -278,7 +285,6 @@ class JaxXla(Implementation):
     ) -> LogProbOutcome:  # fmt: skip
         """``stats_upstream``: upstream gradients of statistics, by name; None: statistics are not asked for."""
         import jax
-        import jax.numpy as jnp
 
         from logitless import jax_impl
 
@@ -304,8 +310,7 @@ class JaxXla(Implementation):
             )
             given = [log_prob_upstream] + [entropy_upstream] * (entropy_upstream is not None)
             given += (stats_upstream or {}).values()
-            gs = (jnp.broadcast_to(jnp.asarray(g, m.dtype), m.shape) for g, m in zip(given, first, strict=True))
-            (made,) = backward(tuple(gs))
+            (made,) = backward(tuple(map(self.upstream, given, first)))
             grads = {name: self.numpy(made[name]) if name in wrt else None for name in ARGUMENTS}
             stats = [type(found)(*map(self.numpy, found)) for found in stats]
             return LogProbOutcome(self.numpy(log_prob), self.numpy(entropy), grads, stats[0] if stats else None)

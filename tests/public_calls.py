@@ -125,9 +125,9 @@ class Made:
 
     def array(self, values: Any, differentiable: bool = False) -> Any:
         if self.framework == "jax":
-            import jax.numpy as jnp
+            import jax
 
-            return jnp.asarray(values.astype(np.int32) if values.dtype == np.int64 else values)
+            return jax.device_put(values.astype(np.int32) if values.dtype == np.int64 else values)
         import torch
 
         return torch.from_numpy(values.copy()).requires_grad_(differentiable)

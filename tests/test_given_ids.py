@@ -71,7 +71,7 @@ def run(impl: Any, case: Any, call: Callable[..., Any], upstream: Any, wrt: tupl
                 return first, rest
 
             values, pull, more = jax.vjp(split, {name: arrays[name] for name in wrt}, has_aux=True)
-            (grads,) = pull(impl.array(upstream).astype(values.dtype))
+            (grads,) = pull(impl.upstream(upstream, values))
         return (
             impl.numpy(values),
             [impl.numpy(value) for value in more],

@@ -47,7 +47,7 @@ def _array(problem: Problem, name: str, values: Any) -> Any:
     elif values.dtype == np.int64 and (problem.dtype != "float64" or name == "mask"):
         values = values.astype(np.int32)
     layout = problem.layouts.get(name, "contiguous")
-    return jnp.asarray(values) if layout == "contiguous" else _laid_out(values, layout)
+    return jax.device_put(values) if layout == "contiguous" else _laid_out(values, layout)
 
 
 def _laid_out(values: Any, layout: str) -> Any:
