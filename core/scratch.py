@@ -52,6 +52,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def row_stride(columns: int, itemsize: int) -> int:
+    """Elements from one row of a held matrix to the next: rows start on a boundary."""
+    return round_up(columns, ROW_ALIGNMENT_BYTES // itemsize)
+
+
 def slices(length: int, size: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) of every chunk of ``size``. The last one may be shorter."""
     return tuple((start, min(start + size, length)) for start in range(0, length, size))

@@ -21,11 +21,6 @@ with contextlib.suppress(ImportError):  # without triton no call chooses the ker
 BLOCK, WARPS = 2048, 8  # 8 logits a thread, of both sides
 
 
-def takes(parts: list[Part], dtype: torch.dtype) -> bool:
-    """Whether the kernels make these losses with sums in ``dtype``: of a whole vocabulary, in float32."""
-    return isinstance(parts[-1], Divergence) and dtype == torch.float32
-
-
 def row_losses(
     inputs: Inputs, parts: list[Part], options: LossOptions, rows: slice, losses: Tensor, gradient: Tensor | None
 ) -> None:

@@ -26,7 +26,7 @@ from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.autograd import Derivatives, SavedContext, differentiable_once, reverse_only
 from logitless.torch_impl.call import XP, Arrays, Inputs
-from logitless.torch_impl.distillation import fused, whole_rows
+from logitless.torch_impl.distillation import whole_rows
 from logitless.torch_impl.distillation.parts import Divergence, Hard, Part, RestClass
 from logitless.torch_impl.distillation.teachers import Dense, DenseRows, Head, Spread
 
@@ -109,7 +109,9 @@ class Distillation:
         [N], inside the vocabulary."""
         inputs = chunk.prepare(arrays, self.options, self.compute_dtype)
         part = self.soft.part(inputs, constants, self.beta)
-        if self.kernel and isinstance(part, Divergence) and inputs.accumulation_dtype == torch.float32:
+        if self.kernel and isinstance(part, Divergence) and isinstance(self.order, Tile):
+            from logitless.torch_impl.distillation import fused  # imports Triton
+
             part = dataclasses.replace(part, by_tile=fused)
         parts = [part]
         if hard is not None:

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from logitless.objectives import LARGEST_TILE, check_teacher_rows
-from logitless.scratch import slices
+from logitless.scratch import row_stride, slices
 from logitless.spec import LOWEST_ANCHOR, LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import Inputs
 from logitless.torch_impl.checks import info
-from logitless.torch_impl.kernels.kernel_call import row_stride
 
 DenseRows = Callable[[int, int], Tensor]
 """rows(start, count) → [count, V], the teacher's rows of ``count`` tokens from ``start`` on."""
@@ -68,7 +67,7 @@ class Head:
         return z.to(self.dtype), self.lse[:, rows]
 
     def raw(self, rows: slice) -> RawRows:
-        return RawRows(raw_rows(self.inputs, rows), self.inputs.bias, self.options)
+        return RawRows(raw_rows(self.inputs, rows).to(self.dtype), self.inputs.bias, self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +142,7 @@ def raw_rows(inputs: Inputs, rows: slice) -> Tensor:
     """
     x, weight = chunk.rows_of(inputs, rows), inputs.weight
     vocab, dtype = weight.shape[0], inputs.accumulation_dtype
-    out = x.new_empty((x.shape[0], row_stride(vocab, dtype)), dtype=dtype)[:, :vocab]
+    out = x.new_empty((x.shape[0], row_stride(vocab, dtype.itemsize)), dtype=dtype)[:, :vocab]
     for start, stop in slices(vocab, vocab if weight.dtype == x.dtype else LARGEST_TILE):
         chunk.product(x, weight[start:stop].to(x.dtype).t(), out[:, start:stop], add=False)
     return out

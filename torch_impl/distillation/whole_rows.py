@@ -14,14 +14,12 @@ from torch import Tensor
 
 from logitless import numerics
 from logitless.objectives import LARGEST_TILE, WholeRows
-from logitless.scratch import slices
+from logitless.scratch import row_stride, slices
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import XP, Inputs, empty_like_weight
-from logitless.torch_impl.distillation import fused
-from logitless.torch_impl.distillation.parts import Part
+from logitless.torch_impl.distillation.parts import Part, is_whole
 from logitless.torch_impl.distillation.teachers import whole_logits
-from logitless.torch_impl.kernels.kernel_call import row_stride
 
 
 def forward(
@@ -31,9 +29,13 @@ def forward(
     dtype, vocab = inputs.accumulation_dtype, inputs.weight.shape[0]
     losses, gradient = inputs.hidden.new_zeros(inputs.tokens, dtype=dtype), None
     if differentiate:
-        shape = inputs.tokens, row_stride(vocab, inputs.operand_dtype)
+        shape = inputs.tokens, row_stride(vocab, inputs.operand_dtype.itemsize)
         gradient = inputs.hidden.new_empty(shape, dtype=inputs.operand_dtype)[:, :vocab]
-    of_rows = fused.row_losses if kernel and fused.takes(parts, dtype) else _row_losses
+    of_rows = _row_losses
+    if kernel and is_whole(parts[-1]):
+        from logitless.torch_impl.distillation import fused  # imports Triton
+
+        of_rows = fused.row_losses
     for first, last in order.token_slices:
         rows = slice(first, last)
         of_rows(inputs, parts, options, rows, losses[rows], None if gradient is None else gradient[rows])
@@ -75,7 +77,11 @@ def gradients(
     if dw is not None:
         unit = numerics.largest_factor(XP, factor)
         x = (chunk.rows_of(inputs, slice(None)) * (factor / unit).unsqueeze(1)).to(gradient.dtype)
-        scaled = fused.scaled if kernel and dtype == torch.float32 and dw.is_contiguous() else _scaled
+        scaled = _scaled
+        if kernel and dw.is_contiguous():
+            from logitless.torch_impl.distillation import fused  # imports Triton
+
+            scaled = fused.scaled
         for start, stop in order.vocab_slices:
             part = x.new_empty((stop - start, x.shape[1]), dtype=dtype)
             chunk.product(gradient[:, start:stop].t(), x, part, add=False)

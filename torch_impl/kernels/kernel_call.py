@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless import scratch
 from logitless.planning import ChunkPlan
 from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, round_up
 from logitless.spec import LossOptions
@@ -247,7 +248,7 @@ def padded_length(tokens: int, chunk: int) -> int:
 
 
 def row_stride(columns: int, dtype: torch.dtype) -> int:
-    return round_up(columns, ROW_ALIGNMENT_BYTES // dtype.itemsize)
+    return scratch.row_stride(columns, dtype.itemsize)
 
 
 def at_end(memory: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
