@@ -320,6 +320,7 @@ class Rows:
 def test_generated_rows(impl: Any, beta: float, order: str) -> None:
     problem = Problem("", "dense", {"beta": beta})
     a = arrays(problem)
+    impl.takes("float32")
     rows = Rows(impl.array(a["teacher"], "float32"))
     assert_true(dense(impl, a, rows.of(impl), beta=beta), truth(problem, a), "float32")
     tokens = int(np.prod(SHAPE))
