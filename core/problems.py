@@ -296,6 +296,8 @@ PROBLEMS: tuple[Problem, ...] = (
             class_weight="positive", tags=("trained",)),
     Problem("trained_none", (4, 128), 48, 512, options=LossOptions("none"), bias=True, ignored=0.1, recipe="trained",
             tags=("trained",)),
+    # The sum of all logits, where a softcap stands between them and the sum of the weight's rows.
+    Problem("capped_smooth", (60,), 24, 301, options=LossOptions(softcap=5.0, label_smoothing=0.2), tags=("odd",)),
 )  # fmt: skip
 
 BY_NAME = {problem.name: problem for problem in PROBLEMS}

@@ -213,8 +213,7 @@ def _gradients(
         column = (local if pairs.shared else local[rows]) - start
         here = (column >= 0) & (column < stop - start)
         index = column.masked_fill(~here, 0).expand(g[rows].shape)
-        dz = torch.zeros_like(p).scatter_add_(1, index, g[rows].masked_fill(~here, 0.0))
-        dz.addcmul_(p, total[rows].unsqueeze(1), value=-1.0)
+        dz = p.mul_(-total[rows].unsqueeze(1)).scatter_add_(1, index, g[rows].masked_fill(~here, 0.0))
         if slope is not None:
             dz.mul_(slope)
         chunk.set_target(dz, inputs.target[rows], start, at_best[rows])
