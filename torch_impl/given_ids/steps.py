@@ -28,6 +28,9 @@ from logitless.torch_impl import chunk, steps
 from logitless.torch_impl.autograd import Derivatives, SavedContext, differentiable_once, reverse_only
 from logitless.torch_impl.call import XP, Arrays, Call, Inputs, Needs, TokenSums
 
+# Ids are below it.
+LAST_ID = 2**32 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class IdsCall:
@@ -254,30 +257,31 @@ def largest_logits(arrays: Arrays, call: IdsCall) -> tuple[Tensor, Tensor]:
         for start, stop in cut.tile.vocab_slices:
             block = x.new_empty((last - first, stop - start), dtype=z.dtype)
             chunk.logits_block(x, inputs, rows, start, stop, options, block)
-            block, places = _largest_of_block(block, cut.ids)
-            # Ids grow from left to right where logits are equal, and a stable sort keeps their order.
-            best, order = torch.cat([best, block], dim=1).sort(dim=1, descending=True, stable=True)
-            best_ids = torch.cat([best_ids, places + start], dim=1).gather(1, order)[:, : cut.ids]
-            best = best[:, : cut.ids]
+            numbers = torch.arange(start, stop, device=z.device).expand(block.shape)
+            block, block_ids = _largest(block, numbers, cut.ids)
+            best, best_ids = _largest(torch.cat([best, block], dim=1), torch.cat([best_ids, block_ids], dim=1), cut.ids)
         z[rows], ids[rows] = _of_all_ranks(best, best_ids + inputs.shard.start, inputs, cut.ids)
     return z, ids
 
 
-def _largest_of_block(z: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest logits of a tile and their columns, by column; of equal ones the first columns.
+def _largest(z: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest logits and their ids, largest first, of equal ones the first id. May write to z, [C, B].
 
-    topk leaves open which of equal elements it takes, so it only says how large the smallest one is.
+    topk leaves open which of equal elements it takes. So it gets numbers that differ: a logit's bits, which grow as the
+    logit does once those of negative ones are turned, and behind them the id from its end.
     """
-    columns = z.shape[1]
-    count = min(count, columns)
-    least = z.topk(count, dim=1).values[:, -1:]
-    above, equal = z > least, z == least
-    room = count - above.sum(dim=1, keepdim=True)
-    taken = above | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= room))
-    numbers = torch.arange(columns, dtype=torch.int32, device=z.device)
-    places = torch.where(taken, numbers, columns).topk(count, dim=1, largest=False).values
-    places = places.clamp_(max=columns - 1).long()  # in a row of NaN nothing is taken
-    return z.gather(1, places) + 0.0, places  # −0 is not below 0
+    z.add_(0.0)  # −0 is not below 0
+    if z.dtype != torch.float32:  # ids of equal logits grow from left to right, and a stable sort keeps their order
+        z, order = z.sort(dim=1, descending=True, stable=True)
+        return z[:, :count], ids.gather(1, order)[:, :count]
+    keys = _turned(z.view(torch.int32)).long().bitwise_left_shift_(32).add_(LAST_ID).sub_(ids)
+    keys = keys.topk(min(count, z.shape[1]), dim=1).values
+    return _turned((keys >> 32).int()).view(torch.float32), LAST_ID - (keys & LAST_ID)
+
+
+def _turned(bits: Tensor) -> Tensor:
+    """A float's bits as an integer that grows as the float does, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _of_all_ranks(z: Tensor, ids: Tensor, inputs: Inputs, count: int) -> tuple[Tensor, Tensor]:
