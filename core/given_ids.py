@@ -18,6 +18,8 @@ from logitless.spec import ITEMSIZE, TARGET_DTYPES, ArrayInfo, check_dtype
 # At most this many rows of the weight are gathered at a time.
 LARGEST_GATHER = 4096
 SMALLEST_GATHER = 64
+# Without a budget a tile has so many times as many entries as tokens: a GPU's host is slower over more tiles.
+WIDE = 4
 
 # How many arrays of K numbers a token are live at once: of all tokens, and of a chunk.
 ALL_PAIRS = 6
@@ -64,13 +66,13 @@ def ids_cut(*, tokens: int, hidden: int, vocab: int, ids: int, dtype: str, memor
     """
     itemsize = max(4, ITEMSIZE[dtype])
 
-    def cut(share: int) -> IdsCut:
-        chunk, block = max(LARGEST_TILE // share, TOKEN_TILE), max(LARGEST_TILE // share, VOCAB_TILE)
+    def cut(share: int, wide: int = 1) -> IdsCut:
+        chunk, block = max(LARGEST_TILE // share, TOKEN_TILE), max(wide * LARGEST_TILE // share, VOCAB_TILE)
         tile = Tile(tokens, vocab, min(max(1, tokens), chunk), min(vocab, block), hidden, 0, itemsize)
         rows = max(LARGEST_GATHER // share, SMALLEST_GATHER)
         return IdsCut(tile, ids, min(rows, max(1, tokens * ids)))
 
-    cuts = [cut(2**step) for step in range((LARGEST_GATHER // SMALLEST_GATHER).bit_length())]
+    cuts = [cut(1, WIDE), *(cut(2**step) for step in range((LARGEST_GATHER // SMALLEST_GATHER).bit_length()))]
     if memory_budget is None:
         return cuts[0]
     for candidate in cuts:

@@ -51,7 +51,7 @@ def linear_token_log_probs(
             an id outside raises ValueError; elsewhere its log-probability is NaN, without gradient.
         ignore_index: marks ids without a log-probability: 0, and no gradient. May be an id inside the vocabulary. A
             token whose ids are all ignored has no part in anything, and its hidden state is never read.
-        memory_budget: bytes of scratch beyond inputs, results and gradients; None: tiles of up to 2048 × 2048, and the
+        memory_budget: bytes of scratch beyond inputs, results and gradients; None: tiles of up to 2048 × 8192, and the
             rule of :mod:`logitless.planning` for the pass for lse.
         logit_scale, softcap, temperature, backend, axis_name, vocab, sequence_parallel: as for
             :func:`linear_cross_entropy`. The backend is that of the pass for lse. With an axis_name, ids are the same
