@@ -1,8 +1,7 @@
 """The public functions for PyTorch. Mirror of jax_impl/api.py: names, arguments, defaults and meanings are the same.
 
-A call becomes :class:`Arrays` and a :class:`Request`. checks.py checks both, chooses a backend and a plan, and makes
-the :class:`Call` that the autograd functions of autograd.py carry. distributed/sharding.py does the same for calls on
-several ranks, and for calls that leave dW elsewhere.
+A call becomes :class:`Arrays` and a :class:`Request`. one_device.py takes them on, or distributed/sharding.py where a
+call is on several ranks or leaves dW elsewhere.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from torch import Tensor
 from logitless import spec
 from logitless.planning import ChunkPlan, Preference, check_plan_argument
 from logitless.spec import LogProbResults, Reduction, TokenStats, WeightLayout
-from logitless.torch_impl import autograd, checks
+from logitless.torch_impl import checks, one_device
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.call import Arrays, Request, temperatures
-from logitless.torch_impl.compiled import tracing, transforms
 from logitless.torch_impl.distributed import sharding
-from logitless.torch_impl.kernels import first_check
 
 
 def linear_cross_entropy(
@@ -143,7 +140,7 @@ def linear_cross_entropy(
     if _is_apart(arrays, request):
         values, deferred = sharding.values(arrays, normalizer, request)
     else:
-        values = _values(arrays, normalizer, request)
+        values = one_device.values(arrays, normalizer, request)
     own = 2 if return_lse else 1
     stats = [TokenStats(*values[own:])] if return_stats else []
     results = (*values[:own], *stats, *([deferred] if defer_weight_grad else []))
@@ -205,7 +202,7 @@ def linear_log_probs(
     if _is_apart(arrays, request):
         (log_prob, *more), _ = sharding.values(arrays, None, request)
     else:
-        log_prob, *more = _values(arrays, None, request)
+        log_prob, *more = one_device.values(arrays, None, request)
     return spec.log_prob_results(statistics, log_prob, more)
 
 
@@ -217,14 +214,3 @@ def _is_apart(arrays: Arrays, request: Request) -> bool:
     """Whether a call is on several ranks, or leaves dW elsewhere: one device's graph cannot hold it."""
     asked = request.group is not None or request.sequence_parallel or request.into is not None or request.deferred
     return asked or checks.is_placed(arrays.weight) or checks.is_placed(arrays.hidden)
-
-
-@tracing.kept_whole
-def _values(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -> tuple[Tensor, ...]:
-    """:func:`autograd.values` of a call on one device."""
-    arrays, request = Arrays(*arrays), Request(*request)
-    tracing.check_transforms("linear_log_probs" if request.log_probs else "linear_cross_entropy")
-    plain, call = first_check.checked(lambda: checks.ready(arrays, normalizer, request))
-    if tracing.in_transform():
-        return transforms.values(plain, normalizer, call)
-    return autograd.values(plain, normalizer, call)
