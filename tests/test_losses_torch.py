@@ -245,3 +245,20 @@ def test_no_host_synchronisation(name: str, dtype: Any) -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_distillation_by_whole_rows_keeps_nothing_of_its_teacher() -> None:
+    """Between forward and backward: the student's arrays and the gradient of the logits."""
+    kept: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    x, w, teacher_x, teacher_w = (torch.randn(shape) for shape in ((6, 4), (50, 4), (6, 9), (50, 9)))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = distillation_loss(x.requires_grad_(), w.requires_grad_(), teacher_x, teacher_w, reduction="sum")
+    assert torch.Size((6, 50)) in kept
+    assert not [shape for shape in kept if shape[-1:] == (9,)]
+    loss.backward()
+    assert x.grad is not None

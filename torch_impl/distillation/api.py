@@ -83,14 +83,14 @@ def distillation_loss(
         mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
         beta: β in [0, 1].
         temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
-            constant; with one per token all is in plain operations.
+            constant.
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant tensor without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
         memory_budget: bytes of scratch beyond inputs and gradients; None: 8 GiB for whole rows, and if they take more,
             tiles of up to 2048 × 2048.
-        backend: as for :func:`linear_cross_entropy`: of the losses of whole rows, of which a kernel makes those of a
-            head, or of the pass for the logsumexps. The tiles are in plain operations.
+        backend: as for :func:`linear_cross_entropy`: whether kernels make losses and gradient, and of tiles the
+            logsumexps. With a temperature per token all is in plain operations.
 
     Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
     Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.

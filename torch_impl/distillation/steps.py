@@ -145,6 +145,7 @@ class DivergenceFunction(torch.autograd.Function):
                     inputs, parts, call.options, call.order, kernel=call.kernel, differentiate=call.differentiate
                 )
                 kept: list[tuple[Tensor, ...]] = [] if gradient is None else [(gradient,)]
+                tensors = tensors[:5]  # the rows have done with the teacher
             else:
                 losses, kept = _forward(inputs, parts, call.options, call.order)
         ctx.call, ctx.counts = call, [len(each) for each in kept]
@@ -158,16 +159,18 @@ def _backward(ctx: DivergenceContext, saved: tuple[Tensor, ...], upstream: Tenso
     kept = [tuple(next(found) for _ in range(count)) for count in ctx.counts]
     call, needs = ctx.call, ctx.needs_input_grad[1:4]
     with torch.autocast(upstream.device.type, enabled=False):
-        inputs, parts = call.prepared(Arrays.of_head(*tensors[:5]), tensors[5], tensors[6:])
+        arrays = Arrays.of_head(*tensors[:5])
         if isinstance(call.order, WholeRows):
+            inputs = chunk.prepare(arrays, call.options, call.compute_dtype)
             gradients = whole_rows.gradients(
                 inputs, call.options, call.order, kept[0][0], upstream, tensors[1].dtype, needs, call.kernel
             )
         else:
+            inputs, parts = call.prepared(arrays, tensors[5], tensors[6:])
             gradients = _gradients(inputs, parts, kept, upstream, call, tensors[1].dtype, needs)
     like = zip(gradients, tensors[:3], strict=True)
     cast = (None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like)
-    return (None, *cast, *(None,) * (len(tensors) - 3))
+    return (None, *cast, *(None,) * (len(ctx.needs_input_grad) - 4))
 
 
 def _named(name: str) -> type[DivergenceFunction]:
