@@ -394,16 +394,25 @@ def test_as_many_as_there_are(impl: Any) -> None:
     check_top_k(impl, problem_named("banned"), 64)
 
 
+@pytest.fixture
+def square_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 2048 entries."""
+    monkeypatch.setattr("logitless.given_ids.WIDE", 1)
+    cut = ids_cut(tokens=17, hidden=16, vocab=5000, ids=8, dtype="float32")
+    assert [start for start, _ in cut.tile.vocab_slices] == [0, 2048, 4096]
+
+
 @pytest.mark.case(45)
 @every_implementation
-def test_a_thousand_of_several_tiles(impl: Any) -> None:
+def test_a_thousand_of_several_tiles(impl: Any, square_tiles: None) -> None:
     check_top_k(impl, Problem("many", (17,), 16, 5000, bias=True), 1024)
 
 
 @pytest.mark.case(20, 45)
 @every_implementation
-def test_ties_take_the_first_ids(impl: Any) -> None:
-    """Equal logits wherever tiles end: 2048 is the last column of a tile. Rows of zeros, of one sign or the other."""
+def test_ties_take_the_first_ids(impl: Any, square_tiles: None) -> None:
+    """Equal logits wherever tiles end: 2048 is the first column of a tile. Rows of zeros, of one sign or the other."""
+    impl.takes("float32")
     places = [5, 100, 2047, 2048, 2049, 4095, 4096, 4999]
     x, w = np.ones((3, 8), np.float32), np.zeros((5000, 8), np.float32)
     w[places] = 1.0
