@@ -39,3 +39,12 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
     """Whole rows of one of these numbers of tokens at a time, whoever makes them; of none: no whole rows."""
     for by, rows in ROWS.items():
         monkeypatch.setitem(ROWS, by, rows._replace(tokens=tokens))
+
+
+IN_EITHER_ORDER = pytest.mark.parametrize("order", ORDERS)
+
+
+def take_order(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    """Of :data:`IN_EITHER_ORDER`: whole rows are the default."""
+    if order == "tiles":
+        rows_of(monkeypatch)

@@ -7,17 +7,21 @@ import pytest
 
 jax = pytest.importorskip("jax", reason="these tests are about JAX")
 
+from distilling import IN_EITHER_ORDER, take_order  # noqa: E402
+
 from logitless.jax_impl import distillation_loss  # noqa: E402
 from logitless.tolerances import ON_TOP_LOSS, error  # noqa: E402
 
 N, D, V = 6, 4, 70
 
 
+@IN_EITHER_ORDER
 @pytest.mark.case(44)
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 @pytest.mark.parametrize("far", [100.0, 16384.0])
-def test_saturated_student(far: float, beta: float) -> None:
+def test_saturated_student(far: float, beta: float, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two classes are ``far`` nats above id 0. Numbers are multiples of 1/8, so float32 holds every logit exactly."""
+    take_order(monkeypatch, order)
     rng = np.random.default_rng(0)
 
     def some(*shape: int) -> np.ndarray:

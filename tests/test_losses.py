@@ -10,7 +10,7 @@ from typing import Any
 import full_losses
 import numpy as np
 import pytest
-from distilling import DISTILLING, DISTILLING_DTYPES, ORDERS, cut_raggedly
+from distilling import DISTILLING, DISTILLING_DTYPES, IN_EITHER_ORDER, ORDERS, cut_raggedly, take_order
 from implementations import every_implementation, in_its_own_dtype, in_jax, in_turn
 
 from logitless.rounding import round_to
@@ -633,9 +633,11 @@ def test_distillation(
     assert not result[1]["hidden"][a["mask"] == 0].any()
 
 
+@IN_EITHER_ORDER
 @DISTILLING_DTYPES
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_distillation_from_itself_is_zero(impl: Any, beta: float) -> None:
+def test_distillation_from_itself_is_zero(impl: Any, beta: float, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_order(monkeypatch, order)
     a = arrays(impl.dtype)
     for name in ARGUMENTS:
         a[f"teacher_{name}"] = a[name]
@@ -674,10 +676,14 @@ def test_distillation_reductions_and_normalizer(impl: Any) -> None:
     assert error(losses.sum(), truth[0]) <= TINY["float32"]
 
 
+@IN_EITHER_ORDER
 @DISTILLING_DTYPES
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_distillation_with_ids_that_neither_side_has(impl: Any, beta: float) -> None:
+def test_distillation_with_ids_that_neither_side_has(
+    impl: Any, beta: float, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bias of −inf takes an id out of a vocabulary. Out of both, it is as if it did not exist."""
+    take_order(monkeypatch, order)
     a = arrays(impl.dtype)
     gone = np.isin(np.arange(V), [0, 31, V - 2, V - 1])
     few = {name: values[~gone] if name.endswith(("weight", "bias")) else values for name, values in a.items()}
@@ -691,16 +697,20 @@ def test_distillation_with_ids_that_neither_side_has(impl: Any, beta: float) -> 
     assert not result[1]["weight"][gone].any()
 
 
+@IN_EITHER_ORDER
 @pytest.mark.case(11)
 @DISTILLING
 @pytest.mark.parametrize("shift", [-1024.0, 1024.0])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_distillation_of_shifted_logits_near_the_teachers(impl: Any, beta: float, shift: float) -> None:
+def test_distillation_of_shifted_logits_near_the_teachers(
+    impl: Any, beta: float, shift: float, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits near ±1000 and a divergence near 1e-4: neither loss nor gradient loses it to the rounding of lse.
 
     All numbers are multiples of 1/64, so that float32 holds every logit exactly. Rows that do not count have the bias
     alone as logits, whose exponentials overflow.
     """
+    take_order(monkeypatch, order)
     a = arrays()
     for name in ("hidden", "weight"):
         a[name] = np.round(a[name] * 8) / 8
