@@ -238,7 +238,7 @@ def test_the_hard_loss_of_a_sure_student(impl: Any, nats: float, order: str, mon
     """A teacher that agrees with the student leaves the hard loss alone, whose values are far below float32's 1."""
     take_order(monkeypatch, order)
     if (order, impl.backend, nats) == ("tiles", "triton", 25.0):
-        pytest.skip("lse of the kernels is anchored up to RESCUE_NATS below the largest logit, whose rounding shows here")
+        pytest.skip("the kernels anchor lse up to RESCUE_NATS below the largest logit, whose rounding shows here")
     a = sure(nats)
     z = a["hidden"] @ a["weight"].T + a["bias"]
     teacher = np.exp(z - z.max(1, keepdims=True)).astype(np.float64)
