@@ -208,7 +208,7 @@ def dense_distillation_loss(
 
             - a tensor [..., V] of any floating dtype and layout. It may lie on another device than hidden, as in the
               host's memory: rows of up to 1024 tokens, or a tile, move at a time;
-            - a NumPy array [..., V], such as a memory-mapped one: a tile is read at a time;
+            - a NumPy array [..., V], such as a memory-mapped one: as many rows, or a tile, are read at a time;
             - a function ``rows(start, count)`` that returns the rows [count, V] of ``count`` tokens from ``start`` on,
               counted through the flattened leading axes. It is called once for every chunk of tokens in the forward.
               With tiles it is called for the same rows in the backward, the chunks have fewer tokens, and the gradient
@@ -277,7 +277,7 @@ class _Student(NamedTuple):
 
     @property
     def by_kernel(self) -> bool:
-        """Whether whole rows are the kernel's, if it takes the losses."""
+        """Whether the losses are the kernels', where they take them."""
         return self.call.backend == "triton"
 
     @property
@@ -324,8 +324,8 @@ class _Teacher(Protocol):
     def check(self, given: _Given) -> Tensor | None:
         """Check it beside the student's arrays. Of which tokens it knows something, [...]; None: of all."""
 
-    def known(self, student: _Student, limits: _Limits, tiles: bool) -> _Known:
-        """What the losses need of it; ``tiles``: logsumexps too."""
+    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
+        """What the losses need of it: of tiles logsumexps too."""
 
 
 @tracing.outside_graphs
@@ -338,7 +338,7 @@ def _loss(name: str, given: _Given, options: DistillationOptions, teacher: _Teac
     about = teacher.check(given)
     student = _student(given, options, about, limits)
     order = student.order(teacher, limits.memory_budget)
-    known = teacher.known(student, limits, isinstance(order, Tile))
+    known = teacher.known(student, limits, order)
     student, own = known.student, options.logits(teacher=False)
     call = Distillation(
         known.soft, options.beta, options.nll_coef, float(options.temperature), own, student.call.compute_dtype, order,
@@ -430,7 +430,7 @@ class _HeadTeacher(NamedTuple):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, teacher_hidden=self.hidden.shape[-1])
 
-    def known(self, student: _Student, limits: _Limits, tiles: bool) -> _Known:
+    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
         target, temperature = student.given.target, student.given.temperature
         try:
             arrays = Arrays(self.hidden, self.weight, self.bias, target, temperature=temperature)
@@ -438,7 +438,7 @@ class _HeadTeacher(NamedTuple):
         except (TypeError, ValueError) as error:
             raise type(error)(objectives.of_teacher(str(error))) from None
         head = (None if array is None else array.detach() for array in arrays.head)
-        lse = (_logsumexp(plain, call).to(student.dtype), student.lse()) if tiles else ()
+        lse = (_logsumexp(plain, call).to(student.dtype), student.lse()) if isinstance(order, Tile) else ()
         return _Known(FromHead(self.options, call.compute_dtype), (*head, *lse), student)
 
 
@@ -464,7 +464,7 @@ class _SparseTeacher(NamedTuple):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)
 
-    def known(self, student: _Student, limits: _Limits, tiles: bool) -> _Known:
+    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
         vocab, count = student.given.weight.shape[0], self.ids.shape[-1]
         ids = self.ids.long().masked_fill(~student.counted.unsqueeze(-1), student.ignore_index)
         checks.check_ids(ids, vocab, student.ignore_index, name="ids")
@@ -472,8 +472,8 @@ class _SparseTeacher(NamedTuple):
         known = ~ignored & (ids >= 0) & (ids < vocab)
         probs = self.probs.to(student.dtype)
         # Each place without an id counts as an id of its own.
-        order = torch.where(ignored, -1 - torch.arange(count, device=ids.device), ids).sort(dim=-1).values
-        repeated = (order[..., 1:] == order[..., :-1]).any(dim=-1)
+        sorted_ids = torch.where(ignored, -1 - torch.arange(count, device=ids.device), ids).sort(dim=-1).values
+        repeated = (sorted_ids[..., 1:] == sorted_ids[..., :-1]).any(dim=-1)
         no_sum = student.counted & ~numerics.is_distribution(XP, probs, ~ignored, self.rest)
         for wrong, kind in ((repeated, True), (no_sum, False)):
             if wrong.device.type == "cpu" and bool(wrong.any()):
@@ -484,7 +484,7 @@ class _SparseTeacher(NamedTuple):
             XP, probs.reshape(-1, count), known.reshape(-1, count), self.rest, vocab
         )
         spread = self.rest == "spread"
-        lse = (student.lse(),) if spread and tiles else ()
+        lse = (student.lse(),) if spread and isinstance(order, Tile) else ()
         constants = (ids.masked_fill(~known, -1).reshape(-1, count), log_p, log_rest, *lse)
         return _Known(FromIds(spread), constants, student)
 
@@ -519,9 +519,9 @@ class _DenseTeacher(NamedTuple):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, whole_rows=callable(self.source))
 
-    def known(self, student: _Student, limits: _Limits, tiles: bool) -> _Known:
+    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
         shape = (*student.counted.shape, student.given.weight.shape[0])
-        lse = (student.lse(),) if tiles else ()
+        lse = (student.lse(),) if isinstance(order, Tile) else ()
         if isinstance(self.source, Tensor):
             return _Known(FromDense(None, self.log, shape), (self.source.detach(), *lse), student)
         return _Known(FromDense(self.source, self.log, shape), lse, student)

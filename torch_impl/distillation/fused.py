@@ -68,7 +68,9 @@ def _tile(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, losses: Ten
 
 
 def _kind(beta: float) -> int:
-    return {0.0: 0, 1.0: 2}.get(float(beta), 1)
+    """Which divergence, by the kernels' number for it."""
+    kind = row_kernels.FORWARD if beta == 0 else row_kernels.REVERSE if beta == 1 else row_kernels.MIXED
+    return int(kind.value)
 
 
 def scaled(values: Tensor, unit: Tensor, out: Tensor) -> None:

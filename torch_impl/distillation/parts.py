@@ -106,11 +106,6 @@ class Divergence:
         return losses, divergence_gradient(log_p, log_q, mean, self.beta)
 
 
-def is_whole(part: Part) -> bool:
-    """Whether a part is of the whole vocabulary, as the kernels' are."""
-    return isinstance(part, Divergence)
-
-
 @dataclasses.dataclass(frozen=True)
 class GivenIds:
     """Of a few ids of every token, and one class for all others: what both losses of such classes share."""

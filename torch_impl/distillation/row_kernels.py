@@ -119,6 +119,22 @@ def log_prob(z, anchor, log_total, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
+def both_sides(
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, column, mask, scale, cap, teacher_scale, teacher_cap, anchor,
+    log_total, teacher_anchor, teacher_log_total, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr, HAS_TEACHER_SCALE: tl.constexpr,
+    HAS_TEACHER_CAP: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Columns of a row whose logsumexps are known: the student's logits, log q, and log p."""
+    z = logits_of(student_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+    t = logits_of(
+        teacher_ptr, teacher_bias_ptr, column, mask, teacher_scale, teacher_cap, HAS_TEACHER_BIAS, HAS_TEACHER_SCALE,
+        HAS_TEACHER_CAP,
+    )  # fmt: skip
+    return z, log_prob(z, anchor, log_total, True), log_prob(t, teacher_anchor, teacher_log_total, NORMALIZE)
+
+
+@triton.jit
 def whole_gradient(
     dz, z, own, gone, others_anchor, others_log, hard_temperature, cap, HARD: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -192,13 +208,11 @@ def row_losses_kernel(
     for start in range(0, vocab if STORE and KIND == FORWARD else stop, BLOCK):
         column = start + lanes
         mask = column < stop
-        z = logits_of(student_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
-        t = logits_of(
-            teacher_ptr, teacher_bias_ptr, column, mask, teacher_scale, teacher_cap, HAS_TEACHER_BIAS,
-            HAS_TEACHER_SCALE, HAS_TEACHER_CAP,
+        z, log_q, log_p = both_sides(
+            student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, column, mask, scale, cap, teacher_scale, teacher_cap,
+            anchor, log_total, teacher_anchor, teacher_log_total, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_TEACHER_BIAS,
+            HAS_TEACHER_SCALE, HAS_TEACHER_CAP, NORMALIZE,
         )  # fmt: skip
-        log_q = log_prob(z, anchor, log_total, True)
-        log_p = log_prob(t, teacher_anchor, teacher_log_total, NORMALIZE)
         terms, own = divergence_terms(log_p, log_q, beta, KIND)
         divergence += tl.where(mask, terms, 0.0)
         student_sum += tl.where(mask, own, 0.0)
@@ -215,13 +229,11 @@ def row_losses_kernel(
         for start in range(0, vocab, BLOCK):
             column = start + lanes
             mask = column < stop
-            z = logits_of(student_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
-            t = logits_of(
-                teacher_ptr, teacher_bias_ptr, column, mask, teacher_scale, teacher_cap, HAS_TEACHER_BIAS,
-                HAS_TEACHER_SCALE, HAS_TEACHER_CAP,
+            z, log_q, log_p = both_sides(
+                student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, column, mask, scale, cap, teacher_scale,
+                teacher_cap, anchor, log_total, teacher_anchor, teacher_log_total, HAS_BIAS, HAS_SCALE, HAS_CAP,
+                HAS_TEACHER_BIAS, HAS_TEACHER_SCALE, HAS_TEACHER_CAP, NORMALIZE,
             )  # fmt: skip
-            log_q = log_prob(z, anchor, log_total, True)
-            log_p = log_prob(t, teacher_anchor, teacher_log_total, NORMALIZE)
             dz = whole_gradient(
                 divergence_slope(log_p, log_q, mean, beta, KIND), z, column == target, gone, others_anchor, others_log,
                 hard_temperature, cap, HARD, HAS_CAP,

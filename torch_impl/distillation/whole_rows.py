@@ -18,7 +18,7 @@ from logitless.scratch import row_stride, slices
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import XP, Inputs, empty_like_weight
-from logitless.torch_impl.distillation.parts import Part, is_whole
+from logitless.torch_impl.distillation.parts import Divergence, Part
 from logitless.torch_impl.distillation.teachers import whole_logits
 
 
@@ -32,7 +32,7 @@ def forward(
         shape = inputs.tokens, row_stride(vocab, inputs.operand_dtype.itemsize)
         gradient = inputs.hidden.new_empty(shape, dtype=inputs.operand_dtype)[:, :vocab]
     of_rows = _row_losses
-    if kernel and is_whole(parts[-1]):
+    if kernel and isinstance(parts[-1], Divergence):
         from logitless.torch_impl.distillation import fused  # imports Triton
 
         of_rows = fused.row_losses
