@@ -4,6 +4,7 @@ Plain operations: the extra flops of a second pass, and the accumulators that ev
 
     tokens:  passes + (chunks − 1) · T / N          passes = 1, or 4/3 when lse must come first
     vocab:   4/3    + (chunks − 1) · T / V          T = tokens whose products take as long as one such read and write
+    both:    4/3 or 5/3, and as much more for the chunks of either half, which read the weight or the hidden states
 
 Kernels: not flops but the turns that the products' tiles take on the multiprocessors, plus the time of the small
 launches around a chunk. The slices of the vocabulary are those of a call that makes dW itself.
@@ -11,6 +12,7 @@ launches around a chunk. The slices of the vocabulary are those of a call that m
 
 from __future__ import annotations
 
+import collections
 import math
 
 from logitless.hardware import ACCUMULATOR_TOKENS, HOPPER, Device
@@ -20,27 +22,46 @@ from logitless.spec import ITEMSIZE
 
 def relative_cost(cut: Cut, device: Device) -> float:
     """The modelled time, by the formula of this module."""
-    if not cut.kernels:
-        length = cut.tokens if cut.order == "tokens" else cut.vocab
-        passes = 1.0 if cut.one_pass else 4.0 / 3.0
-        return passes + max(0, cut.chunks - 1) * ACCUMULATOR_TOKENS[device] / max(1, length)
+    halves = cut.halves if cut.order == "both" else (cut,)
+    return sum(_by_turns(half) if cut.kernels else _by_flops(half, device) for half in halves)
+
+
+def _by_flops(cut: Cut, device: Device) -> float:
+    """Of plain operations."""
+    length = cut.tokens if cut.order == "tokens" else cut.vocab
+    products = (2 if cut.alone else 3) + (not cut.one_pass and not cut.knows_sums)  # no part of dW is a sum there
+    return products / 3 + max(0, cut.chunks - 1) * ACCUMULATOR_TOKENS[device] / max(1, length)
+
+
+def _by_turns(cut: Cut) -> float:
+    """Of the kernels."""
     if not cut.tokens:
         return 1.0
     flops = 6 * cut.tokens * cut.hidden * cut.vocab
     ideal = flops / (2 * math.prod(HOPPER.tile) * HOPPER.multiprocessors)
     blocks = _blocks(cut)
-    depth = sum(_block_depth(cut, *block) for block in blocks)
-    if not cut.one_pass:
+    depth = sum(count * _block_depth(cut, *block) for block, count in collections.Counter(blocks).items())
+    if not (cut.one_pass or cut.knows_sums):
         depth += _turns(cut.tokens, cut.vocab) * cut.hidden
     count, cost = len(blocks), depth / ideal
     if cut.order == "vocab":
-        overhead = HOPPER.chunk_overhead_flops + count * HOPPER.slice_overhead_flops
-        return cost + (count - 1) * HOPPER.accumulator_entries / cut.vocab + overhead / flops
+        return cost + _slices_cost(cut, count, flops)
     cost += count * HOPPER.chunk_overhead_flops / flops
     if count == 1:
         return cost
     sums = (count - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
-    return cost + sums / cut.tokens
+    return cost + sums / cut.tokens * cut.weight_entries / cut.vocab
+
+
+def _slices_cost(cut: Cut, count: int, flops: int) -> float:
+    """What slices of the vocabulary cost beside their products; ``count``: of their blocks."""
+    chunks = max(1, len(cut.token_slices))
+    overhead = HOPPER.tile_overhead_flops if cut.sums_slices else HOPPER.slice_overhead_flops
+    cost = (HOPPER.chunk_overhead_flops + count * overhead) / flops
+    if cut.sums_slices:
+        sums = (chunks - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
+        cost += sums / cut.tokens * cut.weight_entries / cut.vocab
+    return cost if cut.alone else cost + (count // chunks - 1) * HOPPER.accumulator_entries / cut.vocab
 
 
 def _blocks(cut: Cut) -> list[tuple[int, int]]:
@@ -48,21 +69,24 @@ def _blocks(cut: Cut) -> list[tuple[int, int]]:
     if cut.order == "tokens":
         return [(stop - start, cut.vocab) for start, stop in cut.token_slices]
     lends = cut.hidden * ITEMSIZE[cut.dtype] if cut.kind == "triton" else 0
-    return [(cut.tokens, stop - start) for start, stop, _ in cut.lent_slices(lends)]
+    widths = [stop - start for start, stop, _ in cut.lent_slices(lends)]
+    return [(last - first, width) for width in widths for first, last in cut.token_slices]
 
 
 def _block_depth(cut: Cut, rows: int, columns: int) -> float:
-    """Turns times depth of the three products of a block: logits, dX, dW."""
+    """Turns times depth of the products of a block: logits, dX, dW."""
     hidden_turns: float = _turns(rows, cut.hidden)
     programs = HOPPER.multiprocessors
     if cut.splits_hidden:
         whole, left = divmod(cut.hidden_tiles(rows), programs)
         parts = min(programs // left, HOPPER.most_parts) if left else 1
         hidden_turns = whole + _turn(left * parts / programs) / parts + HOPPER.split_overhead_turns
-    if cut.lends:  # whole rows of tiles at a time
+    if cut.in_place:  # whole rows of tiles at a time
         beside = math.ceil(cut.hidden / HOPPER.tile[1])
         programs = programs // beside * beside
-    return _turns(rows, columns) * cut.hidden + hidden_turns * columns + _turns(columns, cut.hidden, programs) * rows
+    logits, hidden = _turns(rows, columns) * cut.hidden, 0 if cut.knows_sums else hidden_turns * columns
+    entries = min(columns, cut.weight_entries)
+    return logits + hidden + _turns(entries, cut.hidden, programs) * rows
 
 
 def _turns(rows: int, columns: int, programs: int = HOPPER.multiprocessors) -> float:

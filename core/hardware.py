@@ -36,6 +36,8 @@ class Architecture:
     """What the small launches around a chunk of tokens take."""
     slice_overhead_flops: float
     """What those around a slice of the vocabulary take."""
+    tile_overhead_flops: float
+    """What those around a slice and a chunk of tokens take, where a slice's dW is a sum over chunks."""
     full_turns: float
     """Tiles of dX are split along the vocabulary where less than this share of its turns would be used."""
     idle_gain: float
@@ -56,6 +58,7 @@ HOPPER = Architecture(
     accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
     chunk_overhead_flops=4e10,  # 60 µs at 680 TFLOP/s
     slice_overhead_flops=4e9,  # 6 µs
+    tile_overhead_flops=2e10,  # 30 µs: nothing of one launch runs beside the next
     full_turns=0.93,
     idle_gain=0.3,
     most_parts=8,

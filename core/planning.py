@@ -3,7 +3,7 @@
 Integers in, a frozen dataclass out, without an array library or a device. Both frameworks carry out the same plan.
 :mod:`logitless.scratch` says what a plan promises, :mod:`logitless.cost` what it costs.
 
-Two orders (docs/design.md):
+Three orders (docs/design.md):
 
 ``tokens``  chunks of C tokens with the whole vocabulary. One pass holds the C × V exponentials: 6·N·D·V flops. It needs
             a dW accumulator [V, D] only if there are several chunks and dW's own buffer is not precise enough to add
@@ -11,13 +11,18 @@ Two orders (docs/design.md):
 ``vocab``   first the statistics of all tokens (2·N·D·V flops), then slices of the vocabulary (6 more). It holds
             N × slice and accumulates dX. Each slice of dW is finished at once, so nothing of size V × D exists beside
             the gradient. (Slices are larger if dW can lend its memory: ``lent_slices``.)
+``both``    chunks of tokens for the sums and dX, then slices of the vocabulary for dW, whose logits are made again:
+            8·N·D·V flops. It holds a chunk or a slice, and no sum over either. Until the second half makes dW, a
+            chunk's exponentials can lie in its memory. For that a part of dW is enough. The rest can be made with dX,
+            as in the tokens order (``ChunkPlan.summed``): 6·N·D·V flops and 2·N·D for each entry that is not.
 
 The kernel backends hold exponentials in the input dtype. They leave the last chunk's products to the backward, so a
 plan of one chunk needs no accumulator. Such a plan can also wait for an upstream gradient per token (``hold``): all
 tokens' exponentials are held until it arrives, for 6·N·D·V flops instead of 8.
 
 Without a budget, the plan with the smallest scratch is chosen among those that cost little more than the cheapest: 5 %
-("balanced", the default), 0.5 % ("fast") or 50 % ("lean"). Of those that hold at most 10 % more, the fastest.
+("balanced", the default), 0.5 % ("fast") or 50 % ("lean"). Of those that hold at most 10 % more ("lean": twice as
+much, up to 64 MiB), the fastest.
 """
 
 from __future__ import annotations
@@ -29,20 +34,37 @@ from typing import Literal
 
 from logitless.cost import relative_cost
 from logitless.hardware import ACCUMULATOR_TOKENS, HOPPER, Device
-from logitless.scratch import TOKEN_TILE, VOCAB_TILE, Cut, Kind, Order, promised_bytes, round_up
-from logitless.spec import FLOAT_DTYPES, WeightLayout, check_flags, check_weight_layout
+from logitless.scratch import (
+    ROW_ALIGNMENT_BYTES,
+    TOKEN_TILE,
+    VOCAB_TILE,
+    Cut,
+    Kind,
+    Order,
+    promised_bytes,
+    round_up,
+)
+from logitless.spec import FLOAT_DTYPES, ITEMSIZE, WeightLayout, check_flags, check_weight_layout
 
-ORDERS = ("tokens", "vocab")
+ORDERS: tuple[Order, ...] = ("tokens", "vocab", "both")
 
 Preference = Literal["fast", "balanced", "lean"]
 # How much more than the fastest plan a plan may cost, if it holds less. Of plans that are nearly equal, the smaller one
 # is taken even for "fast". The leanest plans of all would cost many times the fastest.
 SLACK: dict[Preference, float] = {"fast": 1.005, "balanced": 1.05, "lean": 1.5}
-# How much more than the smallest of these a plan may hold, if it is faster: nobody waits longer for so little.
+# How much more than the smallest of these a plan may hold, if it is faster: nobody waits longer for so little. "lean"
+# may hold twice as much, for the leanest plans of all hold next to nothing; but no more than so many bytes beyond.
 SCRATCH_SLACK = 1.1
+MOST_MORE = 64 * 2**20
 
 # In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
 TOKENS_ORDER_BLOCK = 2048
+# In the order "both", for dW: entries of a slice, and tokens of a chunk where its sum over chunks is possible.
+WEIGHT_SLICES = (128, 256, 512, 1024, 2048, 4096, 8192)
+WEIGHT_CHUNKS = (1024, 2048, 4096, 8192, 16384)
+# In the order "both", entries whose dW is made after dX are a multiple of so many: whole tiles, and whole blocks of the
+# kernels' lists of targets.
+LATER_GRAIN = 256
 # PyTorch's "eager" on a GPU starts every operation from the host, about 6 µs each. So a block has this many elements
 # there, which keeps the GPU busy for longer than that.
 EAGER_GPU_BLOCK = 2**26
@@ -64,8 +86,11 @@ class ChunkPlan(Cut):
 
     @property
     def flops(self) -> int:
-        """Flops of the matrix products, forward and all gradients: 6·N·D·V in one pass, 8·N·D·V otherwise."""
-        return (6 if self.one_pass else 8) * self.tokens * self.hidden * self.vocab
+        """Flops of the matrix products, forward and all gradients: 6·N·D·V in one pass, 8·N·D·V otherwise; in the order
+        "both" 2·N·D more for each entry whose dW is made after dX."""
+        logits = 1 if self.one_pass else 2
+        again = self.later if self.order == "both" else 0
+        return 2 * self.tokens * self.hidden * ((logits + 2) * self.vocab + again)
 
     @property
     def scratch_bytes(self) -> int:
@@ -100,6 +125,7 @@ class Request:
     lends: bool = False
     prefer: Preference = "balanced"
     turned: bool = False
+    frees: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("tokens", 0), ("hidden", 1), ("vocab", 1)):
@@ -110,12 +136,13 @@ class Request:
         if self.dtype not in FLOAT_DTYPES:
             raise ValueError(f"dtype: got {self.dtype!r}, allowed are {', '.join(FLOAT_DTYPES)}")
         if self.order is not None and self.order not in ORDERS:
-            raise ValueError(f"order: got {self.order!r}, allowed are None, 'tokens', 'vocab'")
+            raise ValueError(f"order: got {self.order!r}, allowed are None, {', '.join(map(repr, ORDERS))}")
         if self.device not in ACCUMULATOR_TOKENS:
             raise ValueError(f"device: got {self.device!r}, allowed are 'gpu', 'cpu'")
         if self.chunk is not None and self.order is None:
             raise ValueError(
-                f"order: got None beside chunk={self.chunk}, allowed are 'tokens', 'vocab': chunk counts along it"
+                f"order: got None beside chunk={self.chunk}, allowed are {', '.join(map(repr, ORDERS))}: chunk counts "
+                f"along it"
             )
         check_preference("prefer", self.prefer)
         if self.prefer != "balanced" and self.memory_budget is not None:
@@ -148,6 +175,11 @@ class Request:
         allowed = self.lends and self.kind == "triton" and self.dtype == "bfloat16"
         return allowed and fits and self.prefer != "fast"  # beside dW is as fast, or faster
 
+    @property
+    def can_free(self) -> bool:
+        """Whether the exponentials of a chunk of tokens may lie in dW's memory before dW is made."""
+        return self.frees and self.kind == "triton"
+
     def plan(self, order: Order, one_pass: bool, token_chunk: int, vocab_chunk: int, lends: bool = False) -> ChunkPlan:
         """One of the plans to choose from."""
         sizes = (self.tokens, self.hidden, self.vocab, self.dtype)
@@ -179,7 +211,8 @@ def plan(
         tokens, hidden, vocab: N, D and V.
         dtype: of hidden and weight: "bfloat16", "float16", "float32" or "float64".
         memory_budget: bytes of scratch that ``scratch_bytes`` must not exceed; None: as ``prefer`` says.
-        order: "tokens", "vocab", or None for whichever costs less within the budget.
+        order: "tokens", "vocab", "both", or None for whichever costs less within the budget. ("both" is among these
+            where the exponentials may lie in dW's memory: with ``lends``.)
         chunk: tokens (or, in the vocab order, vocabulary entries) in a chunk, taken as it is; needs ``order``.
         one_pass: False when the upstream gradient arrives per token, after the forward (reduction="none", log-probs).
         device: "gpu" or "cpu": whose balance of arithmetic and bandwidth the cost formula assumes.
@@ -193,7 +226,8 @@ def plan(
         eager: whether the scratch is that of PyTorch's "eager", which is less than XLA's.
         lends: with ``fused``, whether the exponentials may lie in dW's rows until dW is made there, which takes one
             pass in every reduction: PyTorch on Hopper, bfloat16, tokens ≤ hidden. (Calls allow it if they make dW
-            themselves, and differentiate losses or log-probabilities alone.)
+            themselves, and differentiate losses or log-probabilities alone.) In the order "both", whether those of a
+            chunk may lie in dW's memory: PyTorch. (Calls allow it if they make dW themselves, in the dtype of hidden.)
         prefer: without a budget or a chunk, the smallest scratch that stays within 5 % ("balanced"), 0.5 % ("fast") or
             50 % ("lean") of the fastest plan, by the cost formula of :mod:`logitless.cost`.
         weight_layout: "dv" for a weight that lies in memory as [D, V]: with ``fused``, its rows of a chunk's targets
@@ -209,7 +243,7 @@ def plan(
         kind = "pallas" if padded else "triton"
     request = Request(
         tokens, hidden, vocab, dtype, kind, memory_budget, order, chunk, one_pass, hold, device, lends, prefer,
-        weight_layout == "dv",
+        weight_layout == "dv", lends,
     )  # fmt: skip
     if fused and eager:
         raise ValueError("eager: got True beside fused=True, allowed is False: a backend is one of the two")
@@ -232,7 +266,8 @@ def choose(request: Request) -> ChunkPlan:
         return min(candidates, key=lambda candidate: (candidate.relative_cost(device), candidate.scratch_bytes))
     limit = SLACK[request.prefer] * min(candidate.relative_cost(device) for candidate in candidates)
     candidates = [candidate for candidate in candidates if candidate.relative_cost(device) <= limit]
-    enough = SCRATCH_SLACK * min(candidate.scratch_bytes for candidate in candidates)
+    least = min(candidate.scratch_bytes for candidate in candidates)
+    enough = least + min(least, MOST_MORE) if request.prefer == "lean" else SCRATCH_SLACK * least
     return min(
         (candidate for candidate in candidates if candidate.scratch_bytes <= enough),
         key=lambda candidate: (candidate.relative_cost(device), candidate.scratch_bytes),
@@ -256,7 +291,100 @@ def _candidates(request: Request) -> list[ChunkPlan]:
     if order in (None, "vocab"):
         sizes = [chunk] if chunk else _balanced_sizes(vocab, VOCAB_TILE)
         candidates += [request.plan("vocab", False, max(1, tokens), min(size, vocab)) for size in sizes]
+        if request.can_free and not request.turned:
+            widths = [chunk] if chunk else _widths(request)
+            pairs = ((few, min(vocab, width)) for few in WEIGHT_CHUNKS if few < tokens for width in widths)
+            candidates += [request.plan("vocab", False, few, width) for few, width in pairs]
+    if order == "both" or (order is None and _wants_both(request)):
+        candidates += _of_both(request)
     return candidates
+
+
+def _wants_both(request: Request) -> bool:
+    """Whether the order "both" is worth a look: it takes least where it holds little beside dW. It takes longest where
+    the sums are made before (10·N·D·V flops), so there a budget has to ask for it."""
+    asked = request.in_one_pass or request.memory_budget is not None
+    return asked and request.can_free and not request.can_lend and request.tokens > 0
+
+
+def _of_both(request: Request) -> list[ChunkPlan]:
+    """Plans of the order "both"."""
+    tokens, vocab, chunk = request.tokens, request.vocab, request.chunk
+    sizes = [min(chunk, max(1, tokens))] if chunk else _balanced_sizes(tokens, TOKEN_TILE)
+    if request.kernels:
+        return _best_halves(request, sizes)
+    # A slice's matrix is as large as a chunk's.
+    pairs = ((size, max(VOCAB_TILE, size * vocab // max(1, tokens) // VOCAB_TILE * VOCAB_TILE)) for size in sizes)
+    return [request.plan("both", request.in_one_pass, size, min(width, vocab)) for size, width in pairs]
+
+
+def _best_halves(request: Request, sizes: list[int]) -> list[ChunkPlan]:
+    """The fastest two halves for every scratch that one of them takes; ``sizes``: of the first one's chunks."""
+    tokens, vocab, device = request.tokens, request.vocab, request.device
+    base = request.plan("both", request.in_one_pass, sizes[0], vocab)
+    firsts = [dataclasses.replace(base, token_chunk=size) for size in sizes]
+    chunks = [0]
+    if request.can_free:
+        chunks += [few for few in WEIGHT_CHUNKS if few < tokens and not request.turned]
+        lending = [made for first in firsts for made in (*_lending(first), *_with_lent_sums(first))]
+        firsts = lending or firsts
+    seconds = [
+        dataclasses.replace(base, vocab_chunk=min(vocab, width), weight_tokens=chunk)
+        for width in _widths(request)
+        for chunk in chunks
+    ]
+
+    def rated(plans: list[ChunkPlan], half: int) -> list[tuple[float, int, ChunkPlan]]:
+        made = [(plan.halves[half], plan) for plan in plans]
+        rows = [(part.relative_cost(device), part.scratch_bytes, plan) for part, plan in made]
+        # What a first half makes of dW, the second need not: two products of three, as good as they get.
+        rows = [(cost - 2 / 3 * plan.summed / vocab, scratch, plan) for cost, scratch, plan in rows]
+        return sorted(rows, key=_rating)
+
+    first_rated, second_rated = rated(firsts, 0), rated(seconds, 1)
+    least = max(min(scratch for _, scratch, _ in each) for each in (first_rated, second_rated))
+    found = []
+    for limit in sorted({scratch for _, scratch, _ in first_rated + second_rated if scratch >= least}):
+        first = next(plan for _, scratch, plan in first_rated if scratch <= limit)
+        second = next(plan for _, scratch, plan in second_rated if scratch <= limit)
+        chunk, width = second.weight_tokens, second.vocab_chunk
+        found.append(dataclasses.replace(first, weight_tokens=chunk, vocab_chunk=width))
+    return found
+
+
+def _widths(request: Request) -> list[int]:
+    """Entries of a slice: among them as many as fill a turn or a few with tiles of dW."""
+    beside = math.ceil(request.hidden / HOPPER.tile[1])
+    whole = (turns * HOPPER.multiprocessors // beside * HOPPER.tile[0] for turns in (1, 2, 3))
+    return sorted({min(request.vocab, width) for width in (*WEIGHT_SLICES, *whole) if width})
+
+
+def _lending(first: ChunkPlan) -> list[ChunkPlan]:
+    """The plan with its exponentials in dW's memory, if they fit: all of it; or as little as it takes, with and without
+    the lower bits of the sum that the rest of dW is then."""
+    whole, row = dataclasses.replace(first, lends=True), first.hidden * ITEMSIZE[first.dtype]
+    needed = whole.lent_bytes + ROW_ALIGNMENT_BYTES
+    latest = {first.vocab}
+    if first.token_chunk < first.tokens and not first.turned:
+        for entries in (needed / row, (needed + first.vocab * first.low_bytes) / (row + first.low_bytes)):
+            latest.add(round_up(math.ceil(entries), LATER_GRAIN))
+    plans = [dataclasses.replace(whole, summed=first.vocab - later) for later in sorted(latest) if later <= first.vocab]
+    return [plan for plan in plans if plan.lent_bytes <= plan.room_bytes]
+
+
+def _with_lent_sums(first: ChunkPlan) -> list[ChunkPlan]:
+    """The plan with its exponentials beside dW, and the lower bits of its sums in as little of dW as takes them."""
+    kept = dataclasses.replace(first, lends_sums=True)
+    row, low = first.hidden * ITEMSIZE[first.dtype], first.low_bytes
+    if first.token_chunk >= first.tokens or first.turned or not low:
+        return []
+    needed = kept.lent_bytes + ROW_ALIGNMENT_BYTES + first.vocab * low
+    later = round_up(math.ceil(needed / (row + low)), LATER_GRAIN)
+    return [dataclasses.replace(kept, summed=first.vocab - later)] if later < first.vocab else []
+
+
+def _rating(rated: tuple[float, int, ChunkPlan]) -> tuple[float, int]:
+    return rated[:2]
 
 
 def _block(request: Request, token_chunk: int) -> int:

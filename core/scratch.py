@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, Self
 
 from logitless.hardware import HOPPER
 from logitless.spec import ITEMSIZE
 
-Order = Literal["tokens", "vocab"]
+Order = Literal["tokens", "vocab", "both"]
 Kind = Literal["triton", "pallas", "eager", "xla"]
 
 # Chunks and blocks, except the last, are multiples of these: the GPU kernels' tile, and whole vectors on a CPU.
@@ -75,17 +75,29 @@ class Cut:
     """True: a whole chunk's exponentials are held, and both gradients follow at once. False: lse is known first.
     (With an upstream gradient per token, a one-chunk plan of the kernels can be True: then the chunk waits for it.)"""
     token_chunk: int
-    """Tokens worked on at a time (all of them in the vocab order)."""
+    """Tokens worked on at a time (in "both", for dX). In the vocab order all of them, or with PyTorch's kernels fewer:
+    then a slice's dW is a sum over chunks of tokens."""
     vocab_chunk: int
-    """Vocabulary entries worked on at a time (in the tokens order: the block of portable elementwise work)."""
+    """Vocabulary entries worked on at a time (in the tokens order: the block of portable elementwise work; in "both",
+    for dW, and that block)."""
     kind: Kind = "xla"
     """The backend that the promise is for. A promise for "xla" holds for "eager" too. "triton" and "pallas" run each
     other's plans, but keep the promise only for their own."""
     lends: bool = False
-    """Whether the exponentials of all tokens lie in dW's rows until the last product makes dW there, and so take no
-    scratch (PyTorch on Hopper)."""
+    """Whether exponentials lie in dW's memory until dW is made there, and so take no scratch: those of all tokens in
+    dW's rows (PyTorch on Hopper), or in the order "both" those of each chunk of tokens (PyTorch)."""
     turned: bool = False
     """Whether the weight lies in memory as [D, V]."""
+    summed: int = 0
+    """In "both": entries at the vocabulary's end whose dW is made with dX, as a sum over chunks of tokens. It is that
+    of the others that is made afterwards, and whose memory lends. A multiple of 256 entries are others."""
+    lends_sums: bool = False
+    """In "both", where exponentials are scratch: whether the lower bits of sums over chunks lie in dW's memory."""
+    weight_tokens: int = 0
+    """In "both": tokens worked on at a time for dW; 0: all. Of several such chunks a slice's dW is a sum."""
+    alone: bool = False
+    """Whether this is one half of "both": dX and dW of the ``summed`` entries in the tokens order, dW of the others in
+    the vocab order."""
 
     @property
     def kernels(self) -> bool:
@@ -94,13 +106,89 @@ class Cut:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks along the order's own axis."""
-        return len(self.token_slices) if self.order == "tokens" else len(self.vocab_slices)
+        """Number of chunks along the order's own axis; in "both", of tokens."""
+        return len(self.vocab_slices) if self.order == "vocab" else len(self.token_slices)
+
+    @property
+    def halves(self) -> tuple[Self, Self]:
+        """Of the order "both": what makes the sums, dX, db and dW of ``summed`` entries; and what makes the rest of
+        dW."""
+        first = dataclasses.replace(self, order="tokens", alone=True)
+        chunk = min(self.weight_tokens or self.tokens, self.tokens) or 1
+        second = dataclasses.replace(self, order="vocab", one_pass=False, token_chunk=chunk, lends=False, alone=True)
+        return first, second
+
+    @property
+    def has_own_sum(self) -> bool:
+        """Whether the lower bits of dW's sum are those of a part of the vocabulary alone."""
+        return self.sums_slices or (self.alone and self.order == "tokens")
+
+    @property
+    def knows_sums(self) -> bool:
+        """Whether the tokens' sums were made by another plan: the second of the halves."""
+        return self.alone and self.order == "vocab"
+
+    @property
+    def forward(self) -> Self:
+        """How the sums are made."""
+        return self.halves[0] if self.order == "both" else self
+
+    @property
+    def for_weight(self) -> Self:
+        """How dW is made."""
+        return self.halves[1] if self.order == "both" else self
+
+    @property
+    def in_place(self) -> bool:
+        """Whether dW is made where the exponentials of all tokens lie."""
+        return self.lends and self.order == "tokens" and not self.alone
 
     @property
     def holds_all(self) -> bool:
         """Whether the exponentials of all tokens are held at once: one pass, one chunk."""
-        return self.one_pass and 0 < self.tokens <= self.token_chunk
+        return self.order == "tokens" and self.one_pass and 0 < self.tokens <= self.token_chunk
+
+    @property
+    def later(self) -> int:
+        """In "both": entries of the vocabulary whose dW is made after dX."""
+        return self.vocab - self.summed
+
+    @property
+    def weight_entries(self) -> int:
+        """Entries of the vocabulary whose dW is made here."""
+        if not self.alone:
+            return self.vocab
+        return self.later if self.order == "vocab" else self.summed
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of dW's memory that a plan of the order "both" uses: a chunk's exponentials and hidden states, and the
+        lower bits of dX. (:attr:`lends_low`: and of dW.)"""
+        item, boundary = ITEMSIZE[self.dtype], ROW_ALIGNMENT_BYTES
+        row = sum(row_stride(width, item) * item for width in (self.vocab, self.hidden)) if self.lends else 0
+        return self.token_chunk * row + self.waiting_bytes + 2 * boundary
+
+    @property
+    def has_room(self) -> bool:
+        """Whether anything lies in dW's memory before dW is made there."""
+        return self.lends or self.lends_sums
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of dW's memory that are free until the second half of "both"."""
+        return self.later * self.hidden * ITEMSIZE[self.dtype]
+
+    @property
+    def lends_low(self) -> bool:
+        """Whether the lower bits of dW's sum over chunks lie in its memory, too: where there is room for them."""
+        more = self.summed * self.low_bytes + ROW_ALIGNMENT_BYTES
+        return self.has_room and self.alone and self.lent_bytes + more <= self.room_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of dX's lower 8 bits, which waits for the upstream scalar; the upper 16 lie where dX will be."""
+        waits = self.one_pass and ITEMSIZE[self.dtype] < 4 and self.token_chunk < self.tokens
+        return self.tokens * self.hidden if waits else 0
 
     @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
@@ -112,20 +200,44 @@ class Cut:
         """(start, stop) of every vocabulary block."""
         return slices(self.vocab, self.vocab_chunk)
 
+    @property
+    def sums_slices(self) -> bool:
+        """Whether a slice's dW is a sum over chunks of tokens."""
+        return self.order == "vocab" and self.token_chunk < self.tokens
+
+    @property
+    def with_whole_slices(self) -> Self:
+        """The same where no part of dW can be a sum over chunks: it is made of all tokens at once."""
+        chunk = max(1, self.tokens) if self.order == "vocab" else self.token_chunk
+        return dataclasses.replace(self, token_chunk=chunk, weight_tokens=0, summed=0, lends_sums=False)
+
+    @property
+    def adds_chunks(self) -> bool:
+        """Whether an entry of dW is added to chunk by chunk of tokens."""
+        if self.order == "both":
+            return self.halves[1].adds_chunks or (self.summed > 0 and len(self.token_slices) > 1)
+        return len(self.token_slices) > 1
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of a row of the lower 8 bits of dW's sum; the upper 16 lie where dW will be."""
+        return round_up(self.hidden, LOW_ROW_ALIGNMENT) if ITEMSIZE[self.dtype] < 4 else 0
+
     def lent_slices(self, row_bytes: int) -> tuple[tuple[int, int, bool], ...]:
         """(start, stop, lent) of the kernels' slices, if dW lends its memory. ``row_bytes``: of a row of dW; 0: none.
 
         In the vocab order, a slice's rows of dW are written once, after its products. Until then an earlier slice's
-        matrix may lie in them. The rows that are left are shared between matrix and slice about as N : D. Such slices
-        are larger than the plan's own, which follow when few rows are left. Their sizes fill whole turns of the
-        kernels' programs. In the tokens order the whole vocabulary is one slice, and nothing is lent.
+        matrix may lie in them, and the lower bits of its sum. The rows that are left are shared between matrix and
+        slice about as N : D. Such slices are larger than the plan's own, which follow when few rows are left. Their
+        sizes fill whole turns of the kernels' programs. In the tokens order the whole vocabulary is one slice, and
+        nothing is lent.
         """
         slices: list[tuple[int, int, bool]] = []
-        start = 0
-        while start < self.vocab:
-            columns = self._lent_columns(self.vocab - start, row_bytes)
+        start, end = 0, self.later if self.knows_sums else self.vocab
+        while start < end:
+            columns = self._lent_columns(end - start, row_bytes)
             lent = columns > self.fused_columns
-            stop = min(self.vocab, start + (columns if lent else self.fused_columns))
+            stop = min(end, start + (columns if lent else self.fused_columns))
             slices.append((start, stop, lent))
             start = stop
         return tuple(slices)
@@ -133,8 +245,9 @@ class Cut:
     def _lent_columns(self, rows: int, row_bytes: int) -> int:
         """Columns of the largest matrix that fits into the end of dW's ``rows`` rows, behind as many rows."""
         tile_rows, tile_columns = HOPPER.tile
-        column_bytes = self.token_chunk * ITEMSIZE[self.dtype]
-        tiles = max(0, rows * row_bytes - ROW_ALIGNMENT_BYTES) // (column_bytes + row_bytes) // tile_columns
+        column_bytes = self.token_chunk * ITEMSIZE[self.dtype] + self.low_bytes * self.sums_slices
+        free = max(0, rows * row_bytes - (1 + self.sums_slices) * ROW_ALIGNMENT_BYTES)
+        tiles = free // (column_bytes + row_bytes) // tile_columns
         row_tiles = math.ceil(self.token_chunk / tile_rows)
         whole = row_tiles * tiles // HOPPER.multiprocessors * HOPPER.multiprocessors // row_tiles
         return (whole or tiles) * tile_columns
@@ -162,7 +275,7 @@ class Cut:
         Several token chunks add up in it. Gradients made in the forward wait in it for the upstream scalar, and so are
         rounded only once, in the last cast. (Then dX waits in the accumulation dtype as well.)
         """
-        return self.low_precision and (self.one_pass or len(self.token_slices) > 1)
+        return self.low_precision and not self.alone and (self.one_pass or len(self.token_slices) > 1)
 
     @property
     def fused_columns(self) -> int:
@@ -174,6 +287,8 @@ class Cut:
         """Whether the kernels split tiles of dX along the vocabulary, because the programs' last turn would be idle."""
         if self.kind == "pallas":  # its kernels never do
             return False
+        if self.knows_sums:  # and makes no dX
+            return False
         tiles, at_once = self.hidden_tiles(min(self.token_chunk, self.tokens)), HOPPER.multiprocessors
         return ITEMSIZE[self.dtype] < 4 and tiles < HOPPER.full_turns * at_once * math.ceil(tiles / at_once)
 
@@ -184,6 +299,8 @@ class Cut:
 
 def promised_bytes(cut: Cut) -> int:
     """The promise of the backend that the cut is for."""
+    if cut.order == "both":
+        return max(map(promised_bytes, cut.halves))
     return {"triton": _triton, "pallas": _pallas, "eager": _eager, "xla": _xla}[cut.kind](cut)
 
 
@@ -191,27 +308,29 @@ def _triton(cut: Cut) -> int:
     item = ITEMSIZE[cut.dtype]
     rows = cut.token_chunk
     matrix = 0 if cut.lends else rows * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
-    operand = rows * round_up(cut.hidden, ROW_ALIGNMENT_BYTES // item) * item
+    operand = 0 if cut.lends and cut.alone else rows * row_stride(cut.hidden, item) * item
     # Sums, and statistics, of every column tile of the first product.
     lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * cut.token_chunk * 4
     smoothing = 3 * SMOOTHING_BLOCK * cut.hidden * 4
     vectors = 4 * (2 * _ROW_VECTORS * cut.tokens + 16 * rows + _VOCAB_VECTORS * cut.vocab + 16 * cut.hidden)
-    sums = 0
-    if cut.token_chunk < cut.tokens:
+    sums = 0 if cut.has_room else cut.waiting_bytes  # dX, which waits for the upstream gradient
+    if cut.token_chunk < cut.tokens and cut.order == "tokens" and not cut.lends_low:
         # The lower 8 bits of dW's sum; the upper 16 lie where dW will be.
-        sums += cut.vocab * round_up(cut.hidden, LOW_ROW_ALIGNMENT) if item < 4 else 0
-        # So do those of dX, which waits for the upstream gradient.
-        sums += cut.tokens * cut.hidden if cut.one_pass and item < 4 else 0
-    if cut.fused_columns < cut.vocab:
+        sums += cut.weight_entries * cut.low_bytes
+    if cut.sums_slices:
+        sums += cut.vocab_chunk * cut.low_bytes
+    if cut.fused_columns < cut.vocab and not cut.alone:
         sums += cut.tokens * cut.hidden * 4
     if cut.splits_hidden:
         vectors += HOPPER.multiprocessors * math.prod(HOPPER.tile) * 4
-    gathered = operand if cut.turned else 0  # the weight's rows of the targets
+    gathered = rows * row_stride(cut.hidden, item) * item if cut.turned else 0  # the weight's rows of the targets
     if cut.one_pass:
         return matrix + operand + gathered + lines + sums + smoothing + vectors
     # If lse is known and there is one chunk of tokens, dX's buffer holds the operand until dX is written.
     lent = cut.token_chunk >= cut.tokens and cut.hidden * item % 16 == 0 and not cut.lends
     backward = matrix + (max(sums, operand) if lent else sums + operand)
+    if cut.knows_sums:
+        return max(backward, smoothing) + vectors
     return max(operand + gathered + lines + smoothing, backward) + vectors
 
 
@@ -238,16 +357,19 @@ def _pallas(cut: Cut) -> int:
     positions = cut.tokens + cut.token_chunk  # whole chunks, each begun at a multiple of 8
     sums = 0
     if cut.token_chunk < cut.tokens:
-        sums += vocab * hidden if item < 4 else 0
+        sums += vocab * hidden if item < 4 and not cut.alone else 0
         sums += positions * hidden * (4 if cut.one_pass else item)  # dX in the order of the positions
-    if cut.fused_columns < cut.vocab:
+    if cut.fused_columns < cut.vocab and not cut.alone:
         sums += cut.tokens * hidden * 4
     if cut.one_pass:
         return copies + matrix + operand + gathered + lines + sums + vectors
     # During the slices of the vocabulary the operand lies where dX will be, if it has dX's shape. (On several devices
     # it has another. There Shard.scratch_bytes counts dX's float32 share, which is written later.)
-    lent = cut.fused_columns < cut.vocab and cut.tokens % 8 == 0 and hidden == cut.hidden
-    return copies + max(operand + gathered + lines, matrix + (max(sums, operand) if lent else sums + operand)) + vectors
+    lent = cut.fused_columns < cut.vocab and cut.tokens % 8 == 0 and hidden == cut.hidden and not cut.alone
+    backward = matrix + (max(sums, operand) if lent else sums + operand)
+    if cut.knows_sums:
+        return copies + backward + vectors
+    return copies + max(operand + gathered + lines, backward) + vectors
 
 
 def _eager(cut: Cut) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from logitless import spec
 from logitless.jax_impl.call import Gradients, Inputs, KnownRows, Needs, RawArray, TokenSums
@@ -64,6 +64,25 @@ class Backend(Protocol[Held]):
         self, inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Array, needs: Needs, /
     ) -> Gradients:
         """dX, dW and db from rows [N] that are known. 6·N·D·V flops. g [N]: upstream gradient, weights included."""
+
+
+def known_gradients(
+    backend: Backend[Held], inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Array,
+    needs: Needs,
+) -> Gradients:  # fmt: skip
+    """:meth:`Backend.known_gradients`, in any order of the plan: in "both", dX before dW and db."""
+    plan = plan.with_whole_slices
+    if plan.order != "both":
+        return backend.known_gradients(inputs, options, plan, known, g, needs)
+    (first, second), made = plan.halves, Gradients(None, None, None)
+    others = needs._replace(hidden=False)
+    if needs.hidden:
+        alone = inputs._replace(into=None)
+        made = backend.known_gradients(alone, options, first, known, g, Needs(True, False, False))
+        made, known = lax.optimization_barrier((made, known))  # their scratch is not held at once
+    if not any(others):
+        return made
+    return backend.known_gradients(inputs, options, second, known, g, others)._replace(hidden=made.hidden)
 
 
 def backend_named(name: str) -> Backend[Any]:

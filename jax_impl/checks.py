@@ -153,7 +153,7 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
 def _rounds_chunks(plan: ChunkPlan, into: RawArray | None, hidden: RawArray) -> bool:
     """Whether a buffer would round what it has after each of several chunks."""
     narrow = into is not None and into.dtype != accumulation_dtype(hidden.dtype)
-    return narrow and len(plan.token_slices) > 1
+    return narrow and plan.with_whole_slices.adds_chunks
 
 
 def check_adds(plan: ChunkPlan, into: RawArray | None, hidden: RawArray) -> None:
@@ -161,7 +161,7 @@ def check_adds(plan: ChunkPlan, into: RawArray | None, hidden: RawArray) -> None
     if into is not None and _rounds_chunks(plan, into, hidden):
         raise ValueError(
             f"plan: got one of {len(plan.token_slices)} chunks of tokens beside accumulate_into of {into.dtype}, "
-            f"allowed is one chunk of tokens or order='vocab': each chunk would be rounded"
+            f"allowed is one chunk of tokens, or order='vocab' or 'both': each chunk would be rounded"
         )
 
 

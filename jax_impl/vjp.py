@@ -4,6 +4,7 @@
 | --- | --- | --- | --- |
 | nothing to differentiate | sums | – | 2·N·D·V |
 | mean, sum, a plan in one pass | sums and gradients | multiply by the upstream scalar, in the last cast | 6 |
+| mean, sum, such a plan of the order "both" | sums and dX | the same for dX; dW and db | 8 |
 | with lse as a result | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan that knows lse first | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan in one pass and one chunk (kernels) | sums, exponentials | gradients with what arrived | 6 |
@@ -17,12 +18,12 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from logitless import numerics
 from logitless.jax_impl import checks
-from logitless.jax_impl.backend import backend_named
+from logitless.jax_impl.backend import backend_named, known_gradients
 from logitless.jax_impl.call import NOTHING, XP, Arrays, Call, Gradients, Inputs, Needs, Shared, TokenSums
 from logitless.jax_impl.chunk import normalizer
 from logitless.jax_impl.distributed import parallel
@@ -47,6 +48,15 @@ class Known(NamedTuple):
     arrays: Arrays[Array]
     sums: TokenSums
     shared: Shared | None
+
+
+class Halves(NamedTuple):
+    """What the backward of the order "both" needs: dX waits, dW and db are computed."""
+
+    known: Known
+    hidden: object
+    upstream: Array | None
+    """The part of the upstream scalar that the waiting dX has already."""
 
 
 @jax.tree_util.register_static
@@ -169,15 +179,20 @@ def loss_and_sums(
     ``upstream``: the upstream scalar where it is known already. Then 1 must arrive at the gradients that wait.
     """
     inputs, backend, held = _inputs(call, arrays), backend_named(call.backend), None
+    now = Needs(needs.hidden, False, False) if call.plan.order == "both" else needs
     norm = normalizer(inputs, call.options, arrays.normalizer)
     if (call.one_pass or call.holds) and any(needs):
         factor = norm if upstream is None else norm * upstream
         g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(factor))
         make = backend.token_gradients if call.holds else backend.loss_gradients
-        sums, held = make(inputs, call.options, call.plan, g, needs, call.statistics is True)
+        given = inputs if now == needs else inputs._replace(into=None)
+        sums, held = make(given, call.options, call.plan.forward, g, now, call.statistics is True)
     else:
-        sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
-    return _outputs(call, arrays, inputs, sums, norm), Known(arrays, sums, inputs.shared), held
+        sums = backend.token_sums(inputs, call.options, call.plan.forward, call.statistics)
+    known = Known(arrays, sums, inputs.shared)
+    if call.plan.order == "both" and held is not None:
+        held = Halves(known, held, upstream)
+    return _outputs(call, arrays, inputs, sums, norm), known, held
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -209,6 +224,8 @@ def _loss_backward(call: Call, residuals: Packed, cotangents: tuple[Cotangent, .
 def loss_gradients(call: Call, kept: object, needs: Needs, upstream: Array | None, g_lse: Array | None) -> Gradients:
     """Gradients from what :func:`loss_forward` kept; of hidden, this device's share."""
     backend = backend_named(call.backend)
+    if isinstance(kept, Halves):
+        return _halves_gradients(call, kept, needs, upstream)
     if not isinstance(kept, Known):
         assert upstream is not None  # gradients are made or begun only where lse is no result
         return backend.finish(kept, call.options, call.plan, needs, upstream)
@@ -224,7 +241,22 @@ def loss_gradients(call: Call, kept: object, needs: Needs, upstream: Array | Non
     else:
         h = numerics.lse_upstream(XP, inputs, call.options, inputs.wide(g_lse.reshape(-1)))
         known = numerics.known_loss_and_lse_rows(XP, inputs, call.options, kept.sums, g, h)
-    return backend.known_gradients(inputs, call.options, call.plan, known, g, needs)
+    return known_gradients(backend, inputs, call.options, call.plan, known, g, needs)
+
+
+def _halves_gradients(call: Call, kept: Halves, needs: Needs, upstream: Array | None) -> Gradients:
+    """dX from what waits, then dW and db."""
+    assert upstream is not None  # as for all that waits
+    hidden, known = None, kept.known
+    if needs.hidden:
+        first, alone = call.plan.forward, Needs(True, False, False)
+        hidden = backend_named(call.backend).finish(kept.hidden, call.options, first, alone, upstream).hidden
+        assert hidden is not None
+        if not call.shard.active:  # the devices' shares are rounded after their sum
+            hidden = hidden.astype(known.arrays.hidden.dtype)
+        hidden, upstream, known = lax.optimization_barrier((hidden, upstream, known))
+    whole = upstream if kept.upstream is None else upstream * kept.upstream
+    return loss_gradients(call, known, needs._replace(hidden=False), whole, None)._replace(hidden=hidden)
 
 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
@@ -236,7 +268,7 @@ def _logsumexp(call: Call, arrays: Arrays[Array]) -> Array:
     Both are 0 where a token does not count.
     """
     inputs = _inputs(call, arrays)
-    sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan, False)
+    sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan.forward, False)
     return jnp.where(inputs.valid, jnp.stack([sums.anchor, sums.log_total]), 0.0)
 
 
@@ -251,7 +283,7 @@ def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[
         g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(jnp.ones(())))
         sums, kept = backend.token_gradients(inputs, call.options, call.plan, g, needs, False)
     else:
-        sums = backend.token_sums(inputs, call.options, call.plan, call.statistics)
+        sums = backend.token_sums(inputs, call.options, call.plan.forward, call.statistics)
     found = {} if sums.entropy is None else {"entropy": jnp.where(inputs.valid, sums.entropy, 0.0)}
     if call.statistics is True:
         found = numerics.token_stats(XP, inputs, sums)._asdict()
@@ -302,7 +334,7 @@ def log_probs_gradients(
     named = zip(differentiable_statistics(call.statistics), others, strict=True)
     g = {name: rows(cotangent) for name, cotangent in named if cotangent is not None}
     known = numerics.known_log_prob_rows(XP, inputs, call.options, kept.sums, rows(g_log_prob), g)
-    return backend.known_gradients(inputs, call.options, call.plan, known, known.factor, needs)
+    return known_gradients(backend, inputs, call.options, call.plan, known, known.factor, needs)
 
 
 _log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)

@@ -1,4 +1,4 @@
-"""Every implementation, every problem, every dtype, both orders of the plan: one rule (logitless.tolerances)."""
+"""Every implementation, every problem, every dtype, every order of the plan: one rule (logitless.tolerances)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLANNED = (
     *("confident", "confident_wrong", "shifted_up", "tied", "minus_inf", "gpt2"),
 )
 
-PLANNED_RUNS = [(name, order) for name in PLANNED for order in ("tokens", "tokens_two_pass", "vocab")]
+PLANNED_RUNS = [(name, order) for name in PLANNED for order in ("tokens", "tokens_two_pass", "vocab", "both")]
 # One chunk in one pass: where the upstream gradient comes per token, kernels hold their exponentials until then.
 PLANNED_RUNS += [(name, "one_chunk") for name in ("odd_none", "odd_none_all", "odd_none_most")]
 # Each has its options or its values in common with another one.
@@ -49,13 +49,14 @@ def plans(problem: Problem) -> dict[str, Any]:
         "tokens": plan_for(problem, order="tokens", chunk=37 if problem.tokens < 500 else 300),
         "tokens_two_pass": plan_for(problem, order="tokens", chunk=64, one_pass=False),
         "vocab": plan_for(problem, order="vocab", chunk=wide),
+        "both": plan_for(problem, order="both", chunk=37 if problem.tokens < 500 else 300),
         "one_chunk": plan_for(problem, order="tokens", chunk=problem.tokens),
     }
 
 
 # The plans that XLA compiles in make test: the others' plans are cut in the same way.
 PLANNED_IN_XLA = [
-    *(("odd_all", order) for order in ("tokens", "tokens_two_pass", "vocab")),
+    *(("odd_all", order) for order in ("tokens", "tokens_two_pass", "vocab", "both")),
     *(("odd_none_most", "tokens_two_pass"), ("odd_none_most", "one_chunk"), ("confident_wrong", "tokens")),
     *(("signed_smooth", "tokens"), ("minus_inf", "vocab"), ("ragged", "vocab"), ("gpt2", "vocab")),
 ]

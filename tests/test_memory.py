@@ -36,6 +36,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "one_chunk": {"order": "tokens"},
     "two_pass": {"order": "tokens", "chunk": 256, "one_pass": False},
     "vocab": {"order": "vocab", "chunk": 1024},
+    "both": {"order": "both", "chunk": 128},
 }
 
 
@@ -133,8 +134,8 @@ GREEDY: dict[bool, dict[str, dict[str, Any]]] = {
 
 def greedy(chosen: ChunkPlan) -> list[dict[str, Any]]:
     """The options that need most of a plan. Kernels that hold exponentials until the gradients arrive need those of
-    both kinds."""
-    both = chosen.fused and chosen.holds_all
+    both kinds, and so does the order "both", whose second half knows the sums."""
+    both = (chosen.fused and chosen.holds_all) or chosen.order == "both"
     return [options for kind in {chosen.one_pass, chosen.one_pass and not both} for options in GREEDY[kind].values()]
 
 
@@ -147,6 +148,7 @@ WHOLE = {
     "two_pass_one_chunk": {"order": "tokens", "chunk": 1024, "one_pass": False},
     "slices": {"order": "vocab", "chunk": 1024},
     "ragged_slices": {"order": "vocab", "chunk": 3000},
+    "both": {"order": "both", "chunk": 400},
 }
 SHARE, SLACK = 1.1, 2**20
 # Promises that are larger, by backend, plan and dtype: each with its own bound.
@@ -160,6 +162,7 @@ LARGER: dict[tuple[str, str, str], float] = {
     ("xla", "two_pass_one_chunk", "float32"): 1.95,
     ("xla", "slices", "float32"): 1.9,
     ("xla", "ragged_slices", "float32"): 1.97,
+    ("xla", "both", "float32"): 1.97,
     # There a block in the input dtype and its conversion to float32 come on top.
     ("xla", "one_chunk", "bfloat16"): 1.4,
     ("xla", "chunks", "bfloat16"): 1.4,
@@ -167,6 +170,7 @@ LARGER: dict[tuple[str, str, str], float] = {
     ("xla", "two_pass_one_chunk", "bfloat16"): 1.46,
     ("xla", "slices", "bfloat16"): 1.46,
     ("xla", "ragged_slices", "bfloat16"): 1.46,
+    ("xla", "both", "bfloat16"): 1.3,
     # The Pallas kernels' statistics have buffers of whole tiles; XLA puts some of them where others were.
     **{("pallas", kind, "bfloat16"): 1.25 for kind in WHOLE},
 }

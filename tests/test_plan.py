@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from logitless import ChunkPlan, plan
 from logitless.hardware import HOPPER
-from logitless.planning import SCRATCH_SLACK, SLACK, Preference, check_plan_argument, check_plan_sizes
+from logitless.planning import MOST_MORE, SCRATCH_SLACK, SLACK, Preference, check_plan_argument, check_plan_sizes
 from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, VOCAB_TILE, round_up
 from logitless.spec import FLOAT_DTYPES, ITEMSIZE
 
@@ -86,6 +86,13 @@ def test_a_budget_is_kept_and_spent_well(arguments: dict[str, Any], share: float
     assert roomier.relative_cost(device) <= made.relative_cost(device)
 
 
+def below(scratch: int, prefer: Preference | None) -> int:
+    """Less than a plan must hold for ``scratch`` to be worth its time."""
+    if prefer == "lean":
+        return max((scratch + 1) // 2, scratch - MOST_MORE) - 1
+    return int(scratch / SCRATCH_SLACK) - 1
+
+
 @settings(deadline=None, max_examples=60)
 @given(sizes, st.sampled_from([None, *SLACK]))
 def test_a_preference_is_the_smallest_within_its_slack(arguments: dict[str, Any], prefer: Preference | None) -> None:
@@ -96,7 +103,7 @@ def test_a_preference_is_the_smallest_within_its_slack(arguments: dict[str, Any]
     assert made.scratch_bytes <= best.scratch_bytes
     if made.scratch_bytes > 1:
         try:  # smaller by enough to wait for
-            smaller = plan(**arguments, memory_budget=int(made.scratch_bytes / SCRATCH_SLACK) - 1)
+            smaller = plan(**arguments, memory_budget=below(made.scratch_bytes, prefer))
         except ValueError:
             return
         assert smaller.relative_cost(device) > slack * best.relative_cost(device)

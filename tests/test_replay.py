@@ -47,6 +47,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "everything": {**EVERYTHING, "bias": True, "class_weight": True, "token_weight": True, "return_stats": True},
     "chunks": {"plan": {"order": "tokens", "chunk": 16}, "bias": True},
     "slices": {"plan": {"order": "vocab", "chunk": 50}, "label_smoothing": 0.1},
+    "both": {"plan": {"order": "both", "chunk": 16}, "label_smoothing": 0.1, "bias": True},
+    "both per token": {"plan": {"order": "both", "chunk": 16}, "reduction": "none", "bias": True},
     "per token": {"reduction": "none"},
     "held per token": {"reduction": "none", "memory_budget": 2**30},
     "lse": {"return_lse": True, "z_loss": 1e-3},

@@ -28,6 +28,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "chunks": {"order": "tokens", "chunk": 128},
     "two_pass": {"order": "tokens", "chunk": 256, "one_pass": False},
     "vocab": {"order": "vocab", "chunk": 256},
+    "both": {"order": "both", "chunk": 256},
 }
 
 

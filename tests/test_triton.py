@@ -40,7 +40,7 @@ pytestmark = [
 
 TRITON = TorchTriton()
 # Interpreted kernels are slow: each problem once, and every order of the plan where an order can go wrong.
-ORDERS = ("default", "tokens", "tokens_two_pass", "vocab")
+ORDERS = ("default", "tokens", "tokens_two_pass", "vocab", "both", "tiles", "both_tiles")
 RUNS = (
     *(("odd_all", "float32", order) for order in ORDERS),
     *(("odd_softcap", "float32", order) for order in ("tokens", "vocab")),
@@ -48,6 +48,8 @@ RUNS = (
     *((name, "float32", "default") for name in ("signed_smooth", "odd_none_all")),
     *((name, "float32", "tokens") for name in ("shifted_up", "minus_inf")),
     *((name, "float32", "held") for name in ("odd_none", "odd_none_most", "odd_none_all")),
+    *((name, "float32", "both_tiles") for name in ("odd_none_all", "confident_wrong")),
+    *(("signed_smooth", dtype, "lent") for dtype in ("float32", "float16")),
     *(("odd_all", "float16", "default"), ("confident_wrong", "float16", "tokens"), ("odd_most", "float16", "vocab")),
 )
 
@@ -71,12 +73,19 @@ def sized(name: str, small: bool) -> Any:
 
 def plans(problem: Any) -> dict[str, Any]:
     sizes = {"tokens": problem.tokens, "hidden": problem.hidden, "vocab": problem.vocab, "dtype": problem.dtype}
+    few = problem.tokens * 3 // 8
+    both = plan(**sizes, fused=True, order="both", chunk=few)
     return {
         "default": plan(**sizes, fused=True),
         "tokens": plan(**sizes, fused=True, order="tokens", chunk=problem.tokens * 3 // 8),
         "tokens_two_pass": plan(**sizes, fused=True, order="tokens", chunk=problem.tokens // 3 + 1, one_pass=False),
         "vocab": plan(**sizes, fused=True, order="vocab", chunk=50),
         "held": plan(**sizes, fused=True, order="tokens", chunk=problem.tokens),
+        "both": both,
+        # A slice's dW is a sum over chunks of tokens.
+        "tiles": dataclasses.replace(plan(**sizes, fused=True, order="vocab", chunk=50), token_chunk=few),
+        "both_tiles": dataclasses.replace(both, weight_tokens=few, vocab_chunk=50),
+        "lent": dataclasses.replace(both, token_chunk=8, weight_tokens=few, vocab_chunk=50, lends=True),
     }
 
 

@@ -64,6 +64,7 @@ WAYS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "chunks": ("float32", "float32", "float32", OPTIONS | {"plan": cut(30, chunk=16)}),
     "chunks, two passes": ("float32", "float32", "float32", OPTIONS | {"plan": cut(30, chunk=16, one_pass=False)}),
     "vocab": ("float32", "float32", "float32", OPTIONS | {"softcap": 3.0, "plan": sizes(order="vocab", chunk=30)}),
+    "both": ("float32", "float32", "float32", OPTIONS | {"plan": sizes(order="both", chunk=16)}),
     "none": ("float32", "float32", "float32", OPTIONS | {"reduction": "none"}),
     "temperatures": ("float32", "float32", "float32", OPTIONS | {"temperature": TEMPERATURE}),
     "class weights": (
@@ -80,11 +81,12 @@ WAYS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 # test_deferred has them all.
-ALONE = ("plain", "no smoothing", "vocab", "none", "wide weight", "half")
+ALONE = ("plain", "no smoothing", "vocab", "both", "none", "wide weight", "half")
 ADDED = (
     "plain",
     "chunks, two passes",
     "vocab",
+    "both",
     "none",
     "class weights",
     "wide, chunks",

@@ -41,10 +41,14 @@ WAYS: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
     "vocab": (
         "eager", torch.float32, torch.float32, OPTIONS | {"softcap": 3.0, "plan": sizes(order="vocab", chunk=30)},
     ),
+    "both": ("eager", torch.float32, torch.float32, OPTIONS | {"plan": sizes(order="both", chunk=16)}),
     "none": ("eager", torch.float32, torch.float32, OPTIONS | {"reduction": "none"}),
     "wide": ("eager", torch.bfloat16, torch.float32, OPTIONS),
     "narrow": ("eager", torch.bfloat16, torch.bfloat16, OPTIONS),
     "kernels": ("triton", torch.float32, torch.float32, OPTIONS),
+    "kernels, both": (
+        "triton", torch.float32, torch.float32, OPTIONS | {"plan": sizes(order="both", chunk=16, fused=True)},
+    ),
     "kernels, chunks": (
         "triton", torch.float32, torch.float32,
         OPTIONS | {"plan": sizes(order="tokens", chunk=16, one_pass=False, fused=True)},

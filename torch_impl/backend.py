@@ -6,17 +6,30 @@ torch_impl/kernels/fused.py. N tokens, D hidden, V vocabulary entries (of this r
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from logitless import spec
+from logitless import numerics, spec
 from logitless.planning import ChunkPlan
 from logitless.scratch import Kind
 from logitless.spec import LossOptions, Statistics
-from logitless.torch_impl.call import Arrays, Call, Gradients, Inputs, KnownRows, Layout, Needs, TokenSums
+from logitless.torch_impl.call import (
+    NOTHING,
+    XP,
+    Arrays,
+    Call,
+    Gradients,
+    Inputs,
+    KnownRows,
+    Layout,
+    Needs,
+    TokenSums,
+    empty_like_weight,
+)
 from logitless.torch_impl.distributed.parallel import Shard
 
 BACKENDS = ("triton", "eager")
@@ -40,6 +53,9 @@ class WaitingLoss(Waiting, Protocol):
 class Backend(Protocol[Prepared]):
     PRODUCTS_WAIT: bool
     """Whether the products of the last chunk wait for the upstream scalar. Else whole gradients wait for it."""
+    SUMS_SLICES: bool
+    """Whether dW of a part of the vocabulary can be a sum over chunks of tokens beside the other parts. Else each is
+    made of all tokens at once."""
     BUFFER_ALIGNMENT: int
     """The bytes on whose multiple a buffer that dW is added to must start."""
 
@@ -130,9 +146,102 @@ def backend_named(name: str) -> Backend[Any]:
     return eager
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The order "both": two plans, one after the other
+
+
+class Halves(Generic[Prepared]):
+    """Gradients of the order "both", waiting for the upstream scalar: dX has begun, the rest of dW is made then."""
+
+    def __init__(
+        self, backend: Backend[Prepared], inputs: Prepared, options: LossOptions, plan: ChunkPlan, norm: Tensor,
+        needs: Needs, begun: tuple[TokenSums, WaitingLoss | None],
+    ) -> None:  # fmt: skip
+        self.backend, self.inputs, self.options, self.plan = backend, inputs, options, plan
+        self.norm, self.needs, (self.sums, self.begun) = norm, needs, begun
+
+    def finish(self, upstream: Tensor) -> Gradients:
+        """May be called once."""
+        waiting, self.begun = self.begun, None  # what it holds makes room
+        made = NOTHING if waiting is None else waiting.finish(upstream)
+        del waiting
+        if made.hidden is not None:
+            made = dataclasses.replace(made, hidden=made.hidden.to(self.needs.hidden))
+        if self.needs.weight is None:
+            return made
+        g = numerics.row_upstream(XP, self.inputs, self.options, self.inputs.wide(upstream * self.norm))
+        known = numerics.known_loss_rows(XP, self.inputs, self.options, self.sums, g)
+        return _with_rest(self.backend, self.inputs, self.options, self.plan, known, g, self.needs, made)
+
+
+def loss_gradients(
+    backend: Backend[Prepared], inputs: Prepared, options: LossOptions, plan: ChunkPlan, norm: Tensor, needs: Needs,
+    statistics: bool,
+) -> tuple[TokenSums, Waiting]:  # fmt: skip
+    """:meth:`Backend.loss_gradients`, in any order of the plan."""
+    if not backend.SUMS_SLICES:
+        plan = plan.with_whole_slices
+    if plan.order != "both":
+        return backend.loss_gradients(inputs, options, plan, norm, needs, statistics)
+    needs = _with_room(inputs, plan, needs)
+    first = _of_first(plan, needs)
+    begun: tuple[TokenSums, WaitingLoss | None]
+    if first.any:
+        begun = backend.loss_gradients(inputs, options, plan.forward, norm, first, statistics)
+    else:
+        begun = backend.token_sums(inputs, options, plan.forward, statistics), None
+    return begun[0], Halves(backend, inputs, options, plan, norm, needs, begun)
+
+
+def known_gradients(
+    backend: Backend[Prepared], inputs: Prepared, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor,
+    needs: Needs,
+) -> Gradients:  # fmt: skip
+    """:meth:`Backend.known_gradients`, in any order of the plan."""
+    if not backend.SUMS_SLICES:
+        plan = plan.with_whole_slices
+    if plan.order != "both":
+        return backend.known_gradients(inputs, options, plan, known, g, needs)
+    needs = _with_room(inputs, plan, needs)
+    first = _of_first(plan, needs)
+    made = backend.known_gradients(inputs, options, plan.forward, known, g, first) if first.any else NOTHING
+    return _with_rest(backend, inputs, options, plan, known, g, needs, made)
+
+
+def _of_first(plan: ChunkPlan, needs: Needs) -> Needs:
+    """What the first half makes: dW if it makes a part of it."""
+    return needs if plan.summed else dataclasses.replace(needs, weight=None, into=None)
+
+
+def _with_rest(
+    backend: Backend[Prepared], inputs: Prepared, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor,
+    needs: Needs, made: Gradients,
+) -> Gradients:  # fmt: skip
+    """The first half's gradients, with what the second makes of dW."""
+    if needs.weight is None:
+        return made
+    rest = backend.known_gradients(inputs, options, plan.for_weight, known, g, needs.weight_alone)
+    return dataclasses.replace(made, weight=rest.weight)
+
+
+def _with_room(inputs: Inputs, plan: ChunkPlan, needs: Needs) -> Needs:
+    """With dW's memory, if something else lies there first, or if both halves make a part of dW."""
+    parts = plan.summed > 0 and needs.weight is not None and needs.into is None
+    if not (plan.has_room or parts):
+        return needs
+    dtype = inputs.hidden.dtype if needs.weight is None else needs.weight
+    return dataclasses.replace(needs, room=empty_like_weight(inputs.weight, dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which backend, and what a plan can do there
+
+
 def adds_in_one_pass(backend: Backend[Any], plan: ChunkPlan) -> bool:
     """Whether a plan in one pass can add dW to a buffer: no part of dW may be added before the upstream scalar is
     known."""
+    if plan.order == "both" and not plan.summed:
+        return True
     return backend.PRODUCTS_WAIT and len(plan.token_slices) <= 1
 
 

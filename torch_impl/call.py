@@ -258,6 +258,8 @@ class Needs:
     bias: torch.dtype | None
     into: Tensor | None = dataclasses.field(default=None, compare=False)
     """What dW is added to, [V, D] of the dtype ``weight``; None: dW is a tensor of its own."""
+    room: Tensor | None = dataclasses.field(default=None, compare=False)
+    """dW's memory, if it is there already. Until dW is made, something else may lie in it."""
 
     @property
     def any(self) -> bool:
@@ -266,6 +268,10 @@ class Needs:
     @property
     def hidden_alone(self) -> Needs:
         return Needs(self.hidden, None, None)
+
+    @property
+    def weight_alone(self) -> Needs:
+        return dataclasses.replace(self, hidden=None, bias=None)
 
 
 NO_GRADIENTS = Needs(None, None, None)
@@ -294,3 +300,6 @@ class Gradients:
         weight = self.weight
         lying = self if weight is None or not is_turned(weight) else dataclasses.replace(self, weight=weight.T)
         return [getattr(lying, name).contiguous() for name in names]
+
+
+NOTHING = Gradients(None, None, None)

@@ -137,9 +137,16 @@ def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int 
     plan, tokens = ChunkPlan(*map(tracing.number, request.plan)), tracing.number(arrays.target.numel())
     own, size = map(tracing.number, arrays.weight.shape)
     check_plan_sizes(plan, tokens, size, own if vocab is None else vocab, dtype_name(dtype))
-    if plan.lends and vocab is not None:
+    if plan.has_room and vocab is not None:
         raise ValueError(NO_FREE_ROWS)
-    return dataclasses.replace(plan, turned=is_turned(arrays.weight))
+    if plan.order == "both" and tracing.is_looked_at(arrays.weight):
+        raise ValueError(
+            "plan: got one of order 'both', allowed inside torch.compile and torch.func are 'tokens' and 'vocab': what "
+            "waits between the halves is no tensor of a graph"
+        )
+    turned = is_turned(arrays.weight)
+    # A turned dW has the vocabulary along its rows, which no part of it has to itself.
+    return dataclasses.replace(plan.with_whole_slices if turned else plan, turned=turned)
 
 
 def planner(arrays: Arrays, dtype: torch.dtype, backend: Kind, vocab: int | None = None) -> Callable[..., ChunkPlan]:
@@ -163,8 +170,8 @@ def _chosen_plan(
     tokens, budget = arrays.target.numel(), tracing.number(request.memory_budget)
     if isinstance(request.plan, tuple):
         plan = given_plan(arrays, request, dtype)
-        waits = _may_wait(arrays, request, options)
-        if plan.lends and not (waits and _may_lend(arrays, dtype, backend)):
+        may = _may_wait(arrays, request, options) and _may_lend(arrays, dtype, backend)
+        if plan.has_room and not (may if plan.in_place else _may_free(arrays, dtype, backend)):
             raise ValueError(NO_FREE_ROWS)
         return plan
     one_pass = options.reduction != "none" and options.separable and not request.lse
@@ -172,7 +179,7 @@ def _chosen_plan(
     hold, lends = waits and budget is not None, waits and _may_lend(arrays, dtype, backend)
     choose = functools.partial(
         planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold, lends=lends,
-        prefer=preference(request),
+        prefer=preference(request), frees=_may_free(arrays, dtype, backend),
     )  # fmt: skip
     if tracing.is_symbol(tokens):
         products_wait = backend_named(backend).PRODUCTS_WAIT
@@ -203,6 +210,13 @@ def _may_lend(arrays: Arrays, dtype: torch.dtype, backend: Kind) -> bool:
     elsewhere, and those of several ranks, are sharding.py's."""
     wanted = torch.is_grad_enabled() and arrays.weight.requires_grad
     return wanted and backend_named(backend).lends(arrays.weight, dtype)
+
+
+def _may_free(arrays: Arrays, dtype: torch.dtype, backend: Kind) -> bool:
+    """Whether such a dW's memory can be there before dW is made. What torch.compile or torch.func looks at leaves no
+    memory behind between forward and backward."""
+    wanted = torch.is_grad_enabled() and arrays.weight.requires_grad and arrays.weight.dtype == dtype
+    return wanted and backend == "triton" and not tracing.is_looked_at(arrays.weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ Result = TypeVar("Result")
 
 # Whole gradients wait for the upstream scalar. A compiler may fuse what is left with other elementwise operations.
 PRODUCTS_WAIT = False
+SUMS_SLICES = False
 BUFFER_ALIGNMENT = 1
 
 

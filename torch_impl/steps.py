@@ -4,6 +4,7 @@
 | --- | --- | --- | --- |
 | nothing to differentiate | sums | – | 2·N·D·V |
 | mean, sum, a plan in one pass | sums and gradients | multiply by the upstream scalar, in the last cast | 6 |
+| mean, sum, such a plan of the order "both" | sums and dX | the same for dX; dW and db | 8 |
 | with lse as a result | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan that knows lse first | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan in one pass and one chunk (kernels) | sums, exponentials | gradients with what arrived | 6 |
@@ -21,6 +22,7 @@ from torch import Tensor
 from logitless import numerics
 from logitless.planning import ChunkPlan
 from logitless.spec import Statistics, TokenStats, differentiable_statistics, log_prob_statistics
+from logitless.torch_impl import backend as backends
 from logitless.torch_impl.backend import Waiting, adds_in_one_pass, backend_named
 from logitless.torch_impl.call import (
     NO_GRADIENTS,
@@ -137,11 +139,12 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
         inputs = _prepare(arrays, call)
         norm = backend.normalizer(inputs, options, normalizer)
         if needs.any and one_pass(call):
-            sums, waiting = backend.loss_gradients(inputs, options, call.chunk_plan, norm, needs, statistics)
+            plan = call.chunk_plan
+            sums, waiting = backends.loss_gradients(backend, inputs, options, plan, norm, needs, statistics)
         elif needs.any and holds(call):
             sums, waiting = backend.token_gradients(inputs, options, call.chunk_plan, needs, statistics)
         else:
-            sums = backend.token_sums(inputs, options, call.chunk_plan, statistics)
+            sums = backend.token_sums(inputs, options, call.chunk_plan.forward, statistics)
         if options.reduction == "none":
             total = shaped(backend.losses(inputs, options, sums), arrays.target.shape)
         else:
@@ -185,7 +188,7 @@ def _known_loss(
             h = numerics.lse_upstream(XP, inputs, options, inputs.wide(g_lse.reshape(-1)))
             known = numerics.known_loss_and_lse_rows(XP, inputs, options, sums, g, h)
         backend = backend_named(call.backend)
-        return _cast(backend.known_gradients(inputs, options, call.chunk_plan, known, g, needs), arrays)
+        return _cast(backends.known_gradients(backend, inputs, options, call.chunk_plan, known, g, needs), arrays)
 
 
 def held_gradients(arrays: Arrays, call: Call, needs: Needs, held: list[Tensor], upstream: Tensor) -> Gradients:
@@ -215,7 +218,7 @@ def _logsumexp(arrays: Arrays, call: Call) -> Tensor:
     backend = backend_named(call.backend)
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
-        sums = backend.token_sums(inputs, call.options, call.chunk_plan, False)
+        sums = backend.token_sums(inputs, call.options, call.chunk_plan.forward, False)
         return torch.stack([sums.anchor, sums.log_total]).masked_fill(~inputs.valid, 0.0)
 
 
@@ -232,7 +235,7 @@ def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
         if needs.any and holds(call) and not call.statistics:
             sums, waiting = backend.token_gradients(inputs, call.options, call.chunk_plan, needs, False)
         else:
-            sums = backend.token_sums(inputs, call.options, call.chunk_plan, call.statistics)
+            sums = backend.token_sums(inputs, call.options, call.chunk_plan.forward, call.statistics)
         ignored, shape = ~inputs.valid, arrays.target.shape
         log_prob = shaped((-sums.nll).masked_fill(ignored, 0.0), shape)
         found: dict[str, Tensor] = {}
@@ -290,5 +293,6 @@ def _known_log_probs(
         named = zip(differentiable_statistics(call.statistics), others, strict=True)
         g = {name: row_upstream(values) for name, values in named if values is not None}
         known = numerics.known_log_prob_rows(XP, inputs, call.options, sums, g1, g)
-        gradients = backend.known_gradients(inputs, call.options, call.chunk_plan, known, known.factor, needs)
+        plan, factor = call.chunk_plan, known.factor
+        gradients = backends.known_gradients(backend, inputs, call.options, plan, known, factor, needs)
         return _cast(gradients, arrays)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 from bench.fuzzing.problems import OF_IDS, Problem
-from logitless import plan
+from logitless import ChunkPlan, plan
 from logitless.given_ids import ids_cut
+from logitless.planning import LATER_GRAIN
 
 
 def plan_arguments(problem: Problem) -> dict[str, Any]:
@@ -26,6 +28,8 @@ def plan_arguments(problem: Problem) -> dict[str, Any]:
     if problem.function in OF_IDS:
         return {"memory_budget": _budget_of_ids(problem, sizes)}
     chosen = plan(**sizes, order=order, chunk=max(1, round(length * max(problem.plan_at, 0.1))))
+    if problem.plan == "both" and problem.backend == "triton":
+        chosen = _in_parts(problem, chosen)
     if problem.plan != "budget":
         return {"plan": chosen}
     budget = chosen.scratch_bytes
@@ -34,6 +38,19 @@ def plan_arguments(problem: Problem) -> dict[str, Any]:
     except ValueError as error:  # less than any plan in whole tiles needs: it says how much that is
         budget = int(re.findall(r"\d+", str(error))[-1])
     return {"memory_budget": budget}
+
+
+def _in_parts(problem: Problem, chosen: ChunkPlan) -> ChunkPlan:
+    """The plan with a dW that is a sum over chunks, and exponentials in its memory, where the call may have these."""
+    if problem.plan_at < 0.3 or "accumulate_own" in problem.extras:
+        return chosen
+    summed = dataclasses.replace(chosen, weight_tokens=-(-problem.tokens // 3), vocab_chunk=-(-problem.vocab // 5))
+    turned = problem.layouts.get("weight") == "transposed"
+    if problem.vocab > LATER_GRAIN and problem.plan_at > 0.6 and not turned:
+        summed = dataclasses.replace(summed, summed=problem.vocab - LATER_GRAIN)
+    lent = dataclasses.replace(summed, lends=True)
+    makes = "weight" in problem.needs and problem.transform in ("plain", "twice", "autograd_grad", "downstream")
+    return lent if makes and not problem.extras and lent.lent_bytes <= lent.room_bytes else summed
 
 
 def _budget_of_ids(problem: Problem, sizes: dict[str, Any]) -> int:

@@ -464,7 +464,9 @@ def _needs(dice: Dice, function: str, arrays: dict[str, str]) -> tuple[str, ...]
 def _way(dice: Dice, backend: str, function: str, dtype: str, device: str) -> dict[str, Any]:
     """The plan, the transform, and what belongs to one framework or function alone."""
     linear = function in ("linear_cross_entropy", "linear_log_probs")
-    plans = {"default": 0.4, "tokens": 0.2, "vocab": 0.2, "budget": 0.2} if linear else {"default": 1.0}
+    plans = {"default": 1.0}
+    if linear:
+        plans = {"default": 0.35, "tokens": 0.2, "vocab": 0.15, "both": 0.15, "budget": 0.15}
     if function in ("clipped_policy_loss", "dpo_loss", "kto_loss", *OF_IDS):
         plans = {"default": 0.6, "budget": 0.4}
     if function == "padded_index_gather":
@@ -486,6 +488,8 @@ def _way(dice: Dice, backend: str, function: str, dtype: str, device: str) -> di
     else:
         ways = {"plain": 0.45, "jit": 0.25, "checkpoint": 0.1, "vmap": 0.1, "downstream": 0.1}
     transform = dice.one(ways)
+    if backend in TORCH and transform in ("func", "compile"):
+        plans.pop("both", None)
     extras: list[str] = []
     if backend in TORCH and function == "linear_cross_entropy" and transform in ("plain", "downstream"):
         extras += [dice.one({"none": 0.7, "accumulate_float32": 0.1, "accumulate_own": 0.05, "defer": 0.15})]

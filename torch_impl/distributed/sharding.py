@@ -238,10 +238,10 @@ def _is_narrow(into: Tensor | None, dtype: torch.dtype) -> bool:
 
 def _check_adds(plan: ChunkPlan, request: Request, dtype: torch.dtype) -> None:
     """Raise ValueError if a narrow buffer would round a gradient more than once: it takes one addition per entry."""
-    if request.into is not None and _is_narrow(request.into, dtype) and len(plan.token_slices) > 1:
+    if request.into is not None and _is_narrow(request.into, dtype) and plan.adds_chunks:
         raise ValueError(
-            f"plan: got one of {len(plan.token_slices)} chunks of tokens beside accumulate_into of "
-            f"{request.into.dtype}, allowed is one chunk of tokens or order='vocab': each chunk would be rounded"
+            f"plan: got one that adds to dW chunk by chunk beside accumulate_into of {request.into.dtype}, allowed is "
+            f"one chunk of tokens, or order='vocab' or 'both' with all tokens at a time: each chunk would be rounded"
         )
 
 

@@ -93,7 +93,8 @@ def _kind(arrays: Arrays, call: Call) -> Kind:
     options = call.options
     chosen = (options.reduction, *(bool(value) for value in dataclasses.astuple(options)[2:]))
     plan, weight = call.chunk_plan, arrays.weight
-    flags = (plan.order, plan.one_pass, plan.chunks > 1, call.statistics, call.log_probs, call.lse, call.differentiate)
+    several = (plan.chunks > 1, plan.for_weight.sums_slices, plan.summed > 0)
+    flags = (plan.order, plan.one_pass, several, call.statistics, call.log_probs, call.lse, call.differentiate)
     into = None if call.into is None else call.into.dtype
     steps = tuple(stride % 16 for stride in weight.stride())
     layout = (weight.shape[1], steps, is_turned(weight), weight.data_ptr() % 16, arrays.hidden.requires_grad)
@@ -137,11 +138,14 @@ def _small(arrays: Arrays, call: Call) -> tuple[Arrays, ChunkPlan]:
     positive = [like(v, n, 1.0) for v, n in ((given, tokens), (arrays.class_weight, vocab))]
     token_weight, class_weight = (None if v is None else v.abs_() for v in positive)
     small = Arrays(hidden, weight, like(arrays.bias, vocab, 1.0), target, token_weight, class_weight)
-    by_tokens = plan.order == "tokens"
-    several = plan.chunks > 1
-    chunk = min(plan.token_chunk, TOKEN_CHUNK) if by_tokens and several else tokens
-    block = min(plan.vocab_chunk, vocab if by_tokens or not several else VOCAB_CHUNK)
-    return small, dataclasses.replace(plan, tokens=tokens, vocab=vocab, token_chunk=chunk, vocab_chunk=block)
+    chunk = min(plan.token_chunk, TOKEN_CHUNK) if len(plan.token_slices) > 1 else tokens
+    block = min(plan.vocab_chunk, VOCAB_CHUNK if plan.order != "tokens" and len(plan.vocab_slices) > 1 else vocab)
+    at_a_time, summed = min(plan.weight_tokens, TOKEN_CHUNK), max(0, vocab - VOCAB_CHUNK) if plan.summed else 0
+    # So small a dW has no room for a chunk.
+    return small, dataclasses.replace(
+        plan, tokens=tokens, vocab=vocab, token_chunk=chunk, vocab_chunk=block, weight_tokens=at_a_time,
+        summed=summed, lends=plan.in_place,
+    )  # fmt: skip
 
 
 def _few(number: int, most: int) -> int:

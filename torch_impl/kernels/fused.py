@@ -29,7 +29,7 @@ from logitless.torch_impl.kernels import architecture
 from logitless.torch_impl.kernels.held import Held, HeldTokens, held_gradients, held_layout
 from logitless.torch_impl.kernels.kernel_call import KernelCall, aligned_rows
 from logitless.torch_impl.kernels.launch import cdiv
-from logitless.torch_impl.kernels.products import GradientProducts, matrix_of
+from logitless.torch_impl.kernels.products import GradientProducts, matrix_of, operand_of
 from logitless.torch_impl.kernels.replay import run_step
 from logitless.torch_impl.kernels.rows import Rows, losses, normalizer, prepare, total_loss
 from logitless.torch_impl.kernels.sums import Sums, known_by_position, relative_factors
@@ -39,6 +39,7 @@ from logitless.torch_impl.kernels.tiles import WEIGHT
 __all__ = [
     "BUFFER_ALIGNMENT",
     "PRODUCTS_WAIT",
+    "SUMS_SLICES",
     "held_gradients",
     "held_layout",
     "holds",
@@ -77,6 +78,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 # What is left of a loss's gradients when the upstream scalar arrives are products, that TMA writes to a buffer.
 PRODUCTS_WAIT = True
+SUMS_SLICES = True
 BUFFER_ALIGNMENT = 16
 
 
@@ -122,7 +124,8 @@ def loss_gradients(
     factors = relative_factors(c)
     products = GradientProducts(c, needs, sums.smoothing, factors.g, norm * inputs.summary[1])
     with c.on_device():
-        x, e = c.operand(), matrix_of(c, c.vocab, products.weight)
+        e = matrix_of(c, c.vocab, products.room)
+        x = operand_of(c, e, products.room)
         slices = plan.token_slices or ((0, 0),)
         for first, last in slices:
             sums.gather(first, x)
@@ -133,7 +136,8 @@ def loss_gradients(
             if last < c.tokens:
                 products.add(first, x, e, slice(0, c.vocab), factors, None)
         result = sums.result()
-        del sums  # its partial sums make room
+        del sums  # its partial sums make room, and so do parts of tiles
+        products.parts = None
     return result, Held(products, factors, slices[-1][0], x, e)
 
 
@@ -164,14 +168,19 @@ def known_gradients(
         vectors = known_by_position(c, known, unit)
         # x may lie where dX will be, unless dX is made first.
         free = len(plan.token_slices) == 1 and not c.shard.split and not plan.lends
-        x = c.operand(products.hidden if free else None)
-        e = matrix_of(c, plan.fused_columns, products.weight)
-        for first, _ in plan.token_slices:
-            c.gather(first, x)
-            products.add_smooth_x(first, x)
-            for entries, block in products.blocks(e):
-                c.logits(first, x, block, entries, mode=2, known=vectors)
-                products.add(first, x, block, entries, None, unit)
+        e = matrix_of(c, plan.fused_columns, products.room)
+        x = c.operand(products.hidden) if free else operand_of(c, e, products.room)
+        if plan.sums_slices:
+            parts = ((first, *part) for part in products.blocks(e) for first, _ in plan.token_slices)
+        else:
+            parts = ((first, *part) for first, _ in plan.token_slices for part in products.blocks(e))
+        for first, entries, block in parts:
+            if plan.sums_slices or not entries.start:
+                c.gather(first, x)
+            if not entries.start:
+                products.add_smooth_x(first, x)
+            c.logits(first, x, block, entries, mode=2, known=vectors)
+            products.add(first, x, block, entries, None, unit)
         if not plan.token_slices and products.weight is not None and needs.into is None:
             products.weight.zero_()
         return products.finish(unit, 0)

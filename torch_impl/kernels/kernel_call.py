@@ -251,12 +251,23 @@ def row_stride(columns: int, dtype: torch.dtype) -> int:
     return scratch.row_stride(columns, dtype.itemsize)
 
 
-def at_end(memory: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] in the last bytes of ``memory``, a matrix without gaps, from a boundary on."""
-    memory = memory if memory.is_contiguous() else memory.T
-    flat, size, boundary = memory.view(-1).view(dtype), rows * columns, ROW_ALIGNMENT_BYTES // dtype.itemsize
-    place = (flat.numel() - size) // boundary * boundary
-    return flat[place : place + size].view(rows, columns)
+def flat(memory: Tensor) -> Tensor:
+    """All of a matrix without gaps, as it lies."""
+    return (memory if memory.is_contiguous() else memory.T).view(-1)
+
+
+def at_start(memory: Tensor, place: int, rows: int, columns: int) -> Tensor:
+    """[rows, columns] in ``memory``, a matrix without gaps, from an element on; rows start on a boundary."""
+    stride = row_stride(columns, memory.dtype)
+    return flat(memory)[place : place + rows * stride].view(rows, stride)[:, :columns]
+
+
+def at_end(memory: Tensor, rows: int, columns: int, dtype: torch.dtype, behind: int = 0) -> Tensor:
+    """[rows, columns] in the last bytes of ``memory``, a matrix without gaps, from a boundary on; ``behind``: so many
+    bytes at the very end are left out."""
+    whole, size, boundary = flat(memory).view(dtype), rows * columns, ROW_ALIGNMENT_BYTES // dtype.itemsize
+    place = (whole.numel() - behind // dtype.itemsize - size) // boundary * boundary
+    return whole[place : place + size].view(rows, columns)
 
 
 def column_block(size: int, most: int) -> int:

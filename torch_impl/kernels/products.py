@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.scratch import LOW_ROW_ALIGNMENT, round_up
+from logitless.scratch import LOW_ROW_ALIGNMENT, ROW_ALIGNMENT_BYTES, round_up
 from logitless.torch_impl.call import Gradients, Layout, Needs, empty_like_weight, is_turned
 from logitless.torch_impl.chunk import Smoothing
-from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end, is_across
+from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end, at_start, is_across
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.sums import Factors
 from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGHT_SUM, Tiles, WeightKind
@@ -82,6 +82,11 @@ class Targets:
         )  # fmt: skip
         return cls(key, token, value, bounds)
 
+    def of_entries(self, start: int) -> Targets:
+        """For a matrix that begins with the entry ``start``, a multiple of TARGET_GRAIN."""
+        bounds = self.bounds[start // kernels.TARGET_GRAIN.value :]
+        return dataclasses.replace(self, key=self.key - start, bounds=bounds)
+
     @property
     def pointers(self) -> dict[str, Tensor | None]:
         """By the kernels' names for them."""
@@ -92,13 +97,22 @@ NO_TARGETS: Mapping[str, Tensor | None] = dict.fromkeys(("key_ptr", "token_ptr",
 
 
 def matrix_of(c: KernelCall, columns: int, weight: Tensor | None) -> Tensor:
-    """e of a chunk [C, columns]; in a plan that lends, in dW, ``weight``: as eᵀ in the first columns of its rows, or if
-    it is turned, in its first rows in memory."""
+    """e of a chunk [C, columns]; in a plan that lends, in dW, ``weight``: at the beginning of its memory. If dW is made
+    in place, as eᵀ in the first columns of its rows, or if it is turned, in its first rows in memory."""
     if not c.plan.lends:
         return c.matrix(c.chunk, columns)
     assert weight is not None
     assert weight.dtype == c.dtype
-    return weight[:, : c.chunk].T
+    if c.plan.in_place:
+        return weight[:, : c.chunk].T
+    return at_start(weight, 0, c.chunk, columns)
+
+
+def operand_of(c: KernelCall, e: Tensor, weight: Tensor | None) -> Tensor:
+    """x of a chunk [C, D]; behind e where that lies in dW, ``weight``, before dW is made."""
+    if weight is None or not c.plan.lends or c.plan.in_place:
+        return c.operand()
+    return at_start(weight, c.chunk * e.stride(0), c.chunk, c.size)
 
 
 class GradientProducts:
@@ -119,10 +133,11 @@ class GradientProducts:
         self.low: Tensor | None = None
         self.parts: Tensor | None = None
         # Under sequence parallelism dX is what comes back from the sum over the ranks.
-        by_rank = c.shard.sequence_parallel
+        by_rank, room = c.shard.sequence_parallel, needs.room
         self.hidden = None if by_rank or needs.hidden is None else c.empty(c.tokens, c.size, needs.hidden)
         if weight is None and needs.weight is not None:
-            weight = empty_like_weight(c.weight, needs.weight) if needs.into is None else needs.into
+            weight = needs.into if needs.into is not None else room
+            weight = empty_like_weight(c.weight, needs.weight) if weight is None else weight
         self.weight = weight
         self.turned = c.turned if weight is None else is_turned(weight)  # dW, which may be a given buffer
         self.works: list[Any] = []  # sums of dX over the ranks that are under way
@@ -131,19 +146,32 @@ class GradientProducts:
         self.smooth_x = torch.zeros(c.size, device=c.device) if smoothing is not None else None
 
     @property
+    def room(self) -> Tensor | None:
+        """dW's memory, or as much of it as is made later."""
+        room, plan = self.needs.room if self.weight is None else self.weight, self.call.plan
+        return room[: plan.later] if plan.alone and room is not None else room
+
+    @property
     def lent(self) -> Tensor | None:
         """dW, if its rows may hold something else until they are written."""
         wide = self.weight is not None and self.weight.itemsize >= self.call.dtype.itemsize
-        return self.weight if wide and self.needs.into is None else None
+        return self.room if wide and self.needs.into is None else None
 
     def blocks(self, e: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Slices of the vocabulary, each with its matrix: of e, or larger, in rows of dW that are written later."""
         c, dw = self.call, self.lent
         for start, stop, lent in c.plan.lent_slices(0 if dw is None else c.size * dw.itemsize):
-            block = e[:, : stop - start]
+            block, columns = e[:, : stop - start], stop - start
             if lent:
                 assert dw is not None
-                block = at_end(dw, c.chunk, stop - start, c.dtype)
+                block = at_end(dw, c.chunk, columns, c.dtype)
+            if self.parted and c.plan.sums_slices:
+                assert dw is not None
+                (_, width), dtype = low_layout(columns, c.size)
+                behind = c.chunk * columns * c.dtype.itemsize + ROW_ALIGNMENT_BYTES
+                assert self.weight is not None
+                self.high, self.low = self.weight.view(torch.int16), None  # the last slice's makes room
+                self.low = at_end(dw, columns, width, dtype, behind) if lent else c.empty(columns, width, dtype)
             yield slice(start, stop), block
 
     def add_smooth_x(self, first: int, x: Tensor) -> None:
@@ -175,7 +203,7 @@ class GradientProducts:
         self, first: int, x: Tensor, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None
     ) -> None:
         """The products of a block e over ``entries``; scale: this is the last block of a result, and what it lacks."""
-        c, targets = self.call, None
+        c, targets, whole = self.call, None, (e, entries)
         if scale is not None and factors is not None and c.tokens and (self.needs.weight or self.bias is not None):
             targets = Targets.of(c, factors.token_value)  # of all chunks
         if self.bias is not None:
@@ -185,14 +213,18 @@ class GradientProducts:
             self.add_hidden(first, e, entries, factors, None)
             if entries.stop == c.vocab:
                 self._start_sum(first)
-        early = c.plan.lends  # dW is made where e lies
+        early = c.plan.in_place  # dW is made where e lies
         if self.needs.hidden and early:
             self.add_hidden(first, e, entries, factors, scale)
         # dW first: x may lie where dX will be.
         if self.needs.weight:
             last = scale is not None and (first + c.chunk >= c.tokens or self.needs.into is not None)
+            if c.plan.alone and c.plan.order == "tokens":
+                entries = slice(c.plan.later, c.vocab)
+                e = e[:, entries]
             self.add_weight(first, x, e, entries, scale if last else None, targets)
         if self.needs.hidden and not (c.shard.split or early):
+            e, entries = whole
             last = scale is not None and entries.stop == c.vocab
             self.add_hidden(first, e, entries, factors, scale if last else None)
 
@@ -218,7 +250,8 @@ class GradientProducts:
                 self.waiting = hidden.view(layout["waiting"][1])
                 if "waiting_low" in layout:
                     shape, dtype = layout["waiting_low"]
-                    self.waiting_low = c.empty(*shape, dtype)
+                    room = self.room if c.plan.has_room else None
+                    self.waiting_low = c.empty(*shape, dtype) if room is None else at_end(room, c.tokens, c.size, dtype)
         elif not final and self.hidden_sum is None:
             self.hidden_sum = c.empty(c.tokens, c.size)
         return {
@@ -231,7 +264,8 @@ class GradientProducts:
 
     def add_hidden(self, first: int, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None) -> None:
         c, s, final = self.call, self.smoothing, scale is not None
-        waits = not final and c.tokens > c.chunk and not c.shard.split  # a chunk's dX is whole at once
+        # A chunk's dX is whole at once, unless the next slice adds to it.
+        waits = not final and c.tokens > c.chunk and not (c.shard.split or c.plan.sums_slices)
         t = c.tiles(HIDDEN if final or waits else HIDDEN_SUM)
         placed = self._hidden_results(final, waits)
         target_w = c.weight if c.target_weight is None else c.target_weight
@@ -272,9 +306,14 @@ class GradientProducts:
         parted = self.parted and (first > 0 or not final)
         t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
         reads = first > 0 if not into else out.dtype != torch.float32
-        kind = WeightKind(final, parted, reads, smooth, targets is not None, c.plan.lends, self.turned)
+        kind = WeightKind(final, parted, reads, smooth, targets is not None, c.plan.in_place, self.turned)
         width = c.vocab if self.turned else c.size
         aligned = (width * out.element_size()) % 16 == 0
+        summed, start, k = out if into else self.high if parted else self.weight_sum, entries.start, c.class_weight
+        if c.plan.has_own_sum:
+            summed = None if summed is None else summed[entries]
+            targets = None if targets is None else targets.of_entries(start)
+            out, k, start, entries = out[entries], None if k is None else k[entries], 0, slice(0, e.shape[1])
         own = c.products.weight(c, t, kind, self.low, aligned)
         described = None
         if own.by_descriptor:
@@ -284,10 +323,10 @@ class GradientProducts:
         c.launch(
             c.products.weight_kernel, programs, **placed, **own.values, **addresses(e=e, x=x),
             e_desc=c.describe_matrix(e, t.bk, t.block_rows), x_desc=c.describe(x, t.bk, t.bn),
-            sum_ptr=out if into else self.high if parted else self.weight_sum, low_ptr=self.low if parted else None,
+            sum_ptr=summed, low_ptr=self.low if parted else None, class_weight_ptr=k,
             out_desc=described, out_width=width, TURNED=self.turned,
             out_ptr=out, scale_ptr=scale, smooth_x_ptr=self.smooth_x_scaled if final and smooth else None,
-            first=first, start=entries.start, columns=entries.stop - entries.start, ADD=first > 0 or into, FINAL=final,
+            first=first, start=start, columns=entries.stop - entries.start, ADD=first > 0 or into, FINAL=final,
             INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets is not None,
             **(NO_TARGETS if targets is None else targets.pointers),
         )  # fmt: skip
@@ -296,7 +335,7 @@ class GradientProducts:
         """How many programs make dW, and in which order. If e lies in its rows, the column tiles of a row of tiles are
         made at a time."""
         c = self.call
-        if not c.plan.lends:
+        if not c.plan.in_place:
             return c.programs, {"GROUP": t.group, "counter_ptr": None}
         beside = cdiv(c.size, t.bn)
         counter = torch.zeros(2 * cdiv(c.vocab, t.bm), dtype=torch.int32, device=c.device)
@@ -309,8 +348,13 @@ class GradientProducts:
         c, weight = self.call, self.weight
         if self.parted:
             if self.low is None and weight is not None:
-                shape, dtype = low_layout(c.vocab, c.size, self.turned)
-                low = c.empty(*shape, dtype)
+                (rows, width), dtype = low_layout(c.plan.weight_entries, c.size, self.turned)
+                if c.plan.lends_low:
+                    assert self.room is not None
+                    behind = c.plan.waiting_bytes + ROW_ALIGNMENT_BYTES
+                    low = at_end(self.room, rows, width, dtype, behind)
+                else:
+                    low = c.empty(rows, width, dtype)
                 self.high, self.low = weight.view(torch.int16), low.T if self.turned else low
             assert self.high is not None
             return self.high

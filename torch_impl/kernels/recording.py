@@ -100,6 +100,8 @@ class Recorder(TorchDispatchMode):
         """Collectives so far."""
         self.sizes: list[int] = []
         """Of these pieces, in bytes."""
+        self.brief: list[int] = []
+        """Of them, of those that a part drops at its end."""
         for tensor in given:
             self._add(tensor, "given")
         self.upstream = len(given)
@@ -308,6 +310,7 @@ class Recorder(TorchDispatchMode):
             step.settle(self._settled)
         zeroing = self._zeroing([i for i in lasting if i in zeros], [place for i, place in results if i in zeros])
         dropped = [pieces[-1][0]] if brief else []
+        self.brief += [pieces[-1][1]] if brief else []
         return Part(pieces, results, [*zeroing, *ended.done], exchanged(ended.result, Place, self._settled), dropped)
 
     def _zeroing(self, inside: list[int], results: list[Place]) -> list[Operation]:
@@ -347,7 +350,7 @@ class Recorder(TorchDispatchMode):
 
     def scratch_bytes(self) -> int:
         """What the program holds at once beyond results, at most."""
-        return sum(self.sizes)
+        return sum(self.sizes) - sum(self.brief) + max(self.brief, default=0)
 
 
 def _spans(done: Sequence[Launch | Operation], numbers: set[int]) -> dict[int, tuple[int, int]]:
