@@ -28,15 +28,15 @@ class Shape:
 
 SHAPES = {
     "liger": Shape(4096, 4096, 128256, extras=True),
-    "gist": Shape(32768, 768, 128256, (640 * MIB, 1200 * MIB), (640 * MIB, 1200 * MIB)),
-    "gemma": Shape(8192, 2304, 256000, (800 * MIB, 1300 * MIB), (800 * MIB, 1300 * MIB)),
-    "llama": Shape(16384, 4096, 128256, (640 * MIB, 1100 * MIB), (640 * MIB, 1100 * MIB)),
+    "gist": Shape(32768, 768, 128256, (260 * MIB, 640 * MIB, 1200 * MIB), (640 * MIB, 1200 * MIB)),
+    "gemma": Shape(8192, 2304, 256000, (130 * MIB, 800 * MIB, 1300 * MIB), (800 * MIB, 1300 * MIB)),
+    "llama": Shape(16384, 4096, 128256, (130 * MIB, 260 * MIB, 640 * MIB, 1100 * MIB), (640 * MIB, 1100 * MIB)),
     "odd": Shape(16384, 2048, 50257),
     "even": Shape(16384, 2048, 50304),
     "small": Shape(2048, 1024, 32768),
     "short": Shape(2048, 4096, 128256),
     "wide": Shape(8192, 8192, 128256),
-    "long": Shape(65536, 4096, 128256),
+    "long": Shape(65536, 4096, 128256, (130 * MIB, 640 * MIB)),
 }
 
 # One size varies, the others stay: for the plots.
