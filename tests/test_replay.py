@@ -5,6 +5,7 @@ Interpreted on the CPU, where steps are repeated only if a test asks for it.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -379,3 +380,30 @@ def test_the_host_alone_is_measured(tmp_path: Path) -> None:
     for variant in times:
         if not variant.endswith("as it runs"):
             assert 0 < times[variant] < times[f"{variant}, as it runs"], variant
+
+
+def test_scratch_lies_where_held_scratch_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first half of the order "both" leaves is read no more when the second one begins."""
+    real = recording.Recorder.end_part
+
+    def end_part(self: Any, *arguments: Any) -> None:
+        gc.collect()  # the interpreter leaves circles of what it has run on
+        real(self, *arguments)
+
+    monkeypatch.setattr(recording.Recorder, "end_part", end_part)
+    sizes = {"tokens": 96, "hidden": 64, "vocab": 600, "dtype": "float32", "fused": True}
+    chosen = dataclasses.replace(plan(**sizes, order="both", chunk=48), vocab_chunk=128)
+    made, weight = torch.randn(96, 64, requires_grad=True), torch.randn(600, 64, requires_grad=True)
+    target = torch.randint(600, (96,))
+    results = []
+    for _ in range(4):
+        loss = linear_cross_entropy(made, weight, target, plan=chosen, backend="triton")
+        results.append(torch.autograd.grad(loss, [made, weight]))
+    (found,) = replay.programs.values()
+    assert found is not None
+    assert found.last is not None
+    held, operand = 48 * 608 * 4, 96 * 64 * 4  # a chunk's exponentials; all hidden states, which the second half reads
+    assert max(size for _, size in found.first.pieces) >= held
+    assert sum(size for _, size in found.last.pieces) < operand
+    for one, other in zip(results[0], results[-1], strict=True):
+        assert torch.equal(one, other)

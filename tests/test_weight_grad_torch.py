@@ -160,7 +160,7 @@ def test_what_does_not_go_with_a_buffer() -> None:
         linear_cross_entropy(**t, accumulate_into=torch.zeros(VOCAB, SIZE))
     low = sizes(order="tokens", chunk=16, dtype="bfloat16")
     with pytest.raises(
-        ValueError, match=r"plan: got one of 3 chunks of tokens beside accumulate_into of torch.bfloat16"
+        ValueError, match=r"plan: got one that adds to dW chunk by chunk beside accumulate_into of torch.bfloat16"
     ):
         linear_cross_entropy(
             **tensors(torch.bfloat16), accumulate_into=torch.zeros(VOCAB, SIZE, dtype=torch.bfloat16), plan=low

@@ -102,6 +102,9 @@ class Recorder(TorchDispatchMode):
         """Of these pieces, in bytes."""
         self.brief: list[int] = []
         """Of them, of those that a part drops at its end."""
+        self.held: list[int] = []
+        """The buffers that the first part leaves to the last, all in one piece."""
+        self.held_piece = self.held_bytes = 0
         for tensor in given:
             self._add(tensor, "given")
         self.upstream = len(given)
@@ -302,13 +305,16 @@ class Recorder(TorchDispatchMode):
         lasting.sort(key=lambda i: i not in zeros)
         rest = [i for i in new if i not in returned and i not in lasting]
         held, brief = [i for i in rest if i in ended.alive], [i for i in rest if i not in ended.alive]
-        spans = _spans(ended.done, set(brief))
+        spans = _spans(ended.done, set(brief) | set(self.held))
+        brief = self._beside_held(brief, spans)
         if held and sum(self.buffers[i].nbytes for i in brief) <= SMALL:
             held, brief = held + brief, []
         pieces = [self._piece(numbers, spans) for numbers in (lasting, held, brief) if numbers]
         for step in ended.done:
             step.settle(self._settled)
         zeroing = self._zeroing([i for i in lasting if i in zeros], [place for i, place in results if i in zeros])
+        if held and not self.held:
+            (self.held_piece, self.held_bytes), self.held = pieces[bool(lasting)], held
         dropped = [pieces[-1][0]] if brief else []
         self.brief += [pieces[-1][1]] if brief else []
         return Part(pieces, results, [*zeroing, *ended.done], exchanged(ended.result, Place, self._settled), dropped)
@@ -333,20 +339,39 @@ class Recorder(TorchDispatchMode):
         """A new piece of these buffers, and its size. Buffers whose spans do not meet may lie in the same memory."""
         piece, placed = len(self.buffers) + len(self.sizes), list[tuple[int, int, int]]()
         for i in numbers:
-            size, (start, stop) = self.buffers[i].nbytes, spans.get(i, ALWAYS)
-            boundary = BOUNDARY if size >= BOUNDARY else SHORT_BOUNDARY
-            begin = 0
-            for other, end, number in sorted(placed):
-                since, until = spans.get(number, ALWAYS)
-                if until < start or stop < since:
-                    continue
-                if begin + size <= other:
-                    break
-                begin = max(begin, round_up(end, boundary))
-            placed.append((begin, begin + size, i))
+            begin = self._free_place(i, placed, spans)
+            placed.append((begin, begin + self.buffers[i].nbytes, i))
             self.inside[i] = piece, begin
         self.sizes.append(round_up(max(end for _, end, _ in placed), SHORT_BOUNDARY))
         return piece, self.sizes[-1]
+
+    def _beside_held(self, numbers: list[int], spans: Mapping[int, tuple[int, int]]) -> list[int]:
+        """Of these buffers of a later part those that find no place where held ones were, when these were last read."""
+        spans = {i: (-1, span[1]) if i in self.held else span for i, span in spans.items()}
+        placed = [(self.inside[i][1], self.inside[i][1] + self.buffers[i].nbytes, i) for i in self.held if i in spans]
+        left = []
+        for i in sorted(numbers, key=lambda i: -self.buffers[i].nbytes):
+            begin = self._free_place(i, placed, spans)
+            if i not in spans or begin + self.buffers[i].nbytes > self.held_bytes:
+                left.append(i)
+                continue
+            placed.append((begin, begin + self.buffers[i].nbytes, i))
+            self.inside[i] = self.held_piece, begin
+        return [i for i in numbers if i in left]
+
+    def _free_place(self, i: int, placed: Sequence[tuple[int, int, int]], spans: Mapping[int, tuple[int, int]]) -> int:
+        """The first place in a piece where a buffer meets none of the ``placed`` (start, end, buffer) at any time."""
+        size, (start, stop) = self.buffers[i].nbytes, spans.get(i, ALWAYS)
+        boundary = BOUNDARY if size >= BOUNDARY else SHORT_BOUNDARY
+        begin = 0
+        for other, end, number in sorted(placed):
+            since, until = spans.get(number, ALWAYS)
+            if until < start or stop < since:
+                continue
+            if begin + size <= other:
+                break
+            begin = max(begin, round_up(end, boundary))
+        return begin
 
     def scratch_bytes(self) -> int:
         """What the program holds at once beyond results, at most."""
