@@ -108,7 +108,7 @@ def plan(
     memory_budget: Annotated[
         str | None, typer.Option(help="Scratch beyond inputs and gradients: 512MiB, 3GiB, or plain bytes.")
     ] = None,
-    order: Annotated[str | None, typer.Option(help="tokens or vocab; default: whichever costs less.")] = None,
+    order: Annotated[str | None, typer.Option(help="tokens, vocab or both; default: whichever costs less.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Chunk size along --order, taken as it is.")] = None,
     reduction: Annotated[
         str, typer.Option(help="mean, sum or none; with none the upstream gradient comes later, at 8 N D V flops.")
@@ -146,9 +146,10 @@ def _rungs(chosen: ChunkPlan, order: str | None) -> list[tuple[Order, int]]:
     axes: tuple[tuple[Order, int, int, int], ...] = (
         ("tokens", chosen.tokens, TOKEN_TILE, chosen.token_chunk),
         ("vocab", chosen.vocab, VOCAB_TILE, chosen.vocab_chunk),
+        ("both", chosen.tokens, TOKEN_TILE, chosen.token_chunk),
     )
     for axis, length, tile, chosen_size in axes:
-        if order not in (None, axis):
+        if axis not in ((order,) if order else ("tokens", "vocab", chosen.order)):
             continue
         sizes = {max(1, length)}
         while (size := min(sizes)) > tile:
@@ -160,8 +161,9 @@ def _rungs(chosen: ChunkPlan, order: str | None) -> list[tuple[Order, int]]:
 
 
 def _print_plan(console: Console, chosen: ChunkPlan, budget: int | None, slack: float) -> None:
-    by_tokens = chosen.order == "tokens"
-    size = f"{chosen.token_chunk} tokens" if by_tokens else f"{chosen.vocab_chunk} vocabulary entries"
+    size = f"{chosen.vocab_chunk} vocabulary entries"
+    if chosen.order != "vocab":
+        size = f"{chosen.token_chunk} tokens" + (f", then slices of {size}" if chosen.order == "both" else "")
     within = f"{100 * (slack - 1):.2g} %"
     rule = f"budget {format_bytes(budget)}" if budget else f"the least scratch within {within} of the fastest"
     passes = "one pass" if chosen.one_pass else "two passes"
@@ -187,7 +189,7 @@ def _ladder_table(chosen: ChunkPlan, ladder: list[ChunkPlan], budget: int | None
         over = budget is not None and rung.scratch_bytes > budget
         table.add_row(
             rung.order,
-            str(rung.token_chunk if rung.order == "tokens" else rung.vocab_chunk),
+            str(rung.vocab_chunk if rung.order == "vocab" else rung.token_chunk),
             str(rung.chunks),
             format_bytes(rung.scratch_bytes),
             format_flops(rung.flops),

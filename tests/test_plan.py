@@ -419,16 +419,16 @@ def measured_plans() -> list[Any]:
         if kind not in ("triton", "pallas") or row["time_ms"] < SHORTEST_MS:
             continue
         sizes = {name: row[name] for name in ("tokens", "hidden", "vocab", "dtype")}
-        options: dict[str, Any] = {"fused": True, "padded": kind == "pallas"}
+        options: dict[str, Any] = {"fused": True, "padded": kind == "pallas", "lends": kind == "triton"}
         if which.endswith(" MiB"):
             options["memory_budget"] = int(which.removesuffix(" MiB")) * 2**20
         elif which in ("", "fast", "lean"):
             options["prefer"] = which or ("balanced" if (row["shape"], row["variant"]) in with_fast else "fast")
-            options["lends"] = kind == "triton" and options["prefer"] == "balanced"
         else:
             continue
         # A row is of the plan that was chosen then, as far as its promise tells.
-        if abs(plan(**{**sizes, **options}).scratch_bytes / row["promised_bytes"] - 1.0) > 0.02:
+        now = plan(**{**sizes, **options})
+        if abs(now.scratch_bytes / row["promised_bytes"] - 1.0) > 0.02 or row.get("order", now.order) != now.order:
             continue
         name = f"{row['variant']}, {row['tokens']} x {row['hidden']} x {row['vocab']}, {row['shape']}"
         pairs.append((name, row["over_floor"], {**sizes, **options}))
