@@ -254,7 +254,7 @@ def _halves_gradients(call: Call, kept: Halves, needs: Needs, upstream: Array | 
         assert hidden is not None
         if not call.shard.active:  # the devices' shares are rounded after their sum
             hidden = hidden.astype(known.arrays.hidden.dtype)
-        hidden, upstream, known = lax.optimization_barrier((hidden, upstream, known))
+        hidden, upstream = lax.optimization_barrier((hidden, upstream))  # their scratch is not held at once
     whole = upstream if kept.upstream is None else upstream * kept.upstream
     return loss_gradients(call, known, needs._replace(hidden=False), whole, None)._replace(hidden=hidden)
 
