@@ -50,7 +50,7 @@ def _by_turns(cut: Cut) -> float:
     if count == 1:
         return cost
     sums = (count - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
-    return cost + sums / cut.tokens * cut.weight_entries / cut.vocab
+    return cost + sums / cut.tokens * (cut.weight_entries / cut.vocab)
 
 
 def _slices_cost(cut: Cut, count: int, flops: int) -> float:
@@ -60,7 +60,7 @@ def _slices_cost(cut: Cut, count: int, flops: int) -> float:
     cost = (HOPPER.chunk_overhead_flops + count * overhead) / flops
     if cut.sums_slices:
         sums = (chunks - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
-        cost += sums / cut.tokens * cut.weight_entries / cut.vocab
+        cost += sums / cut.tokens * (cut.weight_entries / cut.vocab)
     return cost if cut.alone else cost + (count // chunks - 1) * HOPPER.accumulator_entries / cut.vocab
 
 
