@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from implementations import TorchTriton  # noqa: E402
-from test_memory import SIZES, WHOLE, assert_tight, greedy, measured_scratch  # noqa: E402
+from test_memory import SHARE, SIZES, SLACK, WHOLE, assert_tight, greedy, measured_scratch  # noqa: E402
 
 from logitless import ChunkPlan, plan  # noqa: E402
 from logitless.hardware import HOPPER  # noqa: E402
@@ -56,4 +56,8 @@ def test_promise_is_what_is_needed(kind: str, dtype: str) -> None:
     tokens, hidden, vocab = SIZES[True]
     chosen = plan(tokens=tokens, hidden=hidden, vocab=vocab, dtype=dtype, fused=True, **WHOLE[kind])
     used = max(measured_scratch(IMPL, chosen, dtype, True, options) for options in greedy(chosen))
+    if chosen.order == "both":  # the first half alone splits tiles, and the second may be the one that needs more
+        assert used <= chosen.scratch_bytes
+        assert chosen.scratch_bytes <= SHARE * (used + split_parts(chosen)) + SLACK
+        return
     assert_tight(used + split_parts(chosen), chosen.scratch_bytes)
