@@ -46,22 +46,24 @@ def _by_turns(cut: Cut) -> float:
     count, cost = len(blocks), depth / ideal
     if cut.order == "vocab":
         return cost + _slices_cost(cut, count, flops)
-    cost += count * HOPPER.chunk_overhead_flops / flops
-    if count == 1:
-        return cost
-    sums = (count - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
-    return cost + sums / cut.tokens * (cut.weight_entries / cut.vocab)
+    return cost + count * HOPPER.chunk_overhead_flops / flops + _sum_cost(cut)
+
+
+def _sum_cost(cut: Cut) -> float:
+    """What it costs that chunks of tokens add up to dW."""
+    chunks = len(cut.token_slices)
+    if chunks == 1:
+        return 0.0
+    sums = (chunks - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
+    return sums / cut.tokens * (cut.weight_entries / cut.vocab)
 
 
 def _slices_cost(cut: Cut, count: int, flops: int) -> float:
     """What slices of the vocabulary cost beside their products; ``count``: of their blocks."""
-    chunks = max(1, len(cut.token_slices))
     overhead = HOPPER.tile_overhead_flops if cut.sums_slices else HOPPER.slice_overhead_flops
-    cost = (HOPPER.chunk_overhead_flops + count * overhead) / flops
-    if cut.sums_slices:
-        sums = (chunks - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
-        cost += sums / cut.tokens * (cut.weight_entries / cut.vocab)
-    return cost if cut.alone else cost + (count // chunks - 1) * HOPPER.accumulator_entries / cut.vocab
+    cost = (HOPPER.chunk_overhead_flops + count * overhead) / flops + _sum_cost(cut)
+    widths = count // len(cut.token_slices)
+    return cost if cut.alone else cost + (widths - 1) * HOPPER.accumulator_entries / cut.vocab
 
 
 def _blocks(cut: Cut) -> list[tuple[int, int]]:

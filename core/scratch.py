@@ -89,8 +89,8 @@ class Cut:
     turned: bool = False
     """Whether the weight lies in memory as [D, V]."""
     summed: int = 0
-    """In "both": entries at the vocabulary's end whose dW is made with dX, as a sum over chunks of tokens. It is that
-    of the others that is made afterwards, and whose memory lends. A multiple of 256 entries are others."""
+    """In "both": entries at the vocabulary's end whose dW is made with dX, as a sum over chunks of tokens. The others'
+    dW is made afterwards, and lends its memory. How many others there are is a multiple of 256."""
     lends_sums: bool = False
     """In "both", where exponentials are scratch: whether the lower bits of sums over chunks lie in dW's memory."""
     weight_tokens: int = 0
@@ -121,7 +121,11 @@ class Cut:
     @property
     def has_own_sum(self) -> bool:
         """Whether the lower bits of dW's sum are those of a part of the vocabulary alone."""
-        return self.sums_slices or (self.alone and self.order == "tokens")
+        return self.sums_slices or self.is_first_half
+
+    @property
+    def is_first_half(self) -> bool:
+        return self.alone and self.order == "tokens"
 
     @property
     def knows_sums(self) -> bool:

@@ -4,7 +4,7 @@
 | --- | --- | --- | --- |
 | nothing to differentiate | sums | – | 2·N·D·V |
 | mean, sum, a plan in one pass | sums and gradients | multiply by the upstream scalar, in the last cast | 6 |
-| mean, sum, such a plan of the order "both" | sums and dX | the same for dX; dW and db | 8 |
+| mean, sum, such a plan of the order "both" | sums, dX, db, part of dW | the same for these; the rest of dW | 6 to 8 |
 | with lse as a result | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan that knows lse first | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan in one pass and one chunk (kernels) | sums, exponentials | gradients with what arrived | 6 |

@@ -203,7 +203,7 @@ class GradientProducts:
         self, first: int, x: Tensor, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None
     ) -> None:
         """The products of a block e over ``entries``; scale: this is the last block of a result, and what it lacks."""
-        c, targets, whole = self.call, None, (e, entries)
+        c, targets = self.call, None
         if scale is not None and factors is not None and c.tokens and (self.needs.weight or self.bias is not None):
             targets = Targets.of(c, factors.token_value)  # of all chunks
         if self.bias is not None:
@@ -219,12 +219,8 @@ class GradientProducts:
         # dW first: x may lie where dX will be.
         if self.needs.weight:
             last = scale is not None and (first + c.chunk >= c.tokens or self.needs.into is not None)
-            if c.plan.alone and c.plan.order == "tokens":
-                entries = slice(c.plan.later, c.vocab)
-                e = e[:, entries]
             self.add_weight(first, x, e, entries, scale if last else None, targets)
         if self.needs.hidden and not (c.shard.split or early):
-            e, entries = whole
             last = scale is not None and entries.stop == c.vocab
             self.add_hidden(first, e, entries, factors, scale if last else None)
 
@@ -301,6 +297,9 @@ class GradientProducts:
         self, first: int, x: Tensor, e: Tensor, entries: slice, scale: Tensor | None, targets: Targets | None
     ) -> None:
         c, into, final = self.call, self.needs.into is not None, scale is not None
+        if c.plan.is_first_half:
+            entries = slice(c.plan.later, c.vocab)
+            e = e[:, entries]
         smooth = self.smoothing is not None and not (into and first + c.chunk < c.tokens)
         out: Any = self.weight if final else self._weight_accumulator()
         parted = self.parted and (first > 0 or not final)

@@ -104,7 +104,6 @@ class Recorder(TorchDispatchMode):
         """Of them, of those that a part drops at its end."""
         self.held: list[int] = []
         """The buffers that the first part leaves to the last, all in one piece."""
-        self.held_piece = self.held_bytes = 0
         for tensor in given:
             self._add(tensor, "given")
         self.upstream = len(given)
@@ -313,8 +312,7 @@ class Recorder(TorchDispatchMode):
         for step in ended.done:
             step.settle(self._settled)
         zeroing = self._zeroing([i for i in lasting if i in zeros], [place for i, place in results if i in zeros])
-        if held and not self.held:
-            (self.held_piece, self.held_bytes), self.held = pieces[bool(lasting)], held
+        self.held = self.held or held
         dropped = [pieces[-1][0]] if brief else []
         self.brief += [pieces[-1][1]] if brief else []
         return Part(pieces, results, [*zeroing, *ended.done], exchanged(ended.result, Place, self._settled), dropped)
@@ -346,18 +344,24 @@ class Recorder(TorchDispatchMode):
         return piece, self.sizes[-1]
 
     def _beside_held(self, numbers: list[int], spans: Mapping[int, tuple[int, int]]) -> list[int]:
-        """Of these buffers of a later part those that find no place where held ones were, when these were last read."""
-        spans = {i: (-1, span[1]) if i in self.held else span for i, span in spans.items()}
-        placed = [(self.inside[i][1], self.inside[i][1] + self.buffers[i].nbytes, i) for i in self.held if i in spans]
-        left = []
+        """Buffers of a later part go where held ones were, once these are not read any more. Returns those that find no
+        room there."""
+        if not self.held:
+            return numbers
+        piece, spans = self.inside[self.held[0]][0], dict(spans)
+        placed = []
+        for i in self.held:
+            if i in spans:  # it is there from the beginning
+                spans[i] = -1, spans[i][1]
+                begin = self.inside[i][1]
+                placed.append((begin, begin + self.buffers[i].nbytes, i))
         for i in sorted(numbers, key=lambda i: -self.buffers[i].nbytes):
             begin = self._free_place(i, placed, spans)
-            if i not in spans or begin + self.buffers[i].nbytes > self.held_bytes:
-                left.append(i)
-                continue
-            placed.append((begin, begin + self.buffers[i].nbytes, i))
-            self.inside[i] = self.held_piece, begin
-        return [i for i in numbers if i in left]
+            end = begin + self.buffers[i].nbytes
+            if i in spans and end <= self.sizes[piece - len(self.buffers)]:
+                placed.append((begin, end, i))
+                self.inside[i] = piece, begin
+        return [i for i in numbers if i not in self.inside]
 
     def _free_place(self, i: int, placed: Sequence[tuple[int, int, int]], spans: Mapping[int, tuple[int, int]]) -> int:
         """The first place in a piece where a buffer meets none of the ``placed`` (start, end, buffer) at any time."""
