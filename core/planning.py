@@ -412,6 +412,18 @@ def check_plan_argument(plan: object, memory_budget: int | None) -> None:
         raise ValueError("memory_budget: got a value beside a plan, allowed is one of the two: the plan has its budget")
 
 
+def check_limits(plan: object, memory_budget: int | None) -> None:
+    """Raise TypeError or ValueError unless both may be fixed before a call's sizes are known: ``plan`` is a preference
+    or None, ``memory_budget`` None or an integer of at least 1, and one of them is None."""
+    if plan is not None and not isinstance(plan, str):
+        raise TypeError(
+            f"plan: got {type(plan).__name__}, allowed are {', '.join(map(repr, SLACK))} and None: a ChunkPlan is for "
+            f"one call's sizes"
+        )
+    check_plan_argument(plan, memory_budget)
+    check_memory_budget(memory_budget)
+
+
 def check_plan_sizes(plan: ChunkPlan, tokens: int, hidden: int, vocab: int, dtype: str) -> None:
     """Raise ValueError unless ``plan`` was made for these sizes."""
     sizes = (plan.tokens, plan.hidden, plan.vocab, plan.dtype)

@@ -64,12 +64,24 @@ def test_rl_replaces_trls_losses(axolotl: Any) -> None:
         unpatch_trl()
 
 
+def test_a_plan_by_name(axolotl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+    for name in ("patch", "patch_trl"):
+        monkeypatch.setattr(axolotl, name, lambda *_, **options: plans.append(options["plan"]))
+    plugin, cfg = axolotl.LogitlessPlugin(), {"logitless_plan": "lean"}
+    plugin.post_model_load(cfg, model())
+    plugin.pre_model_load(cfg | {"rl": "dpo"})
+    assert plans == ["lean", "lean"]
+
+
 def test_its_entries(axolotl: Any) -> None:
     module, _, name = axolotl.LogitlessPlugin().get_input_args().rpartition(".")
     assert (module, name) == (ADAPTER, "LogitlessArgs")
     assert axolotl.LogitlessArgs().logitless_memory_budget is None
     with pytest.raises(ValueError, match="logitless_memory_budget"):
         axolotl.LogitlessArgs(logitless_memory_budget="much")
+    with pytest.raises(ValueError, match=r"logitless_plan\n.* 'fast', 'balanced' or 'lean'"):
+        axolotl.LogitlessArgs(logitless_plan="quick")
     plugin = axolotl.LogitlessPlugin()
     with pytest.raises(ValueError, match=r"^cut_cross_entropy: got True beside LogitlessPlugin"):
         plugin.pre_model_load({"cut_cross_entropy": True})
@@ -77,6 +89,11 @@ def test_its_entries(axolotl: Any) -> None:
         plugin.pre_model_load({"rl": "dpo", "logitless_z_loss": 0.1})
     with pytest.raises(ValueError, match=r"^backend: got 'fast'"):
         plugin.post_model_load({"logitless_backend": "fast"}, model())
+    both = {"logitless_plan": "lean", "logitless_memory_budget": 2**22}
+    with pytest.raises(ValueError, match=r"^memory_budget: got a value beside a plan"):
+        plugin.post_model_load(both, model())
+    with pytest.raises(ValueError, match=r"^memory_budget: got a value beside a plan"):
+        plugin.pre_model_load(both | {"rl": "dpo"})
 
 
 def test_by_its_manager_of_plugins(axolotl: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import stand_ins
+from limits import check_refusals, note_plans
 
 jax = pytest.importorskip("jax", reason="these tests are about JAX")
 
@@ -128,6 +129,18 @@ def test_what_is_refused() -> None:
         ours.linear_softmax_cross_entropy_loss(x, labels, w, logit_soft_cap=-1.0)
     with pytest.raises(ValueError, match=r"^backend: got 'fast'"):
         ours.register_levanter(backend="fast")
+    check_refusals(ours.register_levanter)
+
+
+def test_a_plan_by_name(levanter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours.register_levanter(plan="lean")
+    plans = note_plans(monkeypatch, ours)
+    x, labels, w, weight = inputs()
+    made = levanter.fused_cross_entropy_loss_and_logsumexp_penalty(
+        x, labels, w, weight=weight, implementation=ours.NAME
+    )
+    assert error(made, full(x, labels, w, weight, "mean", 0.0, None)) <= ON_TOP_LOSS["float64"]
+    assert plans == ["lean"]
 
 
 def test_it_is_taken_back(levanter: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import stand_ins
+from limits import check_refusals, note_plans
 
 jax = pytest.importorskip("jax", reason="these tests are about JAX")
 nnx = pytest.importorskip("flax.nnx", reason="MaxText's models are of Flax")
@@ -217,6 +218,20 @@ def test_the_trainer_gets_it_and_gives_it_back() -> None:
         ours.unpatch_maxtext()
     with pytest.raises(ValueError, match=r"^backend: got 'fast'"):
         ours.patch_maxtext(backend="fast")
+    check_refusals(ours.patch_maxtext)
+
+
+def test_a_plan_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours.patch_maxtext(plan="lean")
+    try:
+        plans = note_plans(monkeypatch, importlib.import_module("logitless.jax_impl.integrations.maxtext_head"))
+        config = Config(dtype="float32")
+        model, (hidden, data) = Model(config), batch("float32")
+        loss, _ = importlib.import_module(ours.MODULE).vocab_tiling_nnx_loss(model, hidden, data, config, True)
+    finally:
+        ours.unpatch_maxtext()
+    assert error(loss, full(model, hidden, data, config)[0]) <= ON_TOP_LOSS["float32"]
+    assert plans == ["lean"]
 
 
 def test_a_maxtext_without_the_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ DistributedDataParallel with overlap_grad_reduce, and the layer alone."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 if not importlib.util.find_spec("megatron"):  # which is imported by the ranks' processes alone
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
+from limits import check_refusals, note_plans  # noqa: E402
 from ranks import Failed, Ranks  # noqa: E402
 
 from logitless.tolerances import ON_TOP_GRADIENT, ON_TOP_LOSS, error  # noqa: E402
@@ -154,7 +156,7 @@ def layer_run(rank: int, sequence_parallel: bool) -> Any:
     processed = ours.output_processor(**given, output_weight=None, context=None, scale_logits=lambda z: z * 0.5)
     assert len(seen) == hooks + 1
     assert "forward" not in layer.__dict__
-    tempered = ours.output_processor(**given, output_weight=layer.weight, context={"temperature": 2.0})
+    tempered = ours.output_processor(**given, output_weight=layer.weight, context={"temperature": 2.0, "plan": "lean"})
     pairs = [(module, right), (outcome(plain.T, weights), right)]
     return pairs + [(outcome(value, weights), scaled) for value in (processed, tempered)]
 
@@ -171,6 +173,7 @@ def test_the_layer_alone(pool: Ranks, sequence_parallel: bool) -> None:
 
 def refused_run(rank: int) -> None:
     start(1)
+    from logitless.torch_impl import api
     from logitless.torch_impl.integrations import megatron as ours
     from logitless.torch_impl.integrations.megatron_model import patch_megatron, unpatch_megatron
 
@@ -188,7 +191,8 @@ def refused_run(rank: int) -> None:
         )
     with pytest.raises(NotImplementedError, match=r"^model: found 0 modules with compute_language_model_loss"):
         patch_megatron(torch.nn.Linear(2, 2))
-    model = patch_megatron(gpt(config_of(), False))
+    check_refusals(functools.partial(patch_megatron, gpt(config_of(), False)))
+    model = patch_megatron(gpt(config_of(), False), plan="lean")
     given = (y % V, torch.arange(S).expand(B, S), torch.ones(S, S, dtype=torch.bool).triu(1)[None, None])
     with pytest.raises(RuntimeError, match=r"^model: got one that is patched already"):
         patch_megatron(model)
@@ -196,7 +200,10 @@ def refused_run(rank: int) -> None:
     assert logits.shape == (B, S, V)
     with pytest.warns(UserWarning, match="computes a loss of full logits"):
         full = model.compute_language_model_loss(y, logits.transpose(0, 1).contiguous())
-    assert error(model(*given, labels=y).detach(), full.detach()) <= ON_TOP_LOSS["float32"]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plans = note_plans(monkeypatch, api)
+        assert error(model(*given, labels=y).detach(), full.detach()) <= ON_TOP_LOSS["float32"]
+    assert plans == ["lean"]
     own = model.output_layer.forward
     model.compute_language_model_loss, kept = (
         lambda labels, z: kept(labels, z.tanh()),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from limits import check_refusals, note_plans
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 transformers = pytest.importorskip("transformers", reason="the models are those of transformers")
@@ -227,6 +229,13 @@ def test_a_budget_that_no_plan_fits_names_the_smallest() -> None:
     with pytest.raises(ValueError, match=rf"memory_budget: got 1000 bytes, allowed for tokens=18, .* vocab={V}"):
         model(ids, labels=labels)
     assert "forward" not in model.lm_head.__dict__
+
+
+def test_a_plan_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = loss_and_gradients(make())
+    plans = note_plans(monkeypatch, importlib.import_module("logitless.torch_impl.huggingface.model_loss"))
+    assert_same(loss_and_gradients(patch(make(), plan="lean")), theirs)
+    assert plans == ["lean"]
 
 
 def test_gradient_checkpointing() -> None:
@@ -451,8 +460,7 @@ def test_wrong_arguments() -> None:
         patch(model, return_logits=1)
     with pytest.raises(ValueError, match="label_smoothing: got 2"):
         patch(model, label_smoothing=2)
-    with pytest.raises(ValueError, match="memory_budget: got 0, allowed is at least 1"):
-        patch(model, memory_budget=0)
+    check_refusals(functools.partial(patch, model))
     with pytest.raises(TypeError, match=r"memory_budget: got float 1\.5, allowed is an integer"):
         patch(model, memory_budget=1.5)
     with pytest.raises(ValueError, match="backend: got 'pallas'"):

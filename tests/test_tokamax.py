@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import stand_ins
+from limits import check_refusals, note_plans
 
 jax = pytest.importorskip("jax", reason="these tests are about JAX")
 
@@ -110,8 +111,18 @@ def test_what_is_refused(tokamax: Any) -> None:
         ours.linear_softmax_cross_entropy_loss(x, labels.at[3].set(V), w)
     with pytest.raises(ValueError, match=r"^backend: got 'fast'"):
         ours.register_tokamax(backend="fast")
+    check_refusals(ours.register_tokamax)
     with pytest.raises(TypeError, match=r"^memory_budget: got str '1 GB'"):
         ours.register_tokamax(memory_budget="1 GB")  # type: ignore[arg-type]
+
+
+def test_a_plan_by_name(tokamax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours.register_tokamax(plan="lean")
+    plans = note_plans(monkeypatch, ours)
+    x, labels, w = inputs()
+    made = tokamax.linear_softmax_cross_entropy_loss(x, labels, w, implementation=ours.NAME)
+    assert error(made, full(x, labels, w, "sum")[0]) <= ON_TOP_LOSS["float64"]
+    assert plans == ["lean"]
 
 
 def test_it_is_taken_back(tokamax: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from limits import check_refusals
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
@@ -243,6 +246,19 @@ class TestModule:
         assert embedding.weight.grad is not None
         assert "label_smoothing=0.0" in repr(head)
         assert copy.deepcopy(head).options == head.options
+
+    def test_a_plan_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x, _, _, y = tensors()
+        calls = []
+        module = importlib.import_module("logitless.torch_impl.module")
+        monkeypatch.setattr(
+            module, "linear_cross_entropy", lambda *_, **k: calls.append((k["plan"], k["memory_budget"]))
+        )
+        for head in (LinearCrossEntropy(12, 50, plan="lean"), LinearCrossEntropy(12, 50, memory_budget=2**20)):
+            head(x, y)
+            head(x, y, plan="fast")
+        assert calls == [("lean", None), ("fast", None), (None, 2**20), ("fast", None)]
+        check_refusals(functools.partial(LinearCrossEntropy, 12, 50))
 
     def test_statistics_and_weights(self) -> None:
         x, _, _, y = tensors()

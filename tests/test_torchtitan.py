@@ -3,11 +3,13 @@ else against full logits; on two ranks under FSDP2."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import stand_ins
+from limits import check_refusals, note_plans
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
@@ -128,6 +130,16 @@ def test_its_options(titan: Any) -> None:
     assert error(loss_fn(model(x), labels)[0].detach(), right.detach()) <= ON_TOP_LOSS["float32"]
 
 
+def test_a_plan_by_name(titan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, labels) = Decoder(), batch(0)
+    loss_fn = titan.LinearCrossEntropyLoss(titan.LinearCrossEntropyLoss.Config(plan="lean"))
+    loss_fn.set_lm_head(model.lm_head)
+    plans = note_plans(monkeypatch, importlib.import_module("logitless.torch_impl.integrations.sharded_head"))
+    right = torch.nn.functional.cross_entropy(model.lm_head(model(x)).flatten(0, 1), labels.flatten(), reduction="sum")
+    assert error(loss_fn(model(x), labels)[0].detach(), right.detach()) <= ON_TOP_LOSS["float32"]
+    assert plans == ["lean"]
+
+
 def test_what_is_refused(titan: Any) -> None:
     config = titan.LinearCrossEntropyLoss.Config
     with pytest.raises(RuntimeError, match=r"^lm_head: got none yet"):
@@ -138,3 +150,4 @@ def test_what_is_refused(titan: Any) -> None:
         titan.LinearCrossEntropyLoss(config(backend="fast"))
     with pytest.raises(ValueError, match=r"^z_loss: got -1"):
         titan.LinearCrossEntropyLoss(config(z_loss=-1.0))
+    check_refusals(lambda **limits: titan.LinearCrossEntropyLoss(config(**limits)))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from limits import check_refusals, note_plans
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
@@ -227,6 +228,17 @@ def test_what_is_not_asked_for_is_none_and_no_token_is_no_error(monkeypatch: Any
     assert not hidden.grad.any()
 
 
+def test_a_plan_reaches_every_call(monkeypatch: Any) -> None:
+    function, sft = stand_in(monkeypatch, "1.16", SIGNATURES["1.16"])
+    hidden, weight, bias, target = inputs()
+    losses = importlib.import_module("logitless.torch_impl.integrations.trl_losses")
+    plans = note_plans(monkeypatch, losses, "linear_log_probs", "linear_cross_entropy")
+    with patched(plan="lean"):
+        function.apply(hidden, weight, bias, target, 1.0, 7, None, 1.0, ALL)
+        sft._chunked_cross_entropy_loss(hidden[None], weight, 256, labels=target[None])
+    assert plans == ["lean"] * 3
+
+
 def test_a_wide_hidden_state_meets_a_narrow_head(monkeypatch: Any) -> None:
     """TRL's cast_lm_head_to_fp32, and gradients in the head's own dtype."""
     function, _ = stand_in(monkeypatch, "1.16", SIGNATURES["1.16"])
@@ -274,6 +286,7 @@ def test_what_is_refused(monkeypatch: Any) -> None:
         unpatch_trl()
     with pytest.raises(ValueError, match="backend: got 'pallas'"):
         patch_trl(backend="pallas")
+    check_refusals(patch_trl)
     function, sft = stand_in(monkeypatch, "1.12", SIGNATURES["1.12"])
     with pytest.warns(UserWarning, match=r"in TRL 1\.12 patch_trl replaces .* loss_type='chunked_nll' alone"):
         patch_trl()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from logitless.planning import ChunkPlan, Preference
+from logitless.planning import ChunkPlan, Preference, check_limits
 from logitless.spec import LossOptions, Reduction
 from logitless.torch_impl.api import linear_cross_entropy
 
@@ -20,8 +20,8 @@ class LinearCrossEntropy(nn.Linear):
     ``weight`` [V, D] and ``bias`` [V] or None. :meth:`logits` gives the plain linear map, for generation.
 
     Arguments: in_features D; out_features V; bias, device and dtype as for torch.nn.Linear (bias is off by default, as
-    LM heads have none); the others as for :func:`linear_cross_entropy`, with the same defaults. With a process_group
-    out_features is V_r, this rank's entries, and the module's parameters are those.
+    LM heads have none); plan a name; the others as for :func:`linear_cross_entropy`, with the same defaults. With a
+    process_group out_features is V_r, this rank's entries, and the module's parameters are those.
     """
 
     class_weight: Tensor | None
@@ -40,6 +40,7 @@ class LinearCrossEntropy(nn.Linear):
         logit_scale: float = 1.0,
         softcap: float | None = None,
         temperature: float = 1.0,
+        plan: Preference | None = None,
         memory_budget: int | None = None,
         backend: str | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -52,6 +53,8 @@ class LinearCrossEntropy(nn.Linear):
         self.options = options.tempered(temperature)
         if class_weight is not None and not isinstance(class_weight, Tensor):
             raise TypeError(f"class_weight: got {type(class_weight).__name__}, allowed is a torch.Tensor or None")
+        check_limits(plan, memory_budget)
+        self.plan = plan
         self.memory_budget = memory_budget
         self.backend = backend
         self.process_group = process_group
@@ -70,7 +73,10 @@ class LinearCrossEntropy(nn.Linear):
         accumulate_into: Tensor | None = None,
         defer_weight_grad: bool = False,
     ) -> Any:
-        """The loss of hidden [..., D] against target [...]; see :func:`linear_cross_entropy`."""
+        """The loss of hidden [..., D] against target [...]; see :func:`linear_cross_entropy`.
+
+        A plan that is given here replaces the module's plan and memory_budget.
+        """
         o = self.options
         return linear_cross_entropy(
             hidden,
@@ -86,8 +92,8 @@ class LinearCrossEntropy(nn.Linear):
             logit_scale=o.logit_scale,
             softcap=o.softcap,
             normalizer=normalizer,
-            plan=plan,
-            memory_budget=None if plan is not None else self.memory_budget,
+            plan=self.plan if plan is None else plan,
+            memory_budget=self.memory_budget if plan is None else None,
             backend=self.backend,
             return_stats=return_stats,
             process_group=self.process_group,

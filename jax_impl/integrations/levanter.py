@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from logitless.jax_impl.api import linear_cross_entropy
 from logitless.jax_impl.integrations.options import NAME, implementations, limits, take_back
+from logitless.planning import Preference
 from logitless.spec import TokenStats
 
 __all__ = ["linear_softmax_cross_entropy_loss", "register_levanter", "unregister_levanter"]
@@ -35,6 +36,7 @@ def linear_softmax_cross_entropy_loss(
     logit_soft_cap: float | None = None,
     precision: PrecisionLike = None,
     return_argmax: bool = False,
+    plan: Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
 ) -> tuple[Array, Array] | tuple[Array, Array, Array]:
@@ -61,7 +63,7 @@ def linear_softmax_cross_entropy_loss(
         )
     found = linear_cross_entropy(
         x, w, labels, reduction="none", softcap=logit_soft_cap, return_lse=True, return_stats=return_argmax,
-        memory_budget=memory_budget, backend=backend, weight_layout="dv",
+        plan=plan, memory_budget=memory_budget, backend=backend, weight_layout="dv",
     )  # fmt: skip
     if not return_argmax:
         return cast(tuple[Array, Array], found)
@@ -69,14 +71,16 @@ def linear_softmax_cross_entropy_loss(
     return loss, lse, stats.argmax
 
 
-def register_levanter(*, memory_budget: int | None = None, backend: str | None = None) -> None:
+def register_levanter(
+    *, plan: Preference | None = None, memory_budget: int | None = None, backend: str | None = None
+) -> None:
     """Make ``implementation="logitless"`` one of levanter's. A second call replaces the options of the first.
 
-    Arguments: memory_budget, backend: as for :func:`logitless.jax_impl.linear_cross_entropy`.
+    Arguments: plan (a name), memory_budget, backend: as for :func:`logitless.jax_impl.linear_cross_entropy`.
 
     Raises ImportError without a levanter that has these kernels; ValueError and TypeError for the arguments.
     """
-    entry = functools.partial(linear_softmax_cross_entropy_loss, **limits(memory_budget, backend))
+    entry = functools.partial(linear_softmax_cross_entropy_loss, **limits(plan, memory_budget, backend))
     implementations(REGISTRY)[NAME] = entry
 
 

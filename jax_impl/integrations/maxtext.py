@@ -21,6 +21,7 @@ from jax import Array
 
 from logitless.jax_impl.integrations.maxtext_head import Config, Model, head_of, loss_on
 from logitless.jax_impl.integrations.options import limits
+from logitless.planning import Preference
 from logitless.spec import TokenStats
 
 __all__ = ["patch_maxtext", "unpatch_maxtext", "vocab_tiling_nnx_loss"]
@@ -39,6 +40,7 @@ def vocab_tiling_nnx_loss(
     config: Config,
     is_train: bool,
     *,
+    plan: Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
 ) -> tuple[Array, Array]:
@@ -66,22 +68,25 @@ def vocab_tiling_nnx_loss(
     target = jnp.where(data["targets_segmentation"] != 0, data["targets"], IGNORED)
     found = loss_of(
         hidden.astype(dtype), target=target, reduction="sum", z_loss=config.z_loss_multiplier, return_stats=True,
-        memory_budget=memory_budget, backend=backend, **head,
+        plan=plan, memory_budget=memory_budget, backend=backend, **head,
     )  # fmt: skip
     loss, stats = cast(tuple[Array, TokenStats[Array]], found)
     return loss, config.z_loss_multiplier * jnp.square(stats.lse).sum()
 
 
-def patch_maxtext(*, memory_budget: int | None = None, backend: str | None = None) -> None:
+def patch_maxtext(
+    *, plan: Preference | None = None, memory_budget: int | None = None, backend: str | None = None
+) -> None:
     """Make MaxText's trainer compute its tiled losses by :func:`vocab_tiling_nnx_loss`, for all models of this process.
 
-    Arguments: memory_budget, backend: as for :func:`logitless.jax_impl.linear_cross_entropy`.
+    Arguments: plan (a name), memory_budget, backend: as for :func:`logitless.jax_impl.linear_cross_entropy`.
 
     Raises ImportError without MaxText, RuntimeError where it was called already, ValueError and TypeError for the
     arguments. Afterwards a Linen model's tiled loss (``enable_nnx=False`` in MaxText before 0.2.5) raises
     NotImplementedError.
     """
-    ours = {NAME: functools.partial(vocab_tiling_nnx_loss, **limits(memory_budget, backend)), LINEN: _refuse_linen}
+    limited = functools.partial(vocab_tiling_nnx_loss, **limits(plan, memory_budget, backend))
+    ours = {NAME: limited, LINEN: _refuse_linen}
     if _UNDO:
         raise RuntimeError("maxtext: its loss is replaced already, allowed is one patch_maxtext: unpatch_maxtext first")
     theirs = vars(importlib.import_module(MODULE))

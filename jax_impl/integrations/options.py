@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from logitless import spec
 from logitless.jax_impl.backend import BACKENDS
-from logitless.planning import check_memory_budget
+from logitless.planning import Preference, check_limits
 
 # Of our entry in a program's implementations.
 NAME = "logitless"
@@ -17,15 +17,16 @@ NAME = "logitless"
 class Limits(TypedDict):
     """Keyword arguments of :func:`logitless.jax_impl.linear_cross_entropy`."""
 
+    plan: Preference | None
     memory_budget: int | None
     backend: str | None
 
 
-def limits(memory_budget: int | None, backend: str | None) -> Limits:
-    """Both, checked at the registration already. Raises ValueError and TypeError."""
-    check_memory_budget(memory_budget)
+def limits(plan: Preference | None, memory_budget: int | None, backend: str | None) -> Limits:
+    """All of them, checked at the registration already. Raises ValueError and TypeError."""
+    check_limits(plan, memory_budget)
     spec.check_backend(backend, BACKENDS)
-    return {"memory_budget": memory_budget, "backend": backend}
+    return {"plan": plan, "memory_budget": memory_budget, "backend": backend}
 
 
 def implementations(module: str) -> dict[str, Callable[..., object]]:

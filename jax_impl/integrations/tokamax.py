@@ -15,6 +15,7 @@ from jax import Array
 
 from logitless.jax_impl.api import linear_cross_entropy
 from logitless.jax_impl.integrations.options import NAME, implementations, limits, take_back
+from logitless.planning import Preference
 from logitless.spec import Reduction, TokenStats
 
 __all__ = ["linear_softmax_cross_entropy_loss", "register_tokamax", "unregister_tokamax"]
@@ -29,6 +30,7 @@ def linear_softmax_cross_entropy_loss(
     *,
     reduction: Reduction = "sum",
     return_residuals: bool = False,
+    plan: Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
 ) -> Array | tuple[Array, tuple[Array]]:
@@ -44,8 +46,8 @@ def linear_softmax_cross_entropy_loss(
     Raises as :func:`logitless.jax_impl.linear_cross_entropy`, which names hidden, weight and target for x, w, labels.
     """
     found = linear_cross_entropy(
-        x, w, labels, reduction=reduction, return_stats=return_residuals, memory_budget=memory_budget, backend=backend,
-        weight_layout="dv",
+        x, w, labels, reduction=reduction, return_stats=return_residuals, plan=plan, memory_budget=memory_budget,
+        backend=backend, weight_layout="dv",
     )  # fmt: skip
     if not isinstance(found, tuple):
         return found
@@ -53,16 +55,18 @@ def linear_softmax_cross_entropy_loss(
     return loss, (stats.lse,)
 
 
-def register_tokamax(*, memory_budget: int | None = None, backend: str | None = None) -> None:
+def register_tokamax(
+    *, plan: Preference | None = None, memory_budget: int | None = None, backend: str | None = None
+) -> None:
     """Make ``implementation="logitless"`` one of tokamax's. A second call replaces the options of the first.
 
-    Arguments: memory_budget, backend: as for :func:`logitless.jax_impl.linear_cross_entropy`.
+    Arguments: plan (a name), memory_budget, backend: as for :func:`logitless.jax_impl.linear_cross_entropy`.
 
     tokamax itself refuses a ``precision``. Its autotuning does not see this entry, which has nothing to tune.
 
     Raises ImportError without tokamax; ValueError and TypeError for the arguments.
     """
-    entry = functools.partial(linear_softmax_cross_entropy_loss, **limits(memory_budget, backend))
+    entry = functools.partial(linear_softmax_cross_entropy_loss, **limits(plan, memory_budget, backend))
     implementations(REGISTRY)[NAME] = entry
 
 

@@ -13,7 +13,7 @@ import types
 from torch import nn
 
 from logitless import spec
-from logitless.planning import check_memory_budget
+from logitless.planning import Preference, check_limits
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.huggingface.lm_head import find_head
 from logitless.torch_impl.huggingface.patched import (
@@ -33,6 +33,7 @@ def patch(
     return_logits: bool | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    plan: Preference | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
 ) -> nn.Module:
@@ -56,8 +57,9 @@ def patch(
         return_logits: whether a forward with labels also makes logits (one product more, and their memory). None: in
             eval mode only, for metrics, when something reads them. Where they are not made, ``output.logits`` has their
             shape, and what reads its elements is a RuntimeError that says so.
-        label_smoothing, z_loss, memory_budget, backend: as for :func:`linear_cross_entropy`, in eval mode too. The
-            smallest budget grows with the tokens of a batch, so one that nothing fits is refused in the forward.
+        label_smoothing, z_loss, plan, memory_budget, backend: as for :func:`linear_cross_entropy`, in eval mode too.
+            plan is a name. The smallest budget grows with the tokens of a batch, so one that nothing fits is refused in
+            the forward.
 
     A trainer that replaces the model's forward afterwards, as TRL's does (add_fused_lm_head), goes around the loss that
     is replaced here: a warning says so once, and patch refuses a model whose forward is TRL's already. What replaces
@@ -74,7 +76,7 @@ def patch(
     if return_logits is not None and not isinstance(return_logits, bool):
         raise TypeError(f"return_logits: got {return_logits!r}, allowed are True, False and None")
     spec.LossOptions(label_smoothing=label_smoothing, z_loss=z_loss)
-    check_memory_budget(memory_budget)
+    check_limits(plan, memory_budget)
     spec.check_backend(backend, BACKENDS)
     from logitless.torch_impl.huggingface import forward as patched_forward  # it imports torch's compiler
 
@@ -89,7 +91,8 @@ def patch(
         raise NotImplementedError(f"model: the forward of {type(owner).__name__} takes no labels, so it has no loss")
     head_name = next(name for name, module in owner.named_modules() if module is head)
     loss_arguments: LossArguments = {
-        "label_smoothing": label_smoothing, "z_loss": z_loss, "memory_budget": memory_budget, "backend": backend
+        "label_smoothing": label_smoothing, "z_loss": z_loss, "plan": plan, "memory_budget": memory_budget,
+        "backend": backend,
     }  # fmt: skip
     chosen = Patch(head_name, return_logits, loss_arguments, forward, signature)
     owner.__dict__["forward"] = types.MethodType(patched_forward.make_forward(chosen), owner)

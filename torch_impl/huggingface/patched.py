@@ -11,6 +11,8 @@ from typing import TypedDict
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from logitless.planning import Preference
+
 # The attribute in which a patched forward keeps its Patch.
 MARK = "logitless_patch"
 
@@ -24,6 +26,7 @@ class LossArguments(TypedDict):
 
     label_smoothing: float
     z_loss: float
+    plan: Preference | None
     memory_budget: int | None
     backend: str | None
 

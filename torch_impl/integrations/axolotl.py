@@ -2,7 +2,7 @@
 
 plugins:
   - logitless.torch_impl.integrations.axolotl.LogitlessPlugin
-logitless_memory_budget: 2147483648  # may be left out, as may logitless_z_loss
+logitless_memory_budget: 2147483648  # or logitless_plan: lean; may be left out, as may logitless_z_loss
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from pydantic import BaseModel
 from torch import nn
 
+from logitless.planning import Preference
 from logitless.torch_impl.huggingface.patch import patch
 from logitless.torch_impl.integrations.trl import patch_trl
 
@@ -35,6 +36,7 @@ class Configuration(Protocol):
 class LogitlessArgs(BaseModel):
     """The plugin's entries in a configuration; their meanings are those of :func:`logitless.torch_impl.patch`."""
 
+    logitless_plan: Preference | None = None
     logitless_memory_budget: int | None = None
     logitless_z_loss: float = 0.0
     logitless_backend: str | None = None
@@ -56,7 +58,9 @@ class LogitlessPlugin(BasePlugin):
             args = _args(cfg)
             if args.logitless_z_loss:
                 raise ValueError("logitless_z_loss: got a value beside rl, allowed is 0: TRL's losses have none")
-            patch_trl(memory_budget=args.logitless_memory_budget, backend=args.logitless_backend)
+            patch_trl(
+                plan=args.logitless_plan, memory_budget=args.logitless_memory_budget, backend=args.logitless_backend
+            )
 
     def post_model_load(self, cfg: Configuration, model: nn.Module) -> None:
         """Patch the model, in place; with ``rl`` nothing. Raises as :func:`logitless.torch_impl.patch`."""
@@ -64,6 +68,7 @@ class LogitlessPlugin(BasePlugin):
             args = _args(cfg)
             patch(
                 model,
+                plan=args.logitless_plan,
                 memory_budget=args.logitless_memory_budget,
                 z_loss=args.logitless_z_loss,
                 backend=args.logitless_backend,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless import spec
-from logitless.planning import check_memory_budget
+from logitless.planning import Preference, check_limits
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.huggingface.lm_head import PROBES
 from logitless.torch_impl.integrations.megatron import ColumnParallelLinear
@@ -64,19 +64,21 @@ class _Head:
         return head_loss(self.layer, *waiting, labels, **options)
 
 
-def patch_megatron(model: nn.Module, *, memory_budget: int | None = None, backend: str | None = None) -> nn.Module:
+def patch_megatron(
+    model: nn.Module, *, plan: Preference | None = None, memory_budget: int | None = None, backend: str | None = None
+) -> nn.Module:
     """Make ``model(tokens, positions, mask, labels=labels)`` compute its losses [b, s] without logits.
 
     model: a GPTModel of megatron-core, or what wraps one; changed in place. A pipeline stage without an output layer
     stays as it is. A forward without labels is untouched. Losses and gradients are those of the model's own path
     (``vocab_parallel_cross_entropy``), with tensor and sequence parallelism, shared embeddings and multi-token
-    prediction; a label of −100 has a loss of 0. memory_budget, backend: as for :func:`linear_cross_entropy`.
+    prediction; a label of −100 has a loss of 0. The others: as for :func:`linear_cross_entropy`; plan is a name.
 
     Returns the model. Raises TypeError for what is not a module; NotImplementedError for a model without these methods,
     and, from the forward, where it does more with its logits than to scale them, or as
     :func:`.megatron_loss.head_loss`; RuntimeError where it is patched already.
     """
-    check_memory_budget(memory_budget)
+    check_limits(plan, memory_budget)
     spec.check_backend(backend, BACKENDS)
     owner = _owner(model)
     if owner is None:
@@ -86,7 +88,7 @@ def patch_megatron(model: nn.Module, *, memory_budget: int | None = None, backen
     layer = getattr(owner, "output_layer", None)
     if not isinstance(layer, ColumnParallelLinear):
         raise NotImplementedError(f"model: its output_layer is {type(layer).__name__}, allowed is ColumnParallelLinear")
-    head = _Head(owner, layer, {"memory_budget": memory_budget, "backend": backend})
+    head = _Head(owner, layer, {"plan": plan, "memory_budget": memory_budget, "backend": backend})
     layer.__dict__["forward"] = head.forward
     owner.__dict__ |= {LOSS: head.loss, MARK: head}
     return model

@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from logitless.planning import ChunkPlan, Preference
 from logitless.spec import Reduction
 
 
@@ -21,6 +22,7 @@ class Options(TypedDict, total=False):
     softcap: float | None
     temperature: float
     normalizer: Tensor | float | None
+    plan: ChunkPlan | Preference | None
     memory_budget: int | None
     backend: str | None
     shift: int

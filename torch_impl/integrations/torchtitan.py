@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from logitless import spec
-from logitless.planning import check_memory_budget
+from logitless.planning import Preference, check_limits
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.integrations.options import Options
 from logitless.torch_impl.integrations.sharded_head import head_cross_entropy
@@ -48,6 +48,7 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
 
         label_smoothing: float = 0.0
         z_loss: float = 0.0
+        plan: Preference | None = None
         memory_budget: int | None = None
         backend: str | None = None
 
@@ -59,11 +60,11 @@ class LinearCrossEntropyLoss(ChunkedLossWrapper):
                 f"for another loss keep ChunkedLossWrapper"
             )
         spec.LossOptions(label_smoothing=config.label_smoothing, z_loss=config.z_loss)
-        check_memory_budget(config.memory_budget)
+        check_limits(config.plan, config.memory_budget)
         spec.check_backend(config.backend, BACKENDS)
         self.lm_head = None
         self.options: Options = {
-            "label_smoothing": config.label_smoothing, "z_loss": config.z_loss,
+            "label_smoothing": config.label_smoothing, "z_loss": config.z_loss, "plan": config.plan,
             "memory_budget": config.memory_budget, "backend": config.backend,
         }  # fmt: skip
 

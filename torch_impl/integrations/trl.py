@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from logitless import spec
-from logitless.planning import check_memory_budget
+from logitless.planning import Preference, check_limits
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.integrations.trl_losses import Limits, LogProbInputs, LossInputs, cross_entropy, log_probs
 
@@ -23,7 +23,7 @@ from logitless.torch_impl.integrations.trl_losses import Limits, LogProbInputs, 
 _UNDO: list[Callable[[], None]] = []
 
 
-def patch_trl(*, memory_budget: int | None = None, backend: str | None = None) -> None:
+def patch_trl(*, plan: Preference | None = None, memory_budget: int | None = None, backend: str | None = None) -> None:
     """Make TRL's trainers compute their losses by :func:`linear_log_probs` and :func:`linear_cross_entropy`.
 
         patch_trl()
@@ -37,13 +37,13 @@ def patch_trl(*, memory_budget: int | None = None, backend: str | None = None) -
     In TRL before 1.15 only asynchronous GRPO and SFT's ``loss_type="chunked_nll"`` (its default from 1.7 on) are
     replaced, and a warning says so. Where a trainer uses the model's own loss, use :func:`patch`.
 
-    Arguments: memory_budget, backend: as for :func:`linear_cross_entropy`.
+    Arguments: plan (a name), memory_budget, backend: as for :func:`linear_cross_entropy`.
 
     Raises ImportError without TRL; NotImplementedError for a TRL without these functions (before 1.4), or where they
     take what is not known here; RuntimeError where it was called already. Under DeepSpeed's ZeRO-3 a trainer's forward
     raises NotImplementedError.
     """
-    check_memory_budget(memory_budget)
+    check_limits(plan, memory_budget)
     spec.check_backend(backend, BACKENDS)
     if _UNDO:
         raise RuntimeError(
@@ -57,7 +57,7 @@ def patch_trl(*, memory_budget: int | None = None, backend: str | None = None) -
             f"trl: version {version} has no _ChunkedLogProbFunction that could be replaced, allowed is 1.4 or newer; "
             f"its SFTTrainer uses the model's own loss, which patch(model) replaces"
         )
-    limits: Limits = {"memory_budget": memory_budget, "backend": backend}
+    limits: Limits = {"plan": plan, "memory_budget": memory_budget, "backend": backend}
     log_prob_names = _checked_names(function.forward, LogProbInputs, version)
     loss = getattr(sft, "_chunked_cross_entropy_loss", None)
     loss_names = () if loss is None else _checked_names(loss, LossInputs, version)

@@ -7,6 +7,7 @@ from typing import Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from logitless.planning import Preference
 from logitless.torch_impl.api import linear_cross_entropy, linear_log_probs
 from logitless.torch_impl.huggingface.lm_head import LogitOptions
 
@@ -17,6 +18,7 @@ EVERY = ("entropy", *STATISTICS)
 class Limits(TypedDict):
     """What patch_trl was given for the losses."""
 
+    plan: Preference | None
     memory_budget: int | None
     backend: str | None
 
