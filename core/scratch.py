@@ -27,8 +27,11 @@ ROW_ALIGNMENT_BYTES = 128
 # turned weight's rows go along the vocabulary.
 PADDED_HIDDEN, PADDED_VOCAB = 64, 8
 
-# If several chunks add up to dW, the rows of its lower bits (one byte per element) start on such a boundary.
+# If several chunks add up to dW, the rows of its lower bits (one byte per element, or half) start on such a boundary.
 LOW_ROW_ALIGNMENT = 16
+# A sum over at most so many chunks may have 20 bits. Each chunk rounds it to 1/16 of what bfloat16 keeps: the error of
+# dW's own rounding becomes 1.03 times as large with 16 chunks, 1.06 with 32 and 1.12 with 64.
+MOST_NARROW_CHUNKS = 32
 
 # The rows w[y] of the anchors' dot products are gathered for this many tokens at a time.
 ANCHOR_ROWS = 512
@@ -55,6 +58,11 @@ def round_up(value: int, multiple: int) -> int:
 def row_stride(columns: int, itemsize: int) -> int:
     """Elements from one row of a held matrix to the next: rows start on a boundary."""
     return round_up(columns, ROW_ALIGNMENT_BYTES // itemsize)
+
+
+def low_row_bytes(width: int, bits: int) -> int:
+    """Bytes of a row of so many elements of a sum's lower ``bits``, 8 or 4: rows start on a boundary."""
+    return round_up(math.ceil(width * bits / 8), LOW_ROW_ALIGNMENT)
 
 
 def slices(length: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -95,6 +103,9 @@ class Cut:
     """In "both", where exponentials are scratch: whether the lower bits of sums over chunks lie in dW's memory."""
     weight_tokens: int = 0
     """In "both": tokens worked on at a time for dW; 0: all. Of several such chunks a slice's dW is a sum."""
+    sum_bits: int = 24
+    """Bits of dW's sum over at most 32 chunks of tokens: 24 or 20. A sum over more chunks has 24. (20 are for PyTorch's
+    kernels and bfloat16. Elsewhere it has 24, or is float32.)"""
     alone: bool = False
     """Whether this is one half of "both": dX and dW of the ``summed`` entries in the tokens order, dW of the others in
     the vocab order."""
@@ -223,9 +234,14 @@ class Cut:
         return len(self.token_slices) > 1
 
     @property
+    def low_bits(self) -> int:
+        """Bits of an element of dW's sum beside the upper 16, which lie where dW will be: 8 or 4."""
+        return 4 if self.sum_bits == 20 and len(self.token_slices) <= MOST_NARROW_CHUNKS else 8
+
+    @property
     def low_bytes(self) -> int:
-        """Bytes of a row of the lower 8 bits of dW's sum; the upper 16 lie where dW will be."""
-        return round_up(self.hidden, LOW_ROW_ALIGNMENT) if ITEMSIZE[self.dtype] < 4 else 0
+        """Bytes of a row of the lower bits of dW's sum."""
+        return low_row_bytes(self.hidden, self.low_bits) if ITEMSIZE[self.dtype] < 4 else 0
 
     def lent_slices(self, row_bytes: int) -> tuple[tuple[int, int, bool], ...]:
         """(start, stop, lent) of the kernels' slices, if dW lends its memory. ``row_bytes``: of a row of dW; 0: none.
@@ -319,7 +335,7 @@ def _triton(cut: Cut) -> int:
     vectors = 4 * (2 * _ROW_VECTORS * cut.tokens + 16 * rows + _VOCAB_VECTORS * cut.vocab + 16 * cut.hidden)
     sums = 0 if cut.has_room else cut.waiting_bytes  # dX, which waits for the upstream gradient
     if cut.token_chunk < cut.tokens and cut.order == "tokens" and not cut.lends_low:
-        # The lower 8 bits of dW's sum; the upper 16 lie where dW will be.
+        # The lower bits of dW's sum; the upper 16 lie where dW will be.
         sums += cut.weight_entries * cut.low_bytes
     if cut.sums_slices:
         sums += cut.vocab_chunk * cut.low_bytes

@@ -24,7 +24,7 @@ from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGH
 (HOPPER,) = (found for found in ARCHITECTURES if found.name == "hopper")
 
 # The constants that a WeightKind is made of, in its order.
-KIND = ("FINAL", "PARTED", "ADD", "SMOOTH", "TARGETS", "LENT", "TURNED")
+KIND = ("FINAL", "PARTED", "ADD", "SMOOTH", "TARGETS", "LENT", "TURNED", "LOW_BITS")
 # What the launch of a WeightKind chooses beside its tile's constants.
 UNLIKE = ("PIECES", "PARTS", "STREAMED")
 NO_CALL = SimpleNamespace(describe_matrix=lambda *block: None)
@@ -105,13 +105,15 @@ def weight(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
     into = chosen.get("INTO", False) and not chosen.pop("NARROW", False)  # a float32 buffer
     t = HOPPER.tiles[WEIGHT if final and not into else WEIGHT_SUM]
     options = dict.fromkeys(("ADD", "INTO", "PARTED", "SMOOTH", "HAS_CLASS", "TARGETS", "LENT", "TURNED"), False)
-    options |= {"FINAL": final} | chosen
+    options |= {"FINAL": final, "LOW_BITS": 8} | chosen
     kind = WeightKind(*(options[flag] for flag in KIND))
     kind = dataclasses.replace(kind, reads=kind.reads and not into)
     own = hopper.PRODUCTS.weight(NO_CALL, t, kind, torch.empty((2, 2), dtype=torch.int8), True)
     parted, lent = kind.parted, kind.lent and not kind.turned
     out = turned(kind.turned, t.block_rows, own.columns)
     high, low = (block(bits, *out) for bits in (("i32", "i16") if own.pairs else ("i16", "i8")))
+    if kind.low_bits == 4:
+        low = block("i8", out[0], out[1] if own.pairs else out[1] // 2)
     summed = high if parted else block("fp32", *out)
     return {
         "kernel": hopper.weight_kernel,
@@ -181,6 +183,9 @@ CONFIGURATIONS = {
     "weight parted": lambda: weight("bf16", False, PARTED=True),
     "weight parted, added": lambda: weight("bf16", False, PARTED=True, ADD=True),
     "weight parted, turned, added": lambda: weight("bf16", False, PARTED=True, ADD=True, TURNED=True),
+    "weight narrowly parted": lambda: weight("bf16", False, PARTED=True, TARGETS=True, LOW_BITS=4),
+    "weight narrowly parted, added": lambda: weight("bf16", False, PARTED=True, ADD=True, TARGETS=True, LOW_BITS=4),
+    "weight from narrow parts": lambda: weight("bf16", True, PARTED=True, ADD=True, TARGETS=True, LOW_BITS=4),
     "weight from parts": lambda: weight("bf16", True, PARTED=True, ADD=True, SMOOTH=True, TARGETS=True),
 }
 

@@ -13,20 +13,30 @@ from logitless.torch_impl.kernels import portable as kernels
 
 
 @triton.jit
-def triton_kernel(value_ptr, high_ptr, low_ptr, joined_ptr, COUNT: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    bits = kernels.rounded(tl.load(value_ptr + place))
-    high, low = kernels.upper_bits(bits), kernels.lower_bits(bits)
-    tl.store(high_ptr + place, high)
-    tl.store(low_ptr + place, low)
-    tl.store(joined_ptr + place, kernels.joined(high, low))
+def triton_kernel(value_ptr, high_ptr, low_ptr, joined_ptr, COUNT: tl.constexpr, LOW_BITS: tl.constexpr):
+    row, column, mask = tl.arange(0, 1), tl.arange(0, COUNT), tl.full((1, COUNT), 1, tl.int1)
+    place = row[:, None] * COUNT + column[None, :]
+    bits = kernels.rounded(tl.load(value_ptr + place), LOW_BITS)
+    kernels.put_sum(high_ptr, low_ptr, bits, row, column, 1, COUNT, COUNT, False, LOW_BITS)
+    tl.debug_barrier()
+    low = kernels.low_bits_of(low_ptr, row[:, None], column[None, :], mask, COUNT, False, LOW_BITS)
+    tl.store(joined_ptr + place, kernels.joined(tl.load(high_ptr + place), low))
 
 
 @gluon.jit
-def gluon_kernel(value_ptr, high_ptr, low_ptr, joined_ptr, COUNT: gl.constexpr):
-    place = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    bits = hopper.rounded(gl.load(value_ptr + place))
-    high, low = hopper.upper_bits(bits), hopper.lower_bits(bits)
-    gl.store(high_ptr + place, high)
-    gl.store(low_ptr + place, low)
-    gl.store(joined_ptr + place, hopper.joined(high, low))
+def gluon_kernel(value_ptr, high_ptr, low_ptr, joined_ptr, COUNT: gl.constexpr, LOW_BITS: gl.constexpr):
+    """As the multiplying groups add to a sum, two neighbours at a time: the values to nothing, then nothing to them."""
+    pair = gl.arange(0, COUNT // 2, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    first = gl.load(value_ptr + 2 * pair)
+    second = gl.load(value_ptr + 2 * pair + 1)
+    high = gl.zeros_like(pair)
+    low = gl.zeros_like(pair).to(gl.int16)
+    for _ in gl.static_range(2):
+        if LOW_BITS == 8:
+            high, low = hopper.sum_of_pairs(first, second, high, low)
+        else:
+            high, low = hopper.narrow_sum_of_pairs(first, second, high, low)
+        first = gl.zeros_like(first)
+        second = gl.zeros_like(second)
+    gl.store(high_ptr + pair, high)
+    gl.store(low_ptr + pair, low.to(low_ptr.dtype.element_ty))

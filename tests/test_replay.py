@@ -47,6 +47,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "a weight [D, V] in chunks": {"turned": True, "plan": {"order": "tokens", "chunk": 16}},
     "everything": {**EVERYTHING, "bias": True, "class_weight": True, "token_weight": True, "return_stats": True},
     "chunks": {"plan": {"order": "tokens", "chunk": 16}, "bias": True},
+    "chunks of a narrow sum": {
+        "plan": {"order": "tokens", "chunk": 16, "dtype": "bfloat16", "lends": True},
+        "dtype": torch.bfloat16,
+        "bias": True,
+    },
     "slices": {"plan": {"order": "vocab", "chunk": 50}, "label_smoothing": 0.1},
     "both": {"plan": {"order": "both", "chunk": 16}, "label_smoothing": 0.1, "bias": True},
     "both per token": {"plan": {"order": "both", "chunk": 16}, "reduction": "none", "bias": True},
@@ -96,17 +101,19 @@ def arrays(seed: int, options: dict[str, Any], tokens: int = TOKENS) -> tuple[tu
         return torch.randn(*shape, generator=random)
 
     gradients, frozen = options.pop("gradients", True), options.pop("frozen", False)
-    hidden = normal(tokens, HIDDEN)
+    dtype = options.pop("dtype", torch.float32)
+    hidden = normal(tokens, HIDDEN).to(dtype)
     weight = normal(HIDDEN, VOCAB).T if options.pop("turned", False) else normal(VOCAB, HIDDEN)
+    weight = weight.to(dtype)
     target = torch.randint(VOCAB, (tokens,), generator=random)
     target[torch.rand(tokens, generator=random) < 0.3] = -100
     hidden.requires_grad_(gradients)
     weight.requires_grad_(gradients and not frozen)
     for name, shape in (("bias", VOCAB), ("class_weight", VOCAB), ("token_weight", tokens)):
         if options.pop(name, False):
-            options[name] = normal(shape).abs().requires_grad_(name == "bias")
+            options[name] = normal(shape).abs().to(dtype).requires_grad_(name == "bias")
     if "plan" in options:
-        options["plan"] = plan(**SIZES, **options["plan"])
+        options["plan"] = plan(**SIZES | options["plan"])
     return (hidden, weight, target), options
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from implementations import (
     TorchTriton,
+    TorchTritonCuda,
     assert_rounded_once,
     assert_within,
     every_implementation,
@@ -22,6 +23,9 @@ from implementations import (
 from logitless import plan
 from logitless.problems import PROBLEMS, Problem
 
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
+)
 TRAINED = [problem for problem in PROBLEMS if "trained" in problem.tags]
 PLANS: dict[str, dict[str, Any]] = {
     "one_chunk": {"order": "tokens"},
@@ -44,19 +48,6 @@ def test_dweight_keeps_its_digits(impl: Any, problem: Problem, kind: str, dtype:
     assert_within(problem, run_case(impl, problem.case(), plan=chosen))
 
 
-@pytest.mark.case(34)
-def test_the_problems_cancel() -> None:
-    """The commonest target's row of dW is small beside the two sums that it is the difference of."""
-    case = problem_named("trained").case()
-    (commonest,) = case.commonest_targets(1)
-    x, target = case.hidden.reshape(case.target.size, -1).astype(np.float64), case.target.reshape(-1)
-    z = x @ case.weight.T.astype(np.float64)
-    p = np.exp(z - z.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
-    predicted, found = p[:, commonest] @ x, x[target == commonest].sum(axis=0)
-    assert np.linalg.norm(predicted - found) < 0.3 * np.linalg.norm(found)
-
-
 @pytest.fixture
 def rounds_to_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter rounds float32 to the nearest bfloat16, as a GPU does."""
@@ -75,8 +66,45 @@ def rounds_to_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.case(34)
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU")
 @pytest.mark.usefixtures("rounds_to_bfloat16")
-@pytest.mark.parametrize("chunk", [pytest.param(1024, marks=pytest.mark.slow), 640])
-def test_dweight_is_rounded_once(chunk: int) -> None:
-    assert_rounded_once(TorchTriton(), chunk)
+@pytest.mark.parametrize(
+    "impl",
+    [pytest.param(TorchTriton(), marks=interpreted), pytest.param(TorchTritonCuda(), marks=pytest.mark.gpu)],
+    ids=["interpreted", "cuda"],
+)
+@pytest.mark.parametrize("kind", ["chunks", "two_pass"])
+@pytest.mark.parametrize("problem", TRAINED, ids=lambda problem: problem.name)
+def test_a_narrow_sum_keeps_its_digits(impl: Any, problem: Problem, kind: str) -> None:
+    """20 bits between chunks. Only dW knows of them."""
+    problem = problem.with_dtype("bfloat16")
+    sizes = {"tokens": problem.tokens, "hidden": problem.hidden, "vocab": problem.vocab, "dtype": "bfloat16"}
+    wide, narrow = (plan(**sizes, fused=True, lends=lends, **PLANS[kind]) for lends in (False, True))
+    assert (wide.low_bits, narrow.low_bits) == (8, 4)
+    outcome, other = (run_case(impl, problem.case(), plan=chosen) for chosen in (narrow, wide))
+    assert_within(problem, outcome)
+    assert np.array_equal(outcome.loss, other.loss)
+    same = {name: np.array_equal(grad, other.grads[name]) for name, grad in outcome.grads.items() if grad is not None}
+    assert same["hidden"]
+    assert not same["weight"]
+
+
+@pytest.mark.case(34)
+def test_the_problems_cancel() -> None:
+    """The commonest target's row of dW is small beside the two sums that it is the difference of."""
+    case = problem_named("trained").case()
+    (commonest,) = case.commonest_targets(1)
+    x, target = case.hidden.reshape(case.target.size, -1).astype(np.float64), case.target.reshape(-1)
+    z = x @ case.weight.T.astype(np.float64)
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    predicted, found = p[:, commonest] @ x, x[target == commonest].sum(axis=0)
+    assert np.linalg.norm(predicted - found) < 0.3 * np.linalg.norm(found)
+
+
+@pytest.mark.case(34)
+@interpreted
+@pytest.mark.usefixtures("rounds_to_bfloat16")
+@pytest.mark.parametrize(("chunk", "sum_bits"), [pytest.param(1024, 24, marks=pytest.mark.slow), (640, 24), (32, 20)])
+def test_dweight_is_rounded_once(chunk: int, sum_bits: int) -> None:
+    """A narrow sum is of as many chunks as it may be. If all targets came with the last one, it would lose digits."""
+    assert_rounded_once(TorchTriton(), chunk, sum_bits)

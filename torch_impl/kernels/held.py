@@ -49,7 +49,7 @@ def held_layout(
     if several and needs.hidden:
         layout |= waiting_layout(tokens, size, needs.hidden)
     if is_parted(needs, several):
-        layout |= {"high": (matrix, torch.int16), "low": low_layout(vocab, size, turned)}
+        layout |= {"high": (matrix, torch.int16), "low": low_layout(vocab, size, 8, turned)}
     elif several and needs.weight:
         layout["weight_sum"] = (matrix, full)
     if several and needs.bias:

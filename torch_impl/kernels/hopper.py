@@ -38,8 +38,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from logitless.torch_impl.kernels import portable as kernels
 from logitless.torch_impl.kernels.portable import (
+    halves_of_byte,
     joined,
-    low_stride,
+    low_bits_of,
     lower_bits,
     programs_of,
     put_waiting,
@@ -864,8 +865,8 @@ def store_over(
 @gluon.jit
 def move_sums(
     high_desc, low_desc, high_slots, low_slots, loaded, added, count_ptr, first, chunk, columns, size,
-    STREAMED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-    PROGRAMS: gl.constexpr, PIECES: gl.constexpr,
+    STREAMED: gl.constexpr, LOW_BITS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """The warp that moves a sum over chunks, piece by piece of both halves of the tiles: into shared memory, ahead of
     :func:`add_piece`, and back. So the multiplying groups wait for no store. The descriptors are of pairs of elements
@@ -893,7 +894,7 @@ def move_sums(
                 for half in gl.static_range(2):
                     row = m * BM + half * (BM // 2)
                     bar = loaded.index(half * SUM_SLOTS + slot)
-                    mbarrier.expect(bar, (BM // 2) * WIDTH * 3)
+                    mbarrier.expect(bar, (BM // 2) * WIDTH * (16 + LOW_BITS) // 8)
                     tma_load(high_desc, [row, column], bar, high_slots.index(half * SUM_SLOTS + slot))
                     tma_load(low_desc, [row, column], bar, low_slots.index(half * SUM_SLOTS + slot))
 
@@ -901,8 +902,8 @@ def move_sums(
 @gluon.jit
 def store_or_load(
     out_desc, low_desc, staging, low_staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
-    LENT: gl.constexpr, STREAMED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PIECES: gl.constexpr, TURNED: gl.constexpr,
+    LENT: gl.constexpr, STREAMED: gl.constexpr, LOW_BITS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PIECES: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """The warp beside those that multiply and load operands: one of its two tasks, or none."""
     store_over(
@@ -911,12 +912,12 @@ def store_or_load(
     )  # fmt: skip
     move_sums(
         out_desc, low_desc, staging, low_staging, staged, emptied, count_ptr, first, chunk, columns, size,
-        STREAMED, BM, BN, BK, GROUP, PROGRAMS, PIECES,
+        STREAMED, LOW_BITS, BM, BN, BK, GROUP, PROGRAMS, PIECES,
     )  # fmt: skip
 
 
 @gluon.jit
-def add_piece(high_slots, low_slots, loaded, added, done, piece, HALF: gl.constexpr):
+def add_piece(high_slots, low_slots, loaded, added, done, piece, HALF: gl.constexpr, LOW_BITS: gl.constexpr):
     """A piece of a product added to the sum over chunks that :func:`move_sums` loads and stores; ``done``: pieces
     before it."""
     slot = HALF * SUM_SLOTS + done % SUM_SLOTS
@@ -925,9 +926,12 @@ def add_piece(high_slots, low_slots, loaded, added, done, piece, HALF: gl.conste
     mbarrier.wait(loaded.index(slot), (done // SUM_SLOTS) & 1)
     first, second = gl.split(gl.reshape(piece, (piece.shape[0], piece.shape[1] // 2, 2)))
     layout: gl.constexpr = first.type.layout
-    upper, lower = sum_of_pairs(first, second, high.load(layout), low.load(layout))
+    if LOW_BITS == 8:
+        upper, lower = sum_of_pairs(first, second, high.load(layout), low.load(layout))
+    else:
+        upper, lower = narrow_sum_of_pairs(first, second, high.load(layout), low.load(layout).to(gl.int16))
     high.store(upper)
-    low.store(lower)
+    low.store(lower.to(low.dtype))
     fence_async_shared()
     mbarrier.arrive(added.index(slot))
 
@@ -964,6 +968,50 @@ def sum_of_pairs(first, second, high, low):
 
 
 @gluon.jit
+def narrow_sum_of_pairs(first, second, high, low):
+    """:func:`sum_of_pairs` with the next 4 bits of both in the lower byte of an int16, as halves_of_byte puts them."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b, c;
+        cvt.u32.u16 c, $5;
+        shl.b32 a, c, 8;
+        shl.b32 b, c, 12;
+        and.b32 a, a, 0xf000;
+        and.b32 b, b, 0xf000;
+        prmt.b32 a, a, $4, 0x5410;
+        prmt.b32 b, b, $4, 0x7610;
+        add.rn.f32 a, a, $2;
+        add.rn.f32 b, b, $3;
+        min.s32 a, a, 0x7ffff7ff;
+        min.s32 b, b, 0x7ffff7ff;
+        add.s32 a, a, 0x800;
+        add.s32 b, b, 0x800;
+        shr.u32 c, b, 4;
+        lop3.b32 c, a, c, 0xf000, 0xe4;
+        shr.u32 c, c, 8;
+        prmt.b32 $0, a, b, 0x7632;
+        cvt.u16.u32 $1, c;
+        }
+        """,
+        "=&r,=&h,f,f,r,h", [first, second, high, low], dtype=(gl.int32, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def put_low_piece(
+    desc, stage, bits, row, column, INDEX: gl.constexpr, PIECES: gl.constexpr, TURNED: gl.constexpr,
+    LOW_BITS: gl.constexpr,
+):  # fmt: skip
+    """The lower bits of a piece of a sum on their way to memory."""
+    if LOW_BITS == 8:
+        put(desc, stage, lower_bits(bits), row, column, INDEX, PIECES, False, TURNED)
+    else:
+        even, odd = gl.split(gl.reshape(bits, (bits.shape[0], bits.shape[1] // 2, 2)))
+        put(desc, stage, halves_of_byte(even, odd), row, column // 2, INDEX, PIECES, False, False)
+
+
+@gluon.jit
 def piece_axes(top, left, layout: gl.constexpr, piece, INDEX: gl.constexpr):
     """The vocabulary entries and the columns of a tile's piece; the tile starts at (top, left)."""
     entry = top + gl.arange(0, piece.shape[0], layout=gl.SliceLayout(1, layout))
@@ -973,8 +1021,9 @@ def piece_axes(top, left, layout: gl.constexpr, piece, INDEX: gl.constexpr):
 
 @gluon.jit
 def parts_of_sum(
-    sum_ptr, low_ptr, top, left, start, columns, size, stride, piece, INDEX: gl.constexpr, TURNED: gl.constexpr
-):
+    sum_ptr, low_ptr, top, left, start, columns, size, stride, piece, INDEX: gl.constexpr, TURNED: gl.constexpr,
+    LOW_BITS: gl.constexpr,
+):  # fmt: skip
     """The upper 16 and the next 8 bits of a sum's elements that belong to a tile's piece.
 
     A thread reads the elements whose sums it has, so a warp reads 16 bytes of each of 8 rows at a time, which is slow.
@@ -983,9 +1032,8 @@ def parts_of_sum(
     entry, column = piece_axes(top, left, layout, piece, INDEX)
     mask = (entry < columns)[:, None] & (column < size)[None, :]
     high_place = weight_place((start + entry)[:, None], column[None, :], stride, TURNED)
-    low_place = weight_place((start + entry)[:, None], column[None, :], low_stride(stride), TURNED)
     high = gl.load(sum_ptr + high_place, mask=mask, other=0)
-    return high, gl.load(low_ptr + low_place, mask=mask, other=0)
+    return high, low_bits_of(low_ptr, (start + entry)[:, None], column[None, :], mask, stride, TURNED, LOW_BITS)
 
 
 @gluon.jit
@@ -994,7 +1042,7 @@ def weight_tiles(
     emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr, bounds_ptr, count_ptr,
     counter_ptr, first, chunk, start, columns, size, out_width,
     HALF: gl.constexpr, ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr,
-    SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
+    SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr, LOW_BITS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
     STREAMED: gl.constexpr,
@@ -1024,7 +1072,7 @@ def weight_tiles(
             next_begin, next_end = targets_of(bounds_ptr, later, BM)
         if SUMS:  # each piece is asked for before the work that comes before it
             next_high, next_low = parts_of_sum(
-                sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, 0, TURNED
+                sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, 0, TURNED, LOW_BITS
             )
         whole = multiply(
             e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, not LENT or TURNED, True, BM, BN,
@@ -1044,7 +1092,18 @@ def weight_tiles(
                 value += joined(next_high, next_low)
                 if q + 1 < PIECES:
                     next_high, next_low = parts_of_sum(
-                        sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, q + 1, TURNED
+                        sum_ptr,
+                        low_ptr,
+                        top,
+                        n * BN,
+                        start,
+                        columns,
+                        size,
+                        out_width,
+                        like,
+                        q + 1,
+                        TURNED,
+                        LOW_BITS,
                     )
             if FINAL:
                 entry, column = piece_axes(top, n * BN, spread, like, q)
@@ -1064,11 +1123,11 @@ def weight_tiles(
             if LENT:
                 put_aside(staging.index(HALF), staged.index(HALF), emptied.index(HALF), turns, value, q, PIECES, TURNED)
             elif STREAMED:
-                add_piece(staging, low_staging, staged, emptied, turns * PIECES + q, value, HALF)
+                add_piece(staging, low_staging, staged, emptied, turns * PIECES + q, value, HALF, LOW_BITS)
             elif PARTED and not FINAL:
-                bits = rounded(value)
+                bits = rounded(value, LOW_BITS)
                 put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False, TURNED)
-                put(low_desc, low_staging.index(HALF), lower_bits(bits), top, n * BN, q, PIECES, False, TURNED)
+                put_low_piece(low_desc, low_staging.index(HALF), bits, top, n * BN, q, PIECES, TURNED, LOW_BITS)
             else:
                 put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADDS, TURNED)
     tma.store_wait(0)
@@ -1080,7 +1139,7 @@ def weight_kernel(
     key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
     hidden_stride,
     ADD: gl.constexpr, FINAL: gl.constexpr, INTO: gl.constexpr, PARTED: gl.constexpr, SMOOTH: gl.constexpr,
-    HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr,
+    HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr, LOW_BITS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
     PIECES: gl.constexpr, PARTS: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr, STREAMED: gl.constexpr,
@@ -1102,6 +1161,8 @@ def weight_kernel(
     SLOTS: gl.constexpr = 2 * SUM_SLOTS if STREAMED else 2
     WIDTH: gl.constexpr = BN // PARTS // 2 if STREAMED else BN // PARTS
     STAGED: gl.constexpr = [SLOTS, WIDTH, BM // 2] if TURNED else [SLOTS, BM // 2, WIDTH]
+    LOW_WIDTH: gl.constexpr = WIDTH // 2 if LOW_BITS == 4 and not STREAMED else WIDTH
+    LOW_STAGED: gl.constexpr = STAGED if TURNED else [SLOTS, BM // 2, LOW_WIDTH]
     e_smem = gl.allocate_shared_memory(
         e_desc.dtype, [2 * STAGES, BK, BM // 2] if E_DEPTH_FIRST else [2 * STAGES, BM // 2, BK], e_desc.layout
     )
@@ -1109,7 +1170,7 @@ def weight_kernel(
     staging = gl.allocate_shared_memory(out_desc.dtype, STAGED, out_desc.layout)
     low_staging = staging
     if PARTED and not FINAL:
-        low_staging = gl.allocate_shared_memory(low_desc.dtype, STAGED, low_desc.layout)
+        low_staging = gl.allocate_shared_memory(low_desc.dtype, LOW_STAGED, low_desc.layout)
     ready, free, turn = barriers(STAGES)
     gathered = x_smem
     filled = ready
@@ -1127,14 +1188,14 @@ def weight_kernel(
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
                 staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
                 bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
-                0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
+                0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS, LOW_BITS,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED, STREAMED,
             )),
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
                 staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
                 bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
-                1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS,
+                1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS, LOW_BITS,
                 BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED, STREAMED,
             )),
             (load_tiles, (
@@ -1147,7 +1208,7 @@ def weight_kernel(
             )),
             (store_or_load, (
                 out_desc, low_desc, staging, low_staging, staged, emptied, counter_ptr, count_ptr, first, chunk,
-                columns, size, LENT, STREAMED, BM, BN, BK, GROUP, PROGRAMS, PIECES, TURNED,
+                columns, size, LENT, STREAMED, LOW_BITS, BM, BN, BK, GROUP, PROGRAMS, PIECES, TURNED,
             )),
         ],
         [4, 1, GATHERING_WARPS, 1], [REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
@@ -1204,7 +1265,11 @@ class Hopper:
         parts, described = pieces if streamed else parts, None
         columns = t.bn // parts // (2 if streamed else 1)
         if kind.parted and not kind.final:
-            described = c.describe_matrix(low.view(torch.int16) if streamed else low, t.block_rows, columns)
+            # Of 4 bits each, two neighbours are a byte; of 8 bits 16, where pairs are moved.
+            narrow = kind.low_bits == 4
+            pairs = low.view(torch.int16) if streamed and not narrow else low
+            width = columns // 2 if narrow and not streamed else columns
+            described = c.describe_matrix(pairs, t.block_rows, width)
         values = {"PARTS": parts, "PIECES": pieces, "STREAMED": streamed, "low_desc": described}
         return WeightLaunch(self.constants(t) | self.registers(kind) | values, True, columns, streamed)
 

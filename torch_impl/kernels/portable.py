@@ -799,7 +799,7 @@ def put_waiting(out_place, low_ptr, place, value, mask):
     if low_ptr is None:
         tl.store(out_place, value.to(out_place.dtype.element_ty), mask=mask)
     else:
-        bits = rounded(value)
+        bits = rounded(value, 8)
         tl.store(out_place, upper_bits(bits), mask=mask)
         tl.store(low_ptr + place, lower_bits(bits), mask=mask)
 
@@ -905,16 +905,29 @@ def get_waiting(waiting_place, low_ptr, place, mask):
 
 
 @triton.jit
-def low_stride(width):
-    """How far apart the rows of ``width`` are in the matrix of a sum's lower bits (products.low_layout)."""
-    return (width + LOW_ROW_ALIGNMENT - 1) // LOW_ROW_ALIGNMENT * LOW_ROW_ALIGNMENT
+def low_stride(width, LOW_BITS: tl.constexpr):
+    """How many bytes apart the rows of ``width`` are in the matrix of a sum's lower bits (products.low_layout)."""
+    row = (width * LOW_BITS + 7) // 8
+    return (row + LOW_ROW_ALIGNMENT - 1) // LOW_ROW_ALIGNMENT * LOW_ROW_ALIGNMENT
 
 
 @triton.jit
-def rounded(value):
-    """The bits of float32, rounded to the upper 24. (A NaN as it is: what is added would run into its sign.)"""
+def low_bits_of(low_ptr, entry, column, mask, width, TURNED: tl.constexpr, LOW_BITS: tl.constexpr):
+    """The 8 bits below the upper 16 of a sum's elements (entry, column). If it has 4 of them, the others are 0: even
+    columns have a byte's upper half, odd ones its lower half."""
+    if LOW_BITS == 8:
+        return tl.load(low_ptr + weight_place(entry, column, low_stride(width, 8), TURNED), mask=mask, other=0)
+    else:
+        both = tl.load(low_ptr + weight_place(entry, column // 2, low_stride(width, 4), False), mask=mask, other=0)
+        return tl.where(column % 2 == 1, both << 4, both) & -16
+
+
+@triton.jit
+def rounded(value, LOW_BITS: tl.constexpr):
+    """The bits of float32, rounded to the upper 16 and so many more. (A NaN as it is: what is added would run into its
+    sign.)"""
     bits = value.to(tl.int32, bitcast=True)
-    return tl.where(value == value, bits + 0x80, bits)
+    return tl.where(value == value, bits + (1 << (15 - LOW_BITS)), bits)
 
 
 @triton.jit
@@ -926,6 +939,29 @@ def upper_bits(bits):
 def lower_bits(bits):
     """The 8 bits below the upper 16."""
     return (bits >> 8).to(tl.int8)
+
+
+@triton.jit
+def halves_of_byte(even, odd):
+    """The 4 bits below the upper 16 of two neighbours, in one byte."""
+    return (((even >> 8) & 0xF0) | ((odd >> 12) & 0xF)).to(tl.int8)
+
+
+@triton.jit
+def put_sum(sum_ptr, low_ptr, bits, entry, column, columns, size, width, TURNED: tl.constexpr, LOW_BITS: tl.constexpr):
+    """A tile [entries, columns] of rounded bits into the two matrices of a sum."""
+    mask = (entry < columns)[:, None] & (column < size)[None, :]
+    rows = entry[:, None]
+    tl.store(sum_ptr + weight_place(rows, column[None, :], width, TURNED), upper_bits(bits), mask=mask)
+    if LOW_BITS == 8:
+        place = weight_place(rows, column[None, :], low_stride(width, 8), TURNED)
+        tl.store(low_ptr + place, lower_bits(bits), mask=mask)
+    else:
+        even, odd = tl.split(tl.reshape(bits, (bits.shape[0], bits.shape[1] // 2, 2)))
+        left, _ = tl.split(tl.reshape(column // 2, (column.shape[0] // 2, 2)))
+        here = (entry < columns)[:, None] & (2 * left < size)[None, :]
+        place = weight_place(rows, left[None, :], low_stride(width, 4), False)
+        tl.store(low_ptr + place, halves_of_byte(even, odd), mask=here)
 
 
 @triton.jit
@@ -962,7 +998,7 @@ def weight_kernel(
     smooth_x_ptr, key_ptr, token_ptr, value_ptr, bounds_ptr, hidden_ptr, first, chunk, start, columns, size, out_width,
     e_stride, x_stride, hidden_stride,
     ADD: tl.constexpr, FINAL: tl.constexpr, INTO: tl.constexpr, PARTED: tl.constexpr, SMOOTH: tl.constexpr,
-    HAS_CLASS: tl.constexpr, TARGETS: tl.constexpr,
+    HAS_CLASS: tl.constexpr, TARGETS: tl.constexpr, LOW_BITS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, POINTERS: tl.constexpr, PRECISION: tl.constexpr,
     DEEP: tl.constexpr, TURNED: tl.constexpr,
@@ -972,7 +1008,7 @@ def weight_kernel(
     not FINAL: sum = eᵀ x (+ sum with ADD), float32
     FINAL:     out = scale · (eᵀ x + sum with ADD − k_j Σ_i smooth_i x_i)
     INTO too:  out = sum + scale · (eᵀ x − k_j Σ_i smooth_i x_i), in sum's own dtype; sum is out
-    PARTED:    the sum has 24 bits of float32, in two matrices: the upper 16 (sum) and the next 8 (low)
+    PARTED:    the sum has 24 or 20 bits of float32, in two matrices: the upper 16 (sum) and LOW_BITS more (low)
     TARGETS:   eᵀ x has Σ value_i hidden_i added, over the tokens of each entry (products.Targets): e is 0 there
     TURNED:    sum, low and out lie in memory as [D, V]; out_width is V, else D
 
@@ -1002,11 +1038,10 @@ def weight_kernel(
             )  # fmt: skip
         mask = (entry < columns)[:, None] & (column < size)[None, :]
         place = weight_place((start + entry)[:, None], column[None, :], out_width, TURNED)
-        if PARTED:
-            low_place = weight_place((start + entry)[:, None], column[None, :], low_stride(out_width), TURNED)
         if ADD and PARTED:
             high = tl.load(sum_ptr + place, mask=mask, other=0)
-            value += joined(high, tl.load(low_ptr + low_place, mask=mask, other=0))
+            rows = (start + entry)[:, None]
+            value += joined(high, low_bits_of(low_ptr, rows, column[None, :], mask, out_width, TURNED, LOW_BITS))
         elif ADD and (FINAL or not TMA) and not INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0)
         if FINAL:
@@ -1021,9 +1056,8 @@ def weight_kernel(
         if INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0).to(tl.float32)
         if PARTED and not FINAL:
-            bits = rounded(value)
-            tl.store(sum_ptr + place, upper_bits(bits), mask=mask)
-            tl.store(low_ptr + low_place, lower_bits(bits), mask=mask)
+            bits = rounded(value, LOW_BITS)
+            put_sum(sum_ptr, low_ptr, bits, start + entry, column, start + columns, size, out_width, TURNED, LOW_BITS)
         elif TMA:
             store_tile(out_desc, value, m * BM, n * BN, BN, SPLIT, ADD and not FINAL)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.scratch import LOW_ROW_ALIGNMENT, ROW_ALIGNMENT_BYTES, round_up
+from logitless.scratch import ROW_ALIGNMENT_BYTES, low_row_bytes, round_up
 from logitless.torch_impl.call import Gradients, Layout, Needs, empty_like_weight, is_turned
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses, at_end, at_start, is_across
@@ -30,17 +30,18 @@ COLUMN_BLOCK = 256
 
 
 def is_parted(needs: Needs, several: bool) -> bool:
-    """Whether the sum over chunks has 24 bits: the upper 16 lie where dW will be, the next 8 in a matrix of their own.
+    """Whether the sum over chunks is in two parts: the upper 16 bits lie where dW will be, the next 8 or 4 in a matrix
+    of their own.
 
-    It has where dW has 16 bits and there are several chunks."""
+    It is where dW has 16 bits and there are several chunks."""
     return several and needs.weight is not None and needs.into is None and needs.weight.itemsize == 2
 
 
-def low_layout(vocab: int, size: int, turned: bool = False) -> tuple[tuple[int, int], torch.dtype]:
-    """Shape in memory and dtype of the matrix of the sum's lower 8 bits. A row is padded, so that it starts on a
-    boundary."""
+def low_layout(vocab: int, size: int, bits: int, turned: bool = False) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape in memory and dtype of the matrix of the sum's lower ``bits``, 8 or 4. A row is padded, so that it starts
+    on a boundary."""
     rows, width = (size, vocab) if turned else (vocab, size)
-    return (rows, round_up(width, LOW_ROW_ALIGNMENT)), torch.int8
+    return (rows, low_row_bytes(width, bits)), torch.int8
 
 
 def waiting_layout(tokens: int, size: int, dtype: torch.dtype) -> Layout:
@@ -63,13 +64,13 @@ class Targets:
     bounds: Tensor  # int32: the first place whose target is at least 0, TARGET_GRAIN, 2 · TARGET_GRAIN, …
 
     @classmethod
-    def of(cls, c: KernelCall, by_token: Tensor) -> Targets:
-        """by_token: every token's element."""
+    def of(cls, c: KernelCall, keys: Tensor, by_token: Tensor) -> Targets:
+        """keys: every token's target, V for what is not in the vocabulary; by_token: its element."""
         end, grain = round_up(c.vocab, COLUMN_BLOCK), kernels.TARGET_GRAIN.value  # whole tiles and blocks
         edges = end // grain + 1
         if c.tokens > MOST_RANKED:
             key, token = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int64)
-            torch.sort(c.inputs.key, stable=True, out=(key, token))
+            torch.sort(keys, stable=True, out=(key, token))
             bounds = torch.arange(0, end + 1, grain, dtype=torch.int32, device=c.device)
             # What is not in the vocabulary lies behind the last bound: its hidden states may be no numbers.
             bounds = torch.searchsorted(key, bounds.clamp_(max=c.vocab), out_int32=True)
@@ -77,7 +78,7 @@ class Targets:
         key, token, value = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int32), c.empty(c.tokens)
         bounds = c.empty(edges, torch.int32)
         c.launch(
-            kernels.sort_kernel, cdiv(c.tokens, 16) + cdiv(edges, 16), key_ptr=c.inputs.key, value_ptr=by_token,
+            kernels.sort_kernel, cdiv(c.tokens, 16) + cdiv(edges, 16), key_ptr=keys, value_ptr=by_token,
             sorted_ptr=key, token_ptr=token, sorted_value_ptr=value, bounds_ptr=bounds, edges=edges, BI=16, BJ=512,
         )  # fmt: skip
         return cls(key, token, value, bounds)
@@ -91,6 +92,48 @@ class Targets:
     def pointers(self) -> dict[str, Tensor | None]:
         """By the kernels' names for them."""
         return {"key_ptr": self.key, "token_ptr": self.token, "value_ptr": self.value, "bounds_ptr": self.bounds}
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyTargets:
+    """The targets that enter a narrow sum with their own chunk of tokens, before their elements are known: those of all
+    chunks but the last that are some other token's of the chunk, too.
+
+    Without them the sum of a frequent target's row would be much larger than its result, and lose digits. Others are
+    late: a tile of dW with few targets takes as long as one with many, and a chunk has most of them once.
+    """
+
+    key: Tensor  # int32: chunk by chunk the early targets, ascending
+    token: Tensor  # whose target that is
+    bounds: Tensor  # [chunks, edges] int32: as those of Targets, of each chunk
+    late: Tensor  # [N] int32: the late targets by token, V for an early one
+
+    @classmethod
+    def of(cls, c: KernelCall) -> EarlyTargets:
+        tokens, vocab, order = c.tokens, c.vocab, c.order[: c.tokens]
+        keys, last = vocab + 1, (c.tokens - 1) // c.chunk * c.chunk  # V is the key of what is not in the vocabulary
+        before = torch.arange(tokens, device=c.device).div_(c.chunk, rounding_mode="floor").mul_(keys)
+        placed, position = torch.empty_like(before), torch.empty_like(before)
+        torch.sort(before.add_(c.inputs.key.index_select(0, order)), stable=True, out=(placed, position))
+        key, token = placed.remainder(keys).to(torch.int32), order.index_select(0, position)
+        again = placed[1:] == placed[:-1]
+        often = torch.nn.functional.pad(again, (0, 1)) | torch.nn.functional.pad(again, (1, 0))
+        early = often & (key < vocab) & (position < last)
+        counted = torch.nn.functional.pad(early.cumsum(0), (1, 0))
+        slot = torch.where(early, counted[:-1], tokens)
+        grain, chunks = kernels.TARGET_GRAIN.value, cdiv(tokens, c.chunk)
+        edges = torch.arange(0, round_up(vocab, COLUMN_BLOCK) + 1, grain, device=c.device).clamp_(max=vocab)
+        places = torch.searchsorted(placed, torch.arange(0, chunks * keys, keys, device=c.device)[:, None] + edges)
+        return cls(
+            key.new_zeros(tokens + 1).scatter_(0, slot, key),
+            token.new_zeros(tokens + 1).scatter_(0, slot, token),
+            counted[places].to(torch.int32),
+            torch.empty_like(key).scatter_(0, token.to(torch.int64), key.masked_fill(early, vocab)),
+        )
+
+    def of_chunk(self, c: KernelCall, first: int, by_token: Tensor) -> Targets:
+        """Those of the chunk that begins at the position ``first``; by_token: every token's element."""
+        return Targets(self.key, self.token, by_token.index_select(0, self.token), self.bounds[first // c.chunk])
 
 
 NO_TARGETS: Mapping[str, Tensor | None] = dict.fromkeys(("key_ptr", "token_ptr", "value_ptr", "bounds_ptr"))
@@ -167,12 +210,34 @@ class GradientProducts:
                 block = at_end(dw, c.chunk, columns, c.dtype)
             if self.parted and c.plan.sums_slices:
                 assert dw is not None
-                (_, width), dtype = low_layout(columns, c.size)
+                (_, width), dtype = low_layout(columns, c.size, self.low_bits)
                 behind = c.chunk * columns * c.dtype.itemsize + ROW_ALIGNMENT_BYTES
                 assert self.weight is not None
                 self.high, self.low = self.weight.view(torch.int16), None  # the last slice's makes room
                 self.low = at_end(dw, columns, width, dtype, behind) if lent else c.empty(columns, width, dtype)
             yield slice(start, stop), block
+
+    @property
+    def low_bits(self) -> int:
+        """Bits of the sum over chunks beside the upper 16. (4 share a byte with their neighbour's in memory, which in a
+        turned dW is not the next column.)"""
+        return 8 if self.turned else self.call.plan.low_bits
+
+    @property
+    def narrow(self) -> bool:
+        """Whether dW is a sum of 20 bits."""
+        return self.parted and self.low_bits < 8
+
+    @functools.cached_property
+    def early_targets(self) -> EarlyTargets | None:
+        return EarlyTargets.of(self.call) if self.narrow else None
+
+    def _targets(self, first: int, by_token: Tensor, last: bool) -> Targets | None:
+        """The targets that enter the sums with a chunk; ``last``: all that are left."""
+        c, early = self.call, self.early_targets
+        if last:
+            return Targets.of(c, c.inputs.key if early is None else early.late, by_token)
+        return None if early is None else early.of_chunk(c, first, by_token)
 
     def add_smooth_x(self, first: int, x: Tensor) -> None:
         """Σ_i g_i x_i of the chunk, from x as it came."""
@@ -204,8 +269,8 @@ class GradientProducts:
     ) -> None:
         """The products of a block e over ``entries``; scale: this is the last block of a result, and what it lacks."""
         c, targets = self.call, None
-        if scale is not None and factors is not None and c.tokens and (self.needs.weight or self.bias is not None):
-            targets = Targets.of(c, factors.token_value)  # of all chunks
+        if factors is not None and c.tokens and (self.needs.weight or self.bias is not None):
+            targets = self._targets(first, factors.token_value, scale is not None)
         if self.bias is not None:
             factor = None if factors is None else factors.factor[first:]
             self._column_sums(e, factor, first, self.bias[entries], targets, by_token=False)
@@ -305,7 +370,8 @@ class GradientProducts:
         parted = self.parted and (first > 0 or not final)
         t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
         reads = first > 0 if not into else out.dtype != torch.float32
-        kind = WeightKind(final, parted, reads, smooth, targets is not None, c.plan.in_place, self.turned)
+        epilogue = final, parted, reads, smooth, targets is not None
+        kind = WeightKind(*epilogue, c.plan.in_place, self.turned, self.low_bits)
         width = c.vocab if self.turned else c.size
         aligned = (width * out.element_size()) % 16 == 0
         summed, start, k = out if into else self.high if parted else self.weight_sum, entries.start, c.class_weight
@@ -326,7 +392,7 @@ class GradientProducts:
             out_desc=described, out_width=width, TURNED=self.turned,
             out_ptr=out, scale_ptr=scale, smooth_x_ptr=self.smooth_x_scaled if final and smooth else None,
             first=first, start=start, columns=entries.stop - entries.start, ADD=first > 0 or into, FINAL=final,
-            INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets is not None,
+            INTO=into, PARTED=parted, SMOOTH=smooth, TARGETS=targets is not None, LOW_BITS=kind.low_bits,
             **(NO_TARGETS if targets is None else targets.pointers),
         )  # fmt: skip
 
@@ -347,7 +413,7 @@ class GradientProducts:
         c, weight = self.call, self.weight
         if self.parted:
             if self.low is None and weight is not None:
-                (rows, width), dtype = low_layout(c.plan.weight_entries, c.size, self.turned)
+                (rows, width), dtype = low_layout(c.plan.weight_entries, c.size, self.low_bits, self.turned)
                 if c.plan.lends_low:
                     assert self.room is not None
                     behind = c.plan.waiting_bytes + ROW_ALIGNMENT_BYTES

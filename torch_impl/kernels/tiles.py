@@ -94,7 +94,7 @@ class WeightKind:
     final: bool
     """The result, not a sum over chunks."""
     parted: bool
-    """The sum has 24 bits, in two matrices."""
+    """The sum has 24 or 20 bits, in two matrices."""
     reads: bool
     """What is there is read before the result is written."""
     smooth: bool
@@ -105,6 +105,8 @@ class WeightKind:
     """Exponentials lie where the result is written."""
     turned: bool
     """The result lies in memory as a matrix [D, V]."""
+    low_bits: int = 8
+    """Of a sum in two matrices: the bits in the second one, 8 or 4."""
 
 
 class Operands(Protocol):
