@@ -183,7 +183,7 @@ class Request:
     def plan(self, order: Order, one_pass: bool, token_chunk: int, vocab_chunk: int, lends: bool = False) -> ChunkPlan:
         """One of the plans to choose from."""
         sizes = (self.tokens, self.hidden, self.vocab, self.dtype)
-        sum_bits = 20 if self.can_free and self.dtype == "bfloat16" and not self.turned else 24
+        sum_bits = 20 if self.can_free and not self.turned else 24
         return ChunkPlan(
             *sizes, order, one_pass, token_chunk, vocab_chunk, self.kind, lends, self.turned, sum_bits=sum_bits
         )

@@ -236,7 +236,8 @@ class Cut:
     @property
     def low_bits(self) -> int:
         """Bits of an element of dW's sum beside the upper 16, which lie where dW will be: 8 or 4."""
-        return 4 if self.sum_bits == 20 and len(self.token_slices) <= MOST_NARROW_CHUNKS else 8
+        narrow = self.sum_bits == 20 and self.dtype == "bfloat16" and len(self.token_slices) <= MOST_NARROW_CHUNKS
+        return 4 if narrow else 8
 
     @property
     def low_bytes(self) -> int:

@@ -28,8 +28,9 @@ def plan_arguments(problem: Problem) -> dict[str, Any]:
     if problem.function in OF_IDS:
         return {"memory_budget": _budget_of_ids(problem, sizes)}
     chosen = plan(**sizes, order=order, chunk=max(1, round(length * max(problem.plan_at, 0.1))))
-    if problem.plan == "both" and problem.backend == "triton":
-        chosen = _in_parts(problem, chosen)
+    if problem.backend == "triton":
+        chosen = dataclasses.replace(chosen, sum_bits=20 if problem.plan_at > 0.4 else 24)
+        chosen = _in_parts(problem, chosen) if problem.plan == "both" else chosen
     if problem.plan != "budget":
         return {"plan": chosen}
     budget = chosen.scratch_bytes
