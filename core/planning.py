@@ -7,7 +7,7 @@ Three orders (docs/design.md):
 
 ``tokens``  chunks of C tokens with the whole vocabulary. One pass holds the C × V exponentials: 6·N·D·V flops. It needs
             a dW accumulator [V, D] only if there are several chunks and dW's own buffer is not precise enough to add
-            in. (The kernels keep 24 bits of a sum, the upper 16 of them in dW's buffer.)
+            in. (The kernels keep 20 or 24 bits of a sum, the upper 16 of them in dW's buffer.)
 ``vocab``   first the statistics of all tokens (2·N·D·V flops), then slices of the vocabulary (6 more). It holds
             N × slice and accumulates dX. Each slice of dW is finished at once, so nothing of size V × D exists beside
             the gradient. (Slices are larger if dW can lend its memory: ``lent_slices``.)

@@ -19,6 +19,7 @@ COMMON = 10
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
     "chunks": {"order": "tokens", "chunk": 768},
+    "chunks of a narrow sum": {"order": "tokens", "chunk": 128, "lends": True},
     "vocab": {"order": "vocab", "chunk": 8192},
     "per_token": {"reduction": "none"},
     "per_token_held": {"reduction": "none", "memory_budget": 2**31},
