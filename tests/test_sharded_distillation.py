@@ -226,10 +226,11 @@ def mismatch_run(rank: int, what: str) -> float:
         more["backend"] = "cuda"  # type: ignore[assignment]
     elif what == "outside":
         more["target"] = torch.arange(6) + 5
-    elif odd and what == "teacher":
-        return float(distillation_loss(x, w, torch.ones(6, 3), torch.ones(5, 3), process_group=group_of(2)))
-    if what == "teacher":
-        return float(distillation_loss(x, w, x.double(), w.double(), process_group=group_of(2)))
+    elif what in ("teacher's size", "teacher's dtype"):
+        teacher = (torch.ones(6, 3), torch.ones(5, 3)) if odd and what == "teacher's size" else (x, w)
+        if odd and what == "teacher's dtype":
+            teacher = x.double(), w.double()
+        return float(distillation_loss(x, w, *teacher, process_group=group_of(2)))
     return float(sparse_distillation_loss(x, w, ids, probs, process_group=group_of(2), **more))  # type: ignore[arg-type]
 
 
@@ -238,9 +239,10 @@ MISMATCHES = {
     "probs": "the ranks were given different ones as the teacher's ids and probabilities",
     "target": "the ranks were given different ones as the ids of the hard loss",
     "mask": "the ranks were given different ones as the target's ids",
-    "beta": "the ranks were given different ones as the function and its options",
-    "rest": "the ranks were given different ones as the function and its options",
-    "teacher": "the ranks were given 24, 18 as teacher_hidden's number of elements",
+    "beta": "the ranks were given different ones as the function, its options and its teacher's sizes",
+    "rest": "the ranks were given different ones as the function, its options and its teacher's sizes",
+    "teacher's size": "the ranks were given different ones as the function, its options and its teacher's sizes",
+    "teacher's dtype": "the ranks were given different ones as the dtype of teacher_hidden",
     "outside": "target: got id 10 at index (5), allowed are 0 to 9",
 }
 

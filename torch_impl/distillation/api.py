@@ -415,7 +415,7 @@ def _facts(
     own, numbers = teacher.facts(counted)
     target = given.target
     return {
-        "the function and its options": (name, options, own),
+        "the function, its options and its teacher's sizes": (name, options, own),
         "the ids of the hard loss": None if target is None else _seen(target.masked_fill(~counted, 0)),
         "the teacher's ids and probabilities": numbers,
     }
@@ -495,7 +495,7 @@ class _HeadTeacher(NamedTuple):
         objectives.check_sides(*map(checks.info, (given.hidden, given.weight, self.hidden, self.weight)))
 
     def facts(self, counted: Tensor) -> tuple[object, object]:
-        return self.options, None  # its arrays are compared as the student's are
+        return (self.options, self.hidden.shape[-1]), None  # its arrays are compared as the student's are
 
     @property
     def rows_by(self) -> RowsBy:
