@@ -61,6 +61,8 @@ DEFAULT_BUDGET = 8 * 2**30
 # How many arrays of a number for each given id are live at once: of all tokens, and of a tile's tokens.
 ALL_PAIRS = 6
 TILE_PAIRS = 16
+# How many numbers of every other rank are live for each of a tile's tokens.
+RANK_RECORDS = 8
 
 # The largest sum of a token's given probabilities: bfloat16 rounds each of them by up to 0.4 %.
 LARGEST_SUM = 1.01
@@ -286,6 +288,12 @@ class Tile:
     ids: int = 0
     """Given ids of a token, and one more for the rest; 0 where there are none."""
     row_copies: int = TILE_ROWS
+    ranks: int = 1
+    """How many ranks share the vocabulary."""
+
+    def of_part(self, vocab: int) -> Tile:
+        """For a rank that has ``vocab`` entries, beside others that have more."""
+        return dataclasses.replace(self, vocab=vocab)
 
     @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
@@ -304,7 +312,8 @@ class Tile:
         rows = self.row_copies * (self.token_chunk + self.vocab_chunk) * (self.hidden + self.teacher_hidden)
         vectors = 24 * self.tokens + 4 * self.vocab
         pairs = (ALL_PAIRS * self.tokens + TILE_PAIRS * self.token_chunk) * self.ids
-        return self.itemsize * (matrices + rows + vectors + pairs + self.tokens * self.hidden)
+        records = RANK_RECORDS * (self.ranks - 1) * self.token_chunk
+        return self.itemsize * (matrices + rows + vectors + pairs + records + self.tokens * self.hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,6 +331,8 @@ class DistillationSizes:
     """Given ids of a token, and one more for the rest; 0 where there are none."""
     whole_rows: bool = False
     """Whether the teacher gives all entries of a token at once: then a tile has them all, and fewer tokens instead."""
+    ranks: int = 1
+    """How many ranks share the vocabulary, of which the largest part has ``vocab`` entries."""
 
     @property
     def itemsize(self) -> int:
@@ -366,6 +377,10 @@ class WholeRows:
     copies: int
     """As in :class:`Rows`."""
 
+    def of_part(self, vocab: int) -> WholeRows:
+        """For a rank that has ``vocab`` entries, beside others that have more."""
+        return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, vocab=vocab))
+
     @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) of every chunk of tokens."""
@@ -391,7 +406,8 @@ class WholeRows:
         vectors = 24 * of.tokens + 4 * of.vocab
         pairs = (ALL_PAIRS * of.tokens + TILE_PAIRS * chunk) * of.ids
         matrices = max(self.matrices * chunk * row, self.copies * of.tokens * self.vocab_chunk)
-        return held + of.itemsize * (matrices + rows + vectors + pairs + of.tokens * of.hidden)
+        records = RANK_RECORDS * (of.ranks - 1) * chunk
+        return held + of.itemsize * (matrices + rows + vectors + pairs + records + of.tokens * of.hidden)
 
 
 def distillation_order(
@@ -422,7 +438,10 @@ def distillation_tile(sizes: DistillationSizes, memory_budget: int | None = None
         block = vocab if sizes.whole_rows else min(vocab, max(width, VOCAB_TILE))
         rows = WHOLE_ROWS * LARGEST_TILE * side // vocab if sizes.whole_rows else side
         chunk = min(max(1, tokens), max(min(rows, LARGEST_TILE), TOKEN_TILE))
-        return Tile(tokens, vocab, chunk, block, sizes.hidden, sizes.teacher_hidden, sizes.itemsize, sizes.ids, copies)
+        return Tile(
+            tokens, vocab, chunk, block, sizes.hidden, sizes.teacher_hidden, sizes.itemsize, sizes.ids, copies,
+            sizes.ranks,
+        )  # fmt: skip
 
     sides = [LARGEST_TILE >> step for step in range(int(math.log2(LARGEST_TILE // TOKEN_TILE)) + 1)]
     tiles = [tile(side, width) for side in sides for width in (side, side // 2)]

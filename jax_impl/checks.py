@@ -365,11 +365,11 @@ def check_constants(primals: object) -> None:
 # Several devices
 
 
-def check_tracked(call: Call, needs: Needs) -> None:
+def check_tracked(shard: Shard, needs: Needs) -> None:
     """Raise ValueError if gradients are wanted and JAX does not say which of them must be summed."""
-    if call.shard.active and any(needs) and not parallel.tracked():
+    if shard.active and any(needs) and not parallel.tracked():
         raise ValueError(
-            f"axis_name: got {call.shard.axis_name!r} of a jax.shard_map with check_vma=False, allowed for gradients "
+            f"axis_name: got {shard.axis_name!r} of a jax.shard_map with check_vma=False, allowed for gradients "
             f"is check_vma=True (else JAX does not say what must be summed), or sharded_linear_cross_entropy"
         )
 

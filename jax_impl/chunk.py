@@ -41,6 +41,12 @@ def is_real(limit: Array, start: Index, size: int) -> Array:
     return columns < limit
 
 
+def unpadded(z: Array, shard: Shard, start: Index, value: float = -jnp.inf) -> Array:
+    """z, [C, B] from column ``start`` on, with ``value`` in the columns that are padding."""
+    limit = shard.limit()
+    return z if limit is None else jnp.where(is_real(limit, start, z.shape[1]), z, value)
+
+
 def is_target(target: Array, start: Index, size: int) -> Array:
     """[C, size]: whether column start + j is the row's target."""
     columns: Array = start + jnp.arange(size, dtype=jnp.int32)

@@ -208,7 +208,7 @@ def loss_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[LossA
 
 def _loss_forward(call: Call, primals: Arrays[CustomVJPPrimal]) -> tuple[LossAndLse, Packed]:
     arrays, needs = values_and_needs(primals)
-    checks.check_tracked(call, needs)
+    checks.check_tracked(call.shard, needs)
     output, kept = loss_forward(call, arrays, needs)
     return output, packed((kept, likes_of(arrays)), needs)
 
@@ -299,7 +299,7 @@ def _log_probs(call: Call, arrays: Arrays[Array]) -> LogProbs:
 
 def _log_probs_forward(call: Call, primals: Arrays[CustomVJPPrimal]) -> tuple[LogProbs, Packed]:
     arrays, needs = values_and_needs(primals)
-    checks.check_tracked(call, needs)
+    checks.check_tracked(call.shard, needs)
     output, kept = log_probs_forward(call, arrays, needs)
     return output, packed((kept, likes_of(arrays)), needs)
 

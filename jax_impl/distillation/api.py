@@ -38,7 +38,7 @@ from logitless.jax_impl.distillation.steps import (
     divergence,
 )
 from logitless.jax_impl.distillation.teachers import DenseRows, Program
-from logitless.jax_impl.distributed.parallel import WHOLE
+from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.objectives import DistillationOptions, DistillationSizes, Rest, Tile, WholeRows
 from logitless.spec import LossOptions, Reduction
 
@@ -66,6 +66,8 @@ def distillation_loss(
     teacher_softcap: float | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    axis_name: AxisName | None = None,
+    vocab: int | None = None,
 ) -> Array:
     """Divergence between a teacher's and a student's next-token distributions, with neither side's logits held.
 
@@ -102,6 +104,9 @@ def distillation_loss(
             tiles of up to 2048 × 2048. A value without gradients is counted as one with them.
         backend: as for :func:`linear_cross_entropy`, of the pass for the logsumexps, which tiles need; the rest is
             plain operations.
+        axis_name, vocab: of the devices that share the vocabulary, as for :func:`linear_cross_entropy`. weight, bias,
+            teacher_weight and teacher_bias are this device's rows, of the same ids; all else is the same on all of
+            them. dX is summed over the devices.
 
     Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
     Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
@@ -111,8 +116,9 @@ def distillation_loss(
         beta, number, reduction, logit_scale, softcap, teacher_logit_scale, teacher_softcap, nll_coef
     )
     given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
+    shard = checks.shard_of(weight, axis_name, vocab, sequence_parallel=False)
     teacher = _HeadTeacher(teacher_hidden, teacher_weight, teacher_bias, options.logits(teacher=True))
-    return _loss(given, options, teacher, _Limits(normalizer, memory_budget, backend))
+    return _loss(given, options, teacher, _Limits(normalizer, memory_budget, backend, shard))
 
 
 @taking_wrappers
@@ -136,6 +142,8 @@ def sparse_distillation_loss(
     softcap: float | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    axis_name: AxisName | None = None,
+    vocab: int | None = None,
 ) -> Array:
     """Divergence from a teacher of which K ids a token and their probabilities are known, without the logits.
 
@@ -164,6 +172,7 @@ def sparse_distillation_loss(
         rest: what the rest's mass becomes. "drop" has no reverse KL: it would be infinite.
         ignore_index: marks what is no id, in ids and in target.
         temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
+        axis_name: ids and probs are the same on all its devices, and ids count through the whole vocabulary.
 
     Where looking waits for nothing (a CPU, outside of jax.jit), ids outside or repeated and probabilities that are no
     distribution's raise ValueError; elsewhere that token's loss is NaN, without gradient.
@@ -175,7 +184,8 @@ def sparse_distillation_loss(
     options = DistillationOptions(beta, number, reduction, logit_scale, softcap, nll_coef=nll_coef)
     options.check_rest(rest)
     given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
-    return _loss(given, options, _SparseTeacher(ids, probs, rest), _Limits(normalizer, memory_budget, backend))
+    shard = checks.shard_of(weight, axis_name, vocab, sequence_parallel=False)
+    return _loss(given, options, _SparseTeacher(ids, probs, rest), _Limits(normalizer, memory_budget, backend, shard))
 
 
 @taking_wrappers
@@ -198,6 +208,8 @@ def dense_distillation_loss(
     softcap: float | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    axis_name: AxisName | None = None,
+    vocab: int | None = None,
 ) -> Array:
     """Divergence from a teacher of which all probabilities are known, which are read or made a chunk at a time.
 
@@ -227,6 +239,8 @@ def dense_distillation_loss(
         log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.
         ignore_index: marks tokens in target that do not count.
         temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
+        axis_name: teacher is the part of every row that belongs to this device's rows of the weight, [..., V] with the
+            weight's own V, and so is what a function returns. What stands in padding is not looked at.
 
     Returns the loss in float32 (float64 for float64 input), differentiable once in hidden, weight and bias. Raises as
     :func:`linear_cross_entropy`.
@@ -235,7 +249,10 @@ def dense_distillation_loss(
     options = DistillationOptions(beta, number, reduction, logit_scale, softcap, nll_coef=nll_coef)
     spec.check_flags(log_teacher=log_teacher)
     given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
-    return _loss(given, options, _DenseTeacher(teacher, log_teacher), _Limits(normalizer, memory_budget, backend))
+    shard = checks.shard_of(weight, axis_name, vocab, sequence_parallel=False)
+    return _loss(
+        given, options, _DenseTeacher(teacher, log_teacher), _Limits(normalizer, memory_budget, backend, shard)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,11 +260,12 @@ def dense_distillation_loss(
 
 
 class _Limits(NamedTuple):
-    """What a caller says of reduction and memory."""
+    """What a caller says of reduction, memory and devices."""
 
     normalizer: Array | float | None
     memory_budget: int | None
     backend: str | None
+    shard: Shard
 
 
 class _Given(NamedTuple):
@@ -271,13 +289,18 @@ class _Student(NamedTuple):
     """As a backend reads them, without gradient."""
     call: Call
     """Of the pass for the logsumexps."""
-    hard: Array | None
-    """[N], the ids of the hard loss, 0 where a token does not count."""
     counted: Array
     """[...]"""
     wrong: Array
     """[...]: tokens that count, but whose loss is NaN, without gradient."""
     ignore_index: int
+    hard: Array | None
+    """[N], the ids of the hard loss, 0 where a token does not count."""
+
+    @property
+    def vocab(self) -> int:
+        """V, of all devices together."""
+        return self.call.shard.vocab or self.raw.weight.shape[0]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -285,8 +308,10 @@ class _Student(NamedTuple):
         return accumulation_dtype(self.raw.hidden.dtype)
 
     def order(self, teacher: _Teacher, memory_budget: int | None) -> WholeRows | Tile:
-        (vocab, size), dtype = self.raw.weight.shape, self.raw.hidden.dtype
-        sizes = teacher.sizes(DistillationSizes(math.prod(self.counted.shape), size, vocab, str(dtype)))
+        (vocab, size), dtype, tokens = self.raw.weight.shape, self.raw.hidden.dtype, math.prod(self.counted.shape)
+        sizes = teacher.sizes(DistillationSizes(tokens, size, vocab, str(dtype)))
+        if memory_budget is not None:
+            memory_budget -= self.call.shard.scratch_bytes(tokens, size, dtype.itemsize)
         return objectives.distillation_order(
             sizes, operand_itemsize=dtype.itemsize, by="xla", memory_budget=memory_budget
         )
@@ -315,7 +340,7 @@ class _Teacher(Protocol):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         """The student's sizes, and its own."""
 
-    def check(self, given: _Given) -> Array | None:
+    def check(self, given: _Given, shard: Shard) -> Array | None:
         """Check it beside the student's arrays. Of which tokens it knows something, [...]; None: of all."""
 
     def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
@@ -327,12 +352,14 @@ def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits
     for name in ("hidden", "weight"):
         checks.check_type(name, getattr(given, name))
     checks.check_normalizer(limits.normalizer, options.reduction)
-    about = teacher.check(given)
+    _check_same(limits.shard, mask=given.mask, target=given.target, normalizer=limits.normalizer)
+    about = teacher.check(given, limits.shard)
     student = _student(given, options, about, limits)
     order = student.order(teacher, limits.memory_budget)
     known = teacher.known(student, limits, order)
     student, own = known.student, options.logits(teacher=False)
-    call = Distillation(known.soft, options.beta, options.nll_coef, float(options.temperature), own, order)
+    temperature, shard = float(options.temperature), limits.shard
+    call = Distillation(known.soft, options.beta, options.nll_coef, temperature, own, order, shard)
     arrays: Arrays[Array] = as_jax(student.raw, given.hidden.dtype)
     if arrays.temperature is not None:
         arrays = arrays._replace(temperature=checks.stopped(arrays.temperature))
@@ -344,12 +371,20 @@ def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits
     return losses.reshape(student.counted.shape) if options.reduction == "none" else losses.sum()
 
 
+def _check_same(shard: Shard, **arrays: object) -> None:
+    """Raise ValueError if JAX knows that the devices of the axis have different ones."""
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array):
+            checks.check_same(name, array, shard)
+
+
 def _student(given: _Given, options: DistillationOptions, about: Array | None, limits: _Limits) -> _Student:
     """``about``: of which tokens the teacher knows something."""
-    hidden, vocab, tokens = given.hidden, given.weight.shape[0], given.hidden.shape[:-1]
+    hidden, shard, tokens = given.hidden, limits.shard, given.hidden.shape[:-1]
+    vocab = shard.vocab or given.weight.shape[0]
     zero = np.zeros(tokens, np.int32)
     target = zero if given.target is None else given.target
-    checks.check_arrays(Arrays(hidden, given.weight, given.bias, target, temperature=given.temperature), WHOLE)
+    checks.check_arrays(Arrays(hidden, given.weight, given.bias, target, temperature=given.temperature), shard)
     spec.check_ignore_index(given.ignore_index)
     counted = jnp.ones(tokens, bool) if about is None else about
     if given.target is not None:
@@ -364,7 +399,7 @@ def _student(given: _Given, options: DistillationOptions, about: Array | None, l
     raw: RawArrays = Arrays(hidden, given.weight, given.bias, scored, temperature=given.temperature)
     plain, call = _ready(raw, options.logits(teacher=False), limits)
     hard = None if given.target is None else jnp.where(wrong, 0, ids).reshape(-1)
-    return _Student(raw, plain, call, hard, counted, wrong, given.ignore_index)
+    return _Student(raw, plain, call, counted, wrong, given.ignore_index, hard)
 
 
 def _logsumexp(plain: Arrays[Array], call: Call) -> Array:
@@ -379,14 +414,14 @@ def _logsumexp(plain: Arrays[Array], call: Call) -> Array:
 
 def _ready(raw: RawArrays, options: LossOptions, limits: _Limits) -> tuple[Arrays[Array], Call]:
     """The checked call of the pass for the logsumexps, and its arrays, without gradient."""
-    checks.check_arrays(raw, WHOLE)
+    checks.check_arrays(raw, limits.shard)
     bias = None if raw.bias is None else checks.stopped(raw.bias)
     raw = raw._replace(hidden=checks.stopped(raw.hidden), weight=checks.stopped(raw.weight), bias=bias)
     request = Request(
         reduction="none", logit_scale=options.logit_scale, softcap=options.softcap, memory_budget=limits.memory_budget,
         backend=limits.backend,
     )  # fmt: skip
-    return checks.ready(raw, request, WHOLE)
+    return checks.ready(raw, request, limits.shard)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -399,7 +434,7 @@ class _HeadTeacher(NamedTuple):
     bias: RawArray | None
     options: LossOptions
 
-    def check(self, given: _Given) -> None:
+    def check(self, given: _Given, shard: Shard) -> None:
         for name in ("hidden", "weight"):
             checks.check_type(f"teacher_{name}", getattr(self, name))
         objectives.check_sides(*map(checks.info, (given.hidden, given.weight, self.hidden, self.weight)))
@@ -423,17 +458,18 @@ class _SparseTeacher(NamedTuple):
     probs: RawArray
     rest: Rest
 
-    def check(self, given: _Given) -> Array:
+    def check(self, given: _Given, shard: Shard) -> Array:
         checks.check_types({"ids": self.ids, "probs": self.probs})
         spec.check_ignore_index(given.ignore_index)
         objectives.check_sparse(checks.info(self.ids), checks.info(self.probs), tuple(given.hidden.shape[:-1]))
+        _check_same(shard, ids=self.ids, probs=self.probs)
         return jnp.asarray(self.ids != given.ignore_index).any(axis=-1)
 
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)
 
     def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
-        vocab, count = student.raw.weight.shape[0], self.ids.shape[-1]
+        vocab, count = student.vocab, self.ids.shape[-1]
         ids = jnp.where(student.counted[..., None], checks.narrow(self.ids), student.ignore_index)
         checks.check_ids(ids, vocab, student.ignore_index, name="ids")
         ignored = ids == student.ignore_index
@@ -459,7 +495,7 @@ class _DenseTeacher(NamedTuple):
     source: RawArray | DenseRows
     log: bool
 
-    def check(self, given: _Given) -> None:
+    def check(self, given: _Given, shard: Shard) -> None:
         if isinstance(self.source, jax.Array | np.ndarray):
             checks.check_types({"teacher": self.source})
             objectives.check_dense(checks.info(self.source), (*given.hidden.shape[:-1], given.weight.shape[0]))

@@ -15,6 +15,9 @@ The terms − p + q (or − q + p) have the sum 0: with them the error of lse en
 A divergence between whole distributions takes the student's lse, which is known before the tiles. One between K given
 ids and one class for all others takes the ids' logits and the logsumexp of the others, which come from the tiles: no
 1 − Σ_k q_k cancels. The hard loss is the same with the target as the only id.
+
+Where devices share the vocabulary, each adds up its own entries. A token's sums are exchanged when its tiles are done,
+before the first gradient: that needs Σ_k over all entries. In padding z is −inf.
 """
 
 from __future__ import annotations
@@ -25,7 +28,17 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.jax_impl.distillation.teachers import Teacher, columns_of, normalized, put_columns, row_lse
+from logitless.jax_impl.chunk import unpadded
+from logitless.jax_impl.distillation.teachers import (
+    Teacher,
+    columns_of,
+    id_of,
+    normalized,
+    of_all_devices,
+    put_columns,
+    row_lse,
+)
+from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.slices import Index, take
 from logitless.spec import LOWEST_ANCHOR
 
@@ -61,6 +74,7 @@ class Divergence:
     teacher: Teacher
     lse: Array | None  # [2, N], the student's; None where rows are whole
     beta: float
+    shard: Shard
 
     def start(self, first: Index, tokens: int) -> Sums:
         assert self.lse is not None
@@ -68,21 +82,23 @@ class Divergence:
         return zero, zero
 
     def add(self, sums: Sums, z: Array, first: Index, start: Index) -> Sums:
-        log_p = self.teacher.log_probs(first, z.shape[0], start, z.shape[1])
-        total, mean = divergence_rows(log_p, self._log_q(z, first), self.beta)
+        total, mean = divergence_rows(self._log_p(z, first, start), self._log_q(z, first), self.beta)
         return sums[0] + total, sums[1] + mean
 
     def finish(self, sums: Sums, first: Index) -> tuple[Array, Kept]:
-        return sums[0], (sums[1],)
+        losses, mean = self.shard.total((sums[0], sums[1]))
+        return losses, (mean,)
 
     def gradient(self, kept: Kept, z: Array, first: Index, start: Index) -> Array:
-        log_p = self.teacher.log_probs(first, z.shape[0], start, z.shape[1])
-        return divergence_gradient(log_p, self._log_q(z, first), kept[0], self.beta)
+        return divergence_gradient(self._log_p(z, first, start), self._log_q(z, first), kept[0], self.beta)
 
     def of_rows(self, z: Array, first: Index) -> tuple[Array, Array]:
-        log_p, log_q = self.teacher.log_probs(first, z.shape[0], 0, z.shape[1]), normalized(z, row_lse(z))
-        losses, mean = divergence_rows(log_p, log_q, self.beta)
+        log_p, log_q = self._log_p(z, first, 0), normalized(z, row_lse(z, self.shard))
+        losses, mean = self.shard.total(divergence_rows(log_p, log_q, self.beta))
         return losses, divergence_gradient(log_p, log_q, mean, self.beta)
+
+    def _log_p(self, z: Array, first: Index, start: Index) -> Array:
+        return unpadded(self.teacher.log_probs(first, z.shape[0], start, z.shape[1]), self.shard, start)
 
     def _log_q(self, z: Array, first: Index) -> Array:
         assert self.lse is not None
@@ -95,6 +111,7 @@ class GivenIds:
 
     ids: Array  # [N, K] int32, −1 where not known
     dtype: jnp.dtype
+    shard: Shard
 
     def start(self, first: Index, tokens: int) -> Sums:
         """The ids' logits; the largest logit of the others, and Σ exp(z − largest) over them."""
@@ -112,7 +129,7 @@ class GivenIds:
     def add(self, sums: Sums, z: Array, first: Index, start: Index) -> Sums:
         logits, highest, total = sums
         (tokens, width), z = z.shape, self.scaled(z, first)
-        columns = columns_of(self.ids, first, tokens, start, width)
+        columns = columns_of(self.ids, first, tokens, id_of(self.shard, start), width)
         found = jnp.take_along_axis(z, jnp.minimum(columns, width - 1), axis=1)
         others = put_columns(z, columns, -jnp.inf)
         above = jnp.maximum(highest, others.max(axis=1))
@@ -121,6 +138,7 @@ class GivenIds:
 
     def finish(self, sums: Sums, first: Index) -> tuple[Array, Kept]:
         logits, highest, total = sums
+        logits, (highest, total) = self.shard.total(logits), of_all_devices(self.shard, highest, total)
         logits = jnp.where(take(self.ids, first, logits.shape[0]) < 0, -jnp.inf, logits)
         anchor = jnp.maximum(highest, logits.max(axis=1))
         others = (highest - anchor) + jnp.log(total)
@@ -130,7 +148,7 @@ class GivenIds:
 
     def gradient(self, kept: Kept, z: Array, first: Index, start: Index) -> Array:
         highest, log_total, slopes = kept
-        columns = columns_of(self.ids, first, z.shape[0], start, z.shape[1])
+        columns = columns_of(self.ids, first, z.shape[0], id_of(self.shard, start), z.shape[1])
         others = put_columns(self.scaled(z, first), columns, -jnp.inf)
         dz = jnp.exp((others - highest[:, None]) - log_total[:, None]) * slopes[:, -1:]
         return put_columns(dz, columns, slopes[:, :-1])

@@ -5,6 +5,8 @@ A tile [C, B] of the student's logits serves the divergence from the teacher and
 neither side exist. lse comes in two parts, a logit not far below the largest and the rest, so that large logits cost no
 accuracy, nor do saturated sides.
 
+Where devices share the vocabulary, each has the rows or tiles of its own entries.
+
 Rounding: as in xla.py, with the gradient of a tile rounded to the student's dtype, and accumulated in float32.
 """
 
@@ -19,12 +21,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from logitless import numerics
-from logitless.jax_impl import vjp
+from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.call import XP, Arrays, Gradients, Inputs, Needs
-from logitless.jax_impl.chunk import logits_block, rows_of, slope, temperature_column, tile_gradients
+from logitless.jax_impl.chunk import logits_block, rows_of, slope, temperature_column, tile_gradients, unpadded
 from logitless.jax_impl.distillation import whole_rows
 from logitless.jax_impl.distillation.parts import Divergence, Hard, Kept, Part, RestClass, Sums
 from logitless.jax_impl.distillation.teachers import Dense, Head, Program, Spread
+from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.residuals import Packed, Pytree, packed, unpacked
 from logitless.jax_impl.slices import Index, for_slices, put, take
 from logitless.objectives import Tile, WholeRows
@@ -49,8 +52,8 @@ class FromHead:
 
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
         arrays, (teacher_lse, lse) = constants[0], constants[1:] or (None, None)
-        teacher = Inputs.of(arrays, self.options.ignore_index)
-        return Divergence(Head(teacher, self.options, teacher_lse, inputs.accumulation_dtype), lse, beta)
+        teacher = Inputs.of(arrays, self.options.ignore_index, inputs.shard)
+        return Divergence(Head(teacher, self.options, teacher_lse, inputs.accumulation_dtype), lse, beta, inputs.shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +65,10 @@ class FromIds:
 
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
         ids, log_p, log_rest, *lse = constants
+        shard = inputs.shard
         if self.spread:
-            return Divergence(Spread(ids, log_p, log_rest), lse[0] if lse else None, beta)
-        return RestClass(ids, log_p.dtype, jnp.concatenate([log_p, log_rest[:, None]], axis=1), beta)
+            return Divergence(Spread(ids, log_p, log_rest, shard), lse[0] if lse else None, beta, shard)
+        return RestClass(ids, log_p.dtype, shard, jnp.concatenate([log_p, log_rest[:, None]], axis=1), beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +82,7 @@ class FromDense:
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
         source, *lse = constants
         teacher = Dense(source, self.program, self.log, inputs.accumulation_dtype)
-        return Divergence(teacher, lse[0] if lse else None, beta)
+        return Divergence(teacher, lse[0] if lse else None, beta, inputs.shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +97,12 @@ class Distillation:
     options: LossOptions
     """Of the student's logits, temperature included."""
     order: WholeRows | Tile
+    shard: Shard
+    """This device's slice of the vocabulary."""
 
     def inputs(self, given: DistillationArrays) -> Inputs:
         """The student's."""
-        return Inputs.of(given.arrays, self.options.ignore_index)
+        return Inputs.of(given.arrays, self.options.ignore_index, self.shard)
 
     def prepared(self, given: DistillationArrays) -> tuple[Inputs, list[Part]]:
         """The student's inputs, and the losses: the hard one, if there is one, and the divergence."""
@@ -104,7 +110,8 @@ class Distillation:
         parts = [self.soft.part(inputs, given.constants, self.beta)]
         if given.hard is not None:
             temperature = self.temperature if inputs.temperature is None else inputs.temperature
-            parts.insert(0, Hard(given.hard[:, None], inputs.accumulation_dtype, self.nll_coef, temperature))
+            ids, dtype = given.hard[:, None], inputs.accumulation_dtype
+            parts.insert(0, Hard(ids, dtype, inputs.shard, self.nll_coef, temperature))
         return inputs, parts
 
 
@@ -133,7 +140,7 @@ def _forward(inputs: Inputs, parts: list[Part], options: LossOptions, tile: Tile
         x = rows_of(inputs, first, tokens)
 
         def block(sums: list[Sums], start: Index, width: int) -> list[Sums]:
-            z = logits_block(x, inputs, first, start, width, options)
+            z = unpadded(logits_block(x, inputs, first, start, width, options), inputs.shard, start)
             return [part.add(of, z, first, start) for part, of in zip(parts, sums, strict=True)]
 
         sums = for_slices(tile.vocab, tile.vocab_chunk, block, [part.start(first, tokens) for part in parts])
@@ -162,13 +169,13 @@ def _gradients(
 
     def logit_gradient(x: Array, first: Index, start: Index, columns: int) -> Array:
         tokens = x.shape[0]
-        z = logits_block(x, inputs, first, start, columns, call.options)
+        z = unpadded(logits_block(x, inputs, first, start, columns, call.options), inputs.shard, start)
         own = (jax.tree.map(lambda values: take(values, first, tokens), of) for of in kept)
         slopes = [part.gradient(of, z, first, start) for part, of in zip(parts, own, strict=True)]
         dz = sum(slopes[1:], slopes[0])
         if call.options.softcap is not None:
             dz = dz * slope(z, call.options, temperature_column(inputs, first, tokens))
-        dz = dz * take(factor, first, tokens)[:, None]
+        dz = unpadded(dz * take(factor, first, tokens)[:, None], inputs.shard, start, 0.0)
         return jnp.where(take(inputs.valid, first, tokens)[:, None], dz, 0.0)
 
     return tile_gradients(inputs, call.order, needs, unit, logit_gradient)
@@ -180,16 +187,17 @@ def _divergence(call: Distillation, given: DistillationArrays) -> Array:
 
 
 def _divergence_forward(call: Distillation, primals: Pytree) -> tuple[Array, Packed]:
-    needs = [leaf is not None and leaf.perturbed for leaf in primals.arrays[:3]]
+    needs = Needs(*(leaf is not None and leaf.perturbed for leaf in primals.arrays[:3]))
+    checks.check_tracked(call.shard, needs)
     given: DistillationArrays = vjp.values_of(primals)
     losses, kept = _losses(call, given, differentiate=any(needs))
     if isinstance(call.order, WholeRows):  # which have done with the teacher
         given = given._replace(hard=None, constants=())
-    return losses, packed((given, kept), needs)
+    return losses, packed((given, kept, vjp.likes_of(given.arrays)), needs)
 
 
 def _divergence_backward(call: Distillation, residuals: Packed, cotangent: vjp.Cotangent) -> tuple[Pytree]:
-    (given, kept), flags = unpacked(residuals)
+    (given, kept, likes), flags = unpacked(residuals)
     upstream, gradients = vjp.arrived(cotangent), Gradients(None, None, None)
     if upstream is not None and any(flags):
         needs, dtype = Needs(*flags), given.arrays.weight.dtype
@@ -198,11 +206,8 @@ def _divergence_backward(call: Distillation, residuals: Packed, cotangent: vjp.C
             gradients = whole_rows.gradients(inputs, call.options, call.order, kept, upstream, dtype, needs)
         else:
             gradients = _gradients(*call.prepared(given), kept, upstream, call, needs)
-    pairs = zip(gradients, given.arrays[:3], strict=True)
-    hidden, weight, bias = (None if g is None else g.astype(a.dtype).reshape(a.shape) for g, a in pairs)
-    nothing = jax.tree.map(lambda _: None, given)
-    arrays = nothing.arrays._replace(hidden=hidden, weight=weight, bias=bias)
-    return (nothing._replace(arrays=arrays, constants=None),)
+    (arrays,) = vjp.cotangents_of(gradients, likes, call.shard)
+    return (DistillationArrays(arrays, None, None),)  # type: ignore[arg-type]  # cotangents, None where there is none
 
 
 _divergence.defvjp(_divergence_forward, _divergence_backward, symbolic_zeros=True)

@@ -14,7 +14,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from logitless import objectives
 from logitless.jax_impl.call import Inputs
 from logitless.jax_impl.checks import info
-from logitless.jax_impl.chunk import by_blocks_on_cpu, capped, logits_block, product, rows_of, temperature_column
+from logitless.jax_impl.chunk import (
+    by_blocks_on_cpu,
+    capped,
+    logits_block,
+    product,
+    rows_of,
+    temperature_column,
+    unpadded,
+)
+from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.slices import Index, for_slices, put, take, take_tile
 from logitless.spec import LOWEST_ANCHOR, LossOptions
 
@@ -26,7 +35,7 @@ class Teacher(Protocol):
     """A teacher's log-probabilities, a tile at a time or whole rows."""
 
     def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
-        """log p of a tile, [C, B]."""
+        """log p of a tile, [C, B]; in padding anything."""
 
 
 class Head(NamedTuple):
@@ -39,8 +48,8 @@ class Head(NamedTuple):
 
     def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
         if self.lse is None:
-            z = whole_logits(self.inputs, first, tokens, self.options)
-            return normalized(z, row_lse(z)).astype(self.dtype)
+            z = unpadded(whole_logits(self.inputs, first, tokens, self.options), self.inputs.shard, 0)
+            return normalized(z, row_lse(z, self.inputs.shard)).astype(self.dtype)
         z = logits_block(rows_of(self.inputs, first, tokens), self.inputs, first, start, width, self.options)
         return normalized(z, take(self.lse, first, tokens, axis=1)).astype(self.dtype)
 
@@ -51,10 +60,12 @@ class Spread(NamedTuple):
     ids: Array  # [N, K] int32, −1 where not known
     log_p: Array  # [N, K]
     log_rest: Array  # [N]
+    shard: Shard
 
     def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
         tile = jnp.broadcast_to(take(self.log_rest, first, tokens)[:, None], (tokens, width))
-        return put_columns(tile, columns_of(self.ids, first, tokens, start, width), take(self.log_p, first, tokens))
+        columns = columns_of(self.ids, first, tokens, id_of(self.shard, start), width)
+        return put_columns(tile, columns, take(self.log_p, first, tokens))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,10 +143,24 @@ def whole_logits(inputs: Inputs, first: Index, tokens: int, options: LossOptions
     return capped(z, options, temperature_column(inputs, first, tokens))
 
 
-def row_lse(z: Array) -> Array:
+def row_lse(z: Array, shard: Shard) -> Array:
     """log Σ_j exp(z_j) of whole rows in two parts, [2, C], of which the first is the largest logit."""
     anchor = jnp.maximum(z.max(axis=1), LOWEST_ANCHOR)
-    return jnp.stack([anchor, jnp.log(jnp.exp(z - anchor[:, None]).sum(axis=1))])
+    anchor, total = of_all_devices(shard, anchor, jnp.exp(z - anchor[:, None]).sum(axis=1))
+    return jnp.stack([anchor, jnp.log(total)])
+
+
+def of_all_devices(shard: Shard, anchor: Array, total: Array) -> tuple[Array, Array]:
+    """The devices' largest anchor, and their sums Σ exp(z − anchor) relative to it, [C] each."""
+    if not shard.active:
+        return anchor, total
+    highest = shard.largest(anchor)
+    return highest, shard.total(total * jnp.exp(anchor - highest))
+
+
+def id_of(shard: Shard, start: Index) -> Index:
+    """The id of this device's column ``start``."""
+    return shard.first() + start if shard.active else start
 
 
 def normalized(z: Array, lse: Array) -> Array:
@@ -145,7 +170,8 @@ def normalized(z: Array, lse: Array) -> Array:
 
 
 def columns_of(ids: Array, first: Index, tokens: int, start: Index, width: int) -> Array:
-    """The ids as columns of a tile, and the column behind the last one for those that lie elsewhere, [C, K]."""
+    """The ids as columns of a tile whose first has the id ``start``, and the column behind the last one for those that
+    lie elsewhere, [C, K]."""
     ids = take(ids, first, tokens)
     local = ids - start
     return jnp.where((local >= 0) & (local < width) & (ids >= 0), local, width)

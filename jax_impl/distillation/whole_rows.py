@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from logitless import numerics
 from logitless.jax_impl.call import XP, Gradients, Inputs, Needs
-from logitless.jax_impl.chunk import by_blocks_on_cpu, product, rows_of, slope, temperature_column
+from logitless.jax_impl.chunk import by_blocks_on_cpu, product, rows_of, slope, temperature_column, unpadded
 from logitless.jax_impl.distillation.parts import Part
 from logitless.jax_impl.distillation.teachers import whole_logits
 from logitless.jax_impl.slices import Index, for_slices, put, take
@@ -47,12 +47,12 @@ def _row_losses(
     inputs: Inputs, parts: list[Part], options: LossOptions, first: Index, tokens: int
 ) -> tuple[Array, Array]:
     """The losses of a chunk, [C], and the gradient of its logits, [C, V]."""
-    z = whole_logits(inputs, first, tokens, options)
+    z = unpadded(whole_logits(inputs, first, tokens, options), inputs.shard, 0)
     losses, slopes = zip(*(part.of_rows(z, first) for part in parts), strict=True)
     dz = sum(slopes[1:], slopes[0])
     if options.softcap is not None:
         dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
-    valid = take(inputs.valid, first, tokens)
+    valid, dz = take(inputs.valid, first, tokens), unpadded(dz, inputs.shard, 0, 0.0)
     return jnp.where(valid, sum(losses[1:], losses[0]), 0.0), jnp.where(valid[:, None], dz, 0.0)
 
 

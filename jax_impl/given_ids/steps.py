@@ -219,7 +219,7 @@ def _log_probs_forward(
     call: IdsCall, primals: Arrays[CustomVJPPrimal], ids: CustomVJPPrimal, logits: CustomVJPPrimal | None
 ) -> tuple[Array, Packed]:
     arrays, needs = vjp.values_and_needs(primals)
-    checks.check_tracked(call.call, needs)
+    checks.check_tracked(call.call.shard, needs)
     log_prob, kept = _forward(call, arrays, ids.value, None if logits is None else logits.value)
     return log_prob, packed((kept, vjp.likes_of(arrays)), needs)
 

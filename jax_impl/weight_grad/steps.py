@@ -80,7 +80,7 @@ def _gradients(
     call: Call, arrays: Arrays[Array], upstream: Array, needs: Needs
 ) -> tuple[vjp.LossAndLse, Known, Gradients]:
     arrays, upstream = constants((arrays, upstream))
-    checks.check_tracked(call, needs)
+    checks.check_tracked(call.shard, needs)
     known_now = call.one_pass and any(needs)
     output, known, held = vjp.loss_and_sums(call, arrays, needs, upstream if known_now else None)
     arriving = jnp.ones_like(upstream) if known_now else upstream

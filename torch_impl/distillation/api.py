@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from logitless.torch_impl.distillation.steps import (
     Soft,
 )
 from logitless.torch_impl.distillation.teachers import DenseRows
+from logitless.torch_impl.distributed import parallel, sharding
 from logitless.torch_impl.kernels import first_check
 
 
@@ -55,6 +57,7 @@ def distillation_loss(
     teacher_softcap: float | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Divergence between a teacher's and a student's next-token distributions, with neither side's logits held.
 
@@ -91,6 +94,9 @@ def distillation_loss(
             tiles of up to 2048 × 2048.
         backend: as for :func:`linear_cross_entropy`: whether kernels make losses and gradient, and of tiles the
             logsumexps. With a temperature per token all is in plain operations.
+        process_group: the ranks that share the vocabulary, as for :func:`linear_cross_entropy`. weight, bias,
+            teacher_weight and teacher_bias are this rank's rows, of the same ids; all else is the same on every rank.
+            dX is summed over the ranks.
 
     Returns the loss in float32 (float64 for float64 student input), differentiable once in hidden, weight and bias.
     Raises as :func:`linear_cross_entropy`; what is wrong with the teacher's arrays is named so.
@@ -102,7 +108,9 @@ def distillation_loss(
     tracing.check_transforms("distillation_loss", takes_one=False)
     given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
     teacher = _HeadTeacher(teacher_hidden, teacher_weight, teacher_bias, options.logits(teacher=True))
-    return _loss("distillation_loss", given, options, teacher, _Limits(normalizer, memory_budget, backend))
+    return _loss(
+        "distillation_loss", given, options, teacher, _Limits(normalizer, memory_budget, backend, process_group)
+    )
 
 
 def sparse_distillation_loss(
@@ -125,6 +133,7 @@ def sparse_distillation_loss(
     softcap: float | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Divergence from a teacher of which K ids a token and their probabilities are known, without the logits.
 
@@ -153,6 +162,7 @@ def sparse_distillation_loss(
         rest: what the rest's mass becomes. "drop" has no reverse KL: it would be infinite.
         ignore_index: marks what is no id, in ids and in target.
         temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
+        process_group: ids and probs are the same on every rank, and ids count from the first rank's first entry.
 
     Where looking costs no synchronisation (on a CPU), ids outside or repeated and probabilities that are no
     distribution's raise ValueError; elsewhere that token's loss is NaN, without gradient.
@@ -166,7 +176,9 @@ def sparse_distillation_loss(
     tracing.check_transforms("sparse_distillation_loss", takes_one=False)
     given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
     teacher = _SparseTeacher(ids, probs, rest)
-    return _loss("sparse_distillation_loss", given, options, teacher, _Limits(normalizer, memory_budget, backend))
+    return _loss(
+        "sparse_distillation_loss", given, options, teacher, _Limits(normalizer, memory_budget, backend, process_group)
+    )
 
 
 def dense_distillation_loss(
@@ -188,6 +200,7 @@ def dense_distillation_loss(
     softcap: float | None = None,
     memory_budget: int | None = None,
     backend: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Divergence from a teacher of which all probabilities are known, which are read or made a chunk at a time.
 
@@ -216,6 +229,9 @@ def dense_distillation_loss(
         log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.
         ignore_index: marks tokens in target that do not count.
         temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
+        process_group: teacher is the part of every row that belongs to this rank's rows of the weight, [..., V] with
+            the weight's own V, and so is what a function returns: as a head that is parallel over the vocabulary
+            leaves it.
 
     Returns the loss in float32 (float64 for float64 input), differentiable once in hidden, weight and bias. Raises as
     :func:`linear_cross_entropy`.
@@ -226,7 +242,9 @@ def dense_distillation_loss(
     tracing.check_transforms("dense_distillation_loss", takes_one=False)
     given = _Given(hidden, weight, bias, target, mask, each, ignore_index)
     known = _DenseTeacher(teacher, log_teacher)
-    return _loss("dense_distillation_loss", given, options, known, _Limits(normalizer, memory_budget, backend))
+    return _loss(
+        "dense_distillation_loss", given, options, known, _Limits(normalizer, memory_budget, backend, process_group)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,11 +252,12 @@ def dense_distillation_loss(
 
 
 class _Limits(NamedTuple):
-    """What a caller says of reduction and memory."""
+    """What a caller says of reduction, memory and ranks."""
 
     normalizer: Tensor | float | None
     memory_budget: int | None
     backend: str | None
+    group: dist.ProcessGroup | None
 
 
 class _Given(NamedTuple):
@@ -262,13 +281,18 @@ class _Student(NamedTuple):
     """As a backend reads them."""
     call: Call
     """Of the pass for the logsumexps."""
-    hard: Tensor | None
-    """[N], the ids of the hard loss, 0 where a token does not count."""
     counted: Tensor
     """[...]"""
     wrong: Tensor
     """[...]: tokens that count, but whose loss is NaN, without gradient."""
     ignore_index: int
+    hard: Tensor | None = None
+    """[N], the ids of the hard loss, 0 where a token does not count."""
+
+    @property
+    def vocab(self) -> int:
+        """V, of all ranks together."""
+        return self.given.weight.shape[0] if self.call.shard is None else self.call.shard.vocab
 
     @property
     def dtype(self) -> torch.dtype:
@@ -287,11 +311,13 @@ class _Student(NamedTuple):
         return self.call.differentiate and any(array is not None and array.requires_grad for array in arrays)
 
     def order(self, teacher: _Teacher, memory_budget: int | None) -> WholeRows | Tile:
-        (vocab, size), dtype = self.given.weight.shape, self.call.compute_dtype
+        (own, size), dtype, shard = self.given.weight.shape, self.call.compute_dtype, self.call.shard
         operand = operand_dtype(dtype, self.given.hidden.device).itemsize if self.differentiate else 0
-        sizes = teacher.sizes(DistillationSizes(self.counted.numel(), size, vocab, checks.dtype_name(dtype)))
-        by = teacher.rows_by if self.by_kernel else "plain"
-        return objectives.distillation_order(sizes, operand_itemsize=operand, by=by, memory_budget=memory_budget)
+        vocab, ranks = (own, 1) if shard is None else (shard.largest, shard.ranks)
+        of_student = DistillationSizes(self.counted.numel(), size, vocab, checks.dtype_name(dtype), ranks=ranks)
+        sizes, by = teacher.sizes(of_student), teacher.rows_by if self.by_kernel and shard is None else "plain"
+        order = objectives.distillation_order(sizes, operand_itemsize=operand, by=by, memory_budget=memory_budget)
+        return order.of_part(own)
 
     def without(self, wrong: Tensor) -> _Student:
         """The student, with more wrong tokens."""
@@ -324,6 +350,9 @@ class _Teacher(Protocol):
     def check(self, given: _Given) -> Tensor | None:
         """Check it beside the student's arrays. Of which tokens it knows something, [...]; None: of all."""
 
+    def facts(self, counted: Tensor) -> tuple[object, object]:
+        """What of it must be the same on every rank: options and shapes, and the numbers of tokens that count."""
+
     def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
         """What the losses need of it: of tiles logsumexps too."""
 
@@ -331,18 +360,18 @@ class _Teacher(Protocol):
 @tracing.outside_graphs
 def _loss(name: str, given: _Given, options: DistillationOptions, teacher: _Teacher, limits: _Limits) -> Tensor:
     # Loops over tiles: a graph would hold every one of them.
-    options.check_target(given.target is not None)
-    for array in ("hidden", "weight"):
-        checks.check_type(array, getattr(given, array), strided=False)
-    checks.check_normalizer(limits.normalizer, options.reduction, given.hidden.device)
-    about = teacher.check(given)
-    student = _student(given, options, about, limits)
+    if limits.group is not None:
+        parallel.check_member(limits.group)
+    with sharding.refusing(limits.group, _device(given.hidden), FACTS):
+        counted = _counted(given, options, teacher, limits)
+        facts = _facts(name, given, options, teacher, counted)
+    student = _student(given, options, counted, limits, facts)
     order = student.order(teacher, limits.memory_budget)
     known = teacher.known(student, limits, order)
     student, own = known.student, options.logits(teacher=False)
     call = Distillation(
         known.soft, options.beta, options.nll_coef, float(options.temperature), own, student.call.compute_dtype, order,
-        student.by_kernel, student.differentiate,
+        student.by_kernel, student.differentiate, student.call.shard,
     )  # fmt: skip
     losses: Tensor = FUNCTIONS[name].apply(  # type: ignore[no-untyped-call]
         call, *student.given.head, student.hard, *known.constants
@@ -354,43 +383,85 @@ def _loss(name: str, given: _Given, options: DistillationOptions, teacher: _Teac
     return losses.reshape(student.counted.shape) if options.reduction == "none" else losses.sum()
 
 
-def _student(given: _Given, options: DistillationOptions, about: Tensor | None, limits: _Limits) -> _Student:
-    """``about``: of which tokens the teacher knows something."""
-    hidden, vocab, tokens = given.hidden, given.weight.shape[0], given.hidden.shape[:-1]
+def _device(hidden: object) -> torch.device:
+    """Of what may be no tensor."""
+    return hidden.device if isinstance(hidden, Tensor) else torch.device("cpu")
+
+
+def _counted(given: _Given, options: DistillationOptions, teacher: _Teacher, limits: _Limits) -> Tensor:
+    """Which tokens count, [...], after the checks that a rank can make alone."""
+    options.check_target(given.target is not None)
+    for array in ("hidden", "weight"):
+        checks.check_type(array, getattr(given, array), strided=False)
+    hidden, target = given.hidden, given.target
+    checks.check_normalizer(limits.normalizer, options.reduction, hidden.device)
+    about = teacher.check(given)
+    tokens = hidden.shape[:-1]
     zero = torch.zeros(tokens, dtype=torch.long, device=hidden.device)
-    target = zero if given.target is None else given.target
-    checks.check_tensors(Arrays(hidden, given.weight, given.bias, target))
+    checks.check_tensors(Arrays(hidden, given.weight, given.bias, zero if target is None else target))
     spec.check_ignore_index(given.ignore_index)
     counted = torch.ones_like(zero, dtype=torch.bool) if about is None else about
-    if given.target is not None:
+    if target is not None:
         counted = counted & (target != given.ignore_index)
     if given.mask is not None:
         counted = counted & checks.flags("mask", given.mask, {"one element per token": tuple(tokens)}, hidden)
-    ids = target.long().masked_fill(~counted, 0)
-    checks.check_ids(ids, vocab, given.ignore_index)
-    wrong = (ids < 0) | (ids >= vocab)
-    arrays = Arrays(
-        hidden, given.weight, given.bias, torch.zeros_like(ids).masked_fill_(~counted | wrong, -100),
-        temperature=given.temperature,
-    )  # fmt: skip
-    plain, call = _ready(arrays, options.logits(teacher=False), limits)
-    hard = None if given.target is None else ids.masked_fill(wrong, 0).reshape(-1)
-    return _Student(arrays, plain, call, hard, counted, wrong, given.ignore_index)
+    return counted
 
 
-def _ready(arrays: Arrays, options: LossOptions, limits: _Limits) -> tuple[Arrays, Call]:
+def _facts(
+    name: str, given: _Given, options: DistillationOptions, teacher: _Teacher, counted: Tensor
+) -> dict[str, object]:
+    """What must be the same on every rank beside the student's arrays, by its name in errors."""
+    own, numbers = teacher.facts(counted)
+    target = given.target
+    return {
+        "the function, its options and its teacher's sizes": (name, options, own),
+        "the ids of the hard loss": None if target is None else _seen(target.masked_fill(~counted, 0)),
+        "the teacher's ids and probabilities": numbers,
+    }
+
+
+FACTS = 3  # the length of _facts
+
+
+def _seen(tensor: Tensor) -> object:
+    """What ranks compare of a tensor: all of it, where looking costs nothing."""
+    return tensor.tolist() if tensor.device.type == "cpu" else 0
+
+
+def _student(
+    given: _Given, options: DistillationOptions, counted: Tensor, limits: _Limits, facts: dict[str, object]
+) -> _Student:
+    target = torch.zeros_like(counted, dtype=torch.long).masked_fill_(~counted, -100)
+    arrays = Arrays(given.hidden, given.weight, given.bias, target, temperature=given.temperature)
+    plain, call = _ready(arrays, options.logits(teacher=False), limits, facts)
+    student = _Student(arrays, plain, call, counted, torch.zeros_like(counted), given.ignore_index)
+    if given.target is None:
+        return student
+    ids = given.target.long().masked_fill(~counted, 0)
+    checks.check_ids(ids, student.vocab, given.ignore_index)
+    wrong = (ids < 0) | (ids >= student.vocab)
+    return student.without(wrong)._replace(hard=ids.masked_fill(wrong, 0).reshape(-1))
+
+
+def _ready(arrays: Arrays, options: LossOptions, limits: _Limits, facts: dict[str, object]) -> tuple[Arrays, Call]:
     """The checked call of the pass for the logsumexps, and its arrays as a backend reads them."""
-    if checks.is_placed(arrays.hidden) or checks.is_placed(arrays.weight):
-        raise NotImplementedError(
-            "hidden, weight: got a DTensor, allowed are one device's tensors: to_local() gives them"
-        )
-    spec.check_backend(limits.backend, BACKENDS)
-    check_plan_argument(None, limits.memory_budget)
+    with sharding.refusing(limits.group, arrays.hidden.device, len(facts)):
+        if checks.is_placed(arrays.hidden) or checks.is_placed(arrays.weight):
+            raise NotImplementedError(
+                "hidden, weight: got a DTensor, allowed are plain tensors: to_local() gives them, and process_group "
+                "says which ranks share the vocabulary"
+            )
+        spec.check_backend(limits.backend, BACKENDS)
+        check_plan_argument(None, limits.memory_budget)
     request = Request(
         "none", -100, 0.0, 0.0, options.logit_scale, options.softcap, temperature=1.0, plan=None,
-        memory_budget=limits.memory_budget, backend=limits.backend, statistics=False,
+        memory_budget=limits.memory_budget, backend=limits.backend, statistics=False, group=limits.group,
     )  # fmt: skip
-    return first_check.checked(lambda: checks.ready(arrays, None, request))
+    if limits.group is None:
+        return first_check.checked(lambda: checks.ready(arrays, None, request))
+    placed, call = sharding.ready(arrays, None, request, facts)
+    return placed.arrays, call
 
 
 @torch.no_grad()
@@ -423,6 +494,9 @@ class _HeadTeacher(NamedTuple):
             checks.check_type(f"teacher_{name}", getattr(self, name), strided=False)
         objectives.check_sides(*map(checks.info, (given.hidden, given.weight, self.hidden, self.weight)))
 
+    def facts(self, counted: Tensor) -> tuple[object, object]:
+        return (self.options, self.hidden.shape[-1]), None  # its arrays are compared as the student's are
+
     @property
     def rows_by(self) -> RowsBy:
         return "kernel"
@@ -434,7 +508,7 @@ class _HeadTeacher(NamedTuple):
         target, temperature = student.given.target, student.given.temperature
         try:
             arrays = Arrays(self.hidden, self.weight, self.bias, target, temperature=temperature)
-            plain, call = _ready(arrays, self.options, limits)
+            plain, call = _ready(arrays, self.options, limits, {})
         except (TypeError, ValueError) as error:
             raise type(error)(objectives.of_teacher(str(error))) from None
         head = (None if array is None else array.detach() for array in arrays.head)
@@ -457,6 +531,11 @@ class _SparseTeacher(NamedTuple):
         objectives.check_sparse(checks.info(self.ids), checks.info(self.probs), tuple(given.hidden.shape[:-1]))
         return (self.ids != given.ignore_index).any(dim=-1)
 
+    def facts(self, counted: Tensor) -> tuple[object, object]:
+        gone = ~counted.unsqueeze(-1)
+        numbers = _seen(self.ids.masked_fill(gone, 0)), _seen(self.probs.detach().masked_fill(gone, 0.0))
+        return (self.rest, tuple(self.ids.shape)), numbers
+
     @property
     def rows_by(self) -> RowsBy:
         return "kernel, probabilities" if self.rest == "spread" else "plain"
@@ -465,7 +544,7 @@ class _SparseTeacher(NamedTuple):
         return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)
 
     def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
-        vocab, count = student.given.weight.shape[0], self.ids.shape[-1]
+        vocab, count = student.vocab, self.ids.shape[-1]
         ids = self.ids.long().masked_fill(~student.counted.unsqueeze(-1), student.ignore_index)
         checks.check_ids(ids, vocab, student.ignore_index, name="ids")
         ignored = ids == student.ignore_index
@@ -511,6 +590,9 @@ class _DenseTeacher(NamedTuple):
                 f"teacher: got {type(self.source).__name__}, allowed is a torch.Tensor, a NumPy array or a function "
                 f"rows(start, count)"
             )
+
+    def facts(self, counted: Tensor) -> tuple[object, object]:
+        return (self.log, callable(self.source)), None  # each rank has other columns
 
     @property
     def rows_by(self) -> RowsBy:

@@ -15,6 +15,9 @@ The terms − p + q (or − q + p) have the sum 0: with them the error of lse en
 A divergence between whole distributions takes the student's lse, which is known before the tiles. One between K given
 ids and one class for all others takes the ids' logits and the logsumexp of the others, which come from the tiles: no
 1 − Σ_k q_k cancels. The hard loss is the same with the target as the only id.
+
+Where ranks share the vocabulary, each adds up its own entries. A token's sums are exchanged when its tiles are done,
+before the first gradient: that needs Σ_k over all entries.
 """
 
 from __future__ import annotations
@@ -26,7 +29,15 @@ import torch
 from torch import Tensor
 
 from logitless.spec import LOWEST_ANCHOR
-from logitless.torch_impl.distillation.teachers import Teacher, columns_of, log_probs, normalized, row_lse
+from logitless.torch_impl.distillation.teachers import (
+    Teacher,
+    columns_of,
+    log_probs,
+    normalized,
+    of_all_ranks,
+    row_lse,
+)
+from logitless.torch_impl.distributed.parallel import Shard
 
 Sums = tuple[Tensor, ...]
 """What is added up over the tiles of a chunk of tokens, [C, ...] each."""
@@ -74,6 +85,7 @@ class Divergence:
     teacher: Teacher
     lse: Tensor | None  # [2, N], the student's; None where rows are whole
     beta: float
+    shard: Shard
     by_tile: TileFunctions | None = None
     """None for plain operations."""
 
@@ -91,7 +103,8 @@ class Divergence:
         return sums[0] + total, sums[1] + mean
 
     def finish(self, sums: Sums, rows: slice) -> tuple[Tensor, Kept]:
-        return sums[0], (sums[1],)
+        losses, mean = self._of_all_ranks(*sums)
+        return losses, (mean,)
 
     def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
         assert self.lse is not None
@@ -101,9 +114,21 @@ class Divergence:
         return divergence_gradient(log_probs(self.teacher, rows, start, stop), normalized(z, lse), kept[0], self.beta)
 
     def of_rows(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        log_p, log_q = log_probs(self.teacher, rows, 0, z.shape[1]), normalized(z, row_lse(z))
-        losses, mean = divergence_rows(log_p, log_q.clone(), self.beta)
+        lse = row_lse(z, self.shard)
+        if self.by_tile is not None:
+            teacher, sums = self.teacher.tile(rows, 0, z.shape[1]), tuple(z.new_zeros(2, z.shape[0]))
+            self.by_tile.tile_sums(z, lse, teacher, self.beta, sums)
+            losses, mean = self._of_all_ranks(*sums)
+            return losses, self.by_tile.tile_gradient(z, lse, teacher, self.beta, mean)
+        log_p, log_q = log_probs(self.teacher, rows, 0, z.shape[1]), normalized(z, lse)
+        losses, mean = self._of_all_ranks(*divergence_rows(log_p, log_q.clone(), self.beta))
         return losses, divergence_gradient(log_p, log_q, mean, self.beta)
+
+    def _of_all_ranks(self, losses: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.shard.split:
+            return losses, mean
+        losses, mean = self.shard.sum(torch.stack([losses, mean]))
+        return losses, mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +137,7 @@ class GivenIds:
 
     ids: Tensor  # [N, K] int64, −1 where not known
     dtype: torch.dtype
+    shard: Shard
 
     def start(self, rows: slice) -> Sums:
         """The ids' logits; the largest logit of the others, and Σ exp(z − largest) over them."""
@@ -138,6 +164,7 @@ class GivenIds:
 
     def finish(self, sums: Sums, rows: slice) -> tuple[Tensor, Kept]:
         logits, highest, total = sums
+        logits, (highest, total) = self.shard.sum(logits), of_all_ranks(self.shard, highest, total)
         logits = logits.masked_fill(self.ids[rows] < 0, -torch.inf)
         anchor = torch.maximum(highest, logits.amax(dim=1))
         others = (highest - anchor) + total.log()
@@ -159,7 +186,7 @@ class GivenIds:
     def _padded(self, z: Tensor, rows: slice, start: int) -> tuple[Tensor, Tensor]:
         """The ids' columns in the tile, [C, K], and a copy of its logits with one column more, of 0, for the ids that
         lie in other tiles."""
-        columns = columns_of(self.ids[rows], start, z.shape[1])
+        columns = columns_of(self.ids[rows], self.shard.start + start, z.shape[1])
         return columns, torch.nn.functional.pad(self.scaled(z, rows), (0, 1))
 
 

@@ -5,6 +5,8 @@ A tile [C, B] of the student's logits serves the divergence from the teacher and
 neither side exist. lse comes in two parts, a logit not far below the largest and the rest, so that large logits cost no
 accuracy, nor do saturated sides.
 
+Where ranks share the vocabulary, each has the rows or tiles of its own entries, and cuts the tokens as all others do.
+
 Rounding: as in eager.py, with the gradient of a tile rounded to the student's dtype on a GPU, and accumulated in
 float32.
 """
@@ -29,6 +31,7 @@ from logitless.torch_impl.call import XP, Arrays, Inputs
 from logitless.torch_impl.distillation import whole_rows
 from logitless.torch_impl.distillation.parts import Divergence, Hard, Part, RestClass
 from logitless.torch_impl.distillation.teachers import Dense, DenseRows, Head, Spread
+from logitless.torch_impl.distributed.parallel import Shard
 
 Constants = Sequence[Tensor | None]
 """What is known of the teacher, and of the student beside its arrays."""
@@ -50,8 +53,9 @@ class FromHead:
 
     def part(self, inputs: Inputs, constants: Constants, beta: float) -> Part:
         arrays, (teacher_lse, lse) = constants[:5], constants[5:] or (None, None)
-        teacher = chunk.prepare(Arrays.of_head(*arrays), self.options, self.compute_dtype)  # type: ignore[arg-type]
-        return Divergence(Head(teacher, self.options, teacher_lse, inputs.accumulation_dtype), lse, beta)
+        given = Arrays.of_head(*arrays)  # type: ignore[arg-type]
+        teacher = chunk.prepare(given, self.options, self.compute_dtype, inputs.shard)
+        return Divergence(Head(teacher, self.options, teacher_lse, inputs.accumulation_dtype), lse, beta, inputs.shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,11 @@ class FromIds:
         assert ids is not None
         assert log_p is not None
         assert log_rest is not None
+        shard = inputs.shard
         if self.spread:
-            return Divergence(Spread(ids, log_p, log_rest, inputs.vocab), lse[0] if lse else None, beta)
-        return RestClass(ids, log_p.dtype, torch.cat([log_p, log_rest.unsqueeze(1)], dim=1), beta)
+            teacher = Spread(ids, log_p, log_rest, shard.start, inputs.weight.shape[0])
+            return Divergence(teacher, lse[0] if lse else None, beta, shard)
+        return RestClass(ids, log_p.dtype, shard, torch.cat([log_p, log_rest.unsqueeze(1)], dim=1), beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +90,8 @@ class FromDense:
         source = tensors.pop(0) if self.source is None else self.source
         assert source is not None
         like = inputs.weight.new_empty(0, dtype=inputs.accumulation_dtype)
-        return Divergence(Dense(source, self.log, self.shape, like), tensors[0] if tensors else None, beta)
+        teacher = Dense(source, self.log, self.shape, like)
+        return Divergence(teacher, tensors[0] if tensors else None, beta, inputs.shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +110,19 @@ class Distillation:
     kernel: bool
     """Whether the losses are the kernels', where they take them."""
     differentiate: bool
+    shard: Shard | None
+    """This rank's slice of the vocabulary, if ranks share it."""
+
+    def inputs(self, arrays: Arrays) -> Inputs:
+        """The student's."""
+        return chunk.prepare(arrays, self.options, self.compute_dtype, self.shard)
 
     def prepared(self, arrays: Arrays, hard: Tensor | None, constants: Constants) -> tuple[Inputs, list[Part]]:
         """The student's inputs, and the losses: the hard one, if there is one, and the divergence. ``hard``: its ids,
         [N], inside the vocabulary."""
-        inputs = chunk.prepare(arrays, self.options, self.compute_dtype)
+        inputs = self.inputs(arrays)
         part = self.soft.part(inputs, constants, self.beta)
-        if self.kernel and isinstance(part, Divergence) and isinstance(self.order, Tile):
+        if self.kernel and isinstance(part, Divergence) and (isinstance(self.order, Tile) or inputs.shard.split):
             from logitless.torch_impl.distillation import fused  # imports Triton
 
             part = dataclasses.replace(part, by_tile=fused)
@@ -117,7 +130,8 @@ class Distillation:
         if hard is not None:
             column = inputs.temperature_column(slice(None))
             temperature = self.temperature if column is None else column
-            parts.insert(0, Hard(hard.unsqueeze(1), inputs.accumulation_dtype, self.nll_coef, temperature))
+            dtype = inputs.accumulation_dtype
+            parts.insert(0, Hard(hard.unsqueeze(1), dtype, inputs.shard, self.nll_coef, temperature))
         return inputs, parts
 
 
@@ -161,13 +175,15 @@ def _backward(ctx: DivergenceContext, saved: tuple[Tensor, ...], upstream: Tenso
     with torch.autocast(upstream.device.type, enabled=False):
         arrays = Arrays.of_head(*tensors[:5])
         if isinstance(call.order, WholeRows):
-            inputs = chunk.prepare(arrays, call.options, call.compute_dtype)
+            inputs = call.inputs(arrays)
             gradients = whole_rows.gradients(
                 inputs, call.options, call.order, kept[0][0], upstream, tensors[1].dtype, needs, call.kernel
             )
         else:
             inputs, parts = call.prepared(arrays, tensors[5], tensors[6:])
             gradients = _gradients(inputs, parts, kept, upstream, call, tensors[1].dtype, needs)
+        if gradients[0] is not None:
+            inputs.shard.sum(gradients[0])
     like = zip(gradients, tensors[:3], strict=True)
     cast = (None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like)
     return (None, *cast, *(None,) * (len(ctx.needs_input_grad) - 4))

@@ -17,6 +17,8 @@ from logitless.spec import LOWEST_ANCHOR, LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import Inputs
 from logitless.torch_impl.checks import info
+from logitless.torch_impl.distributed import parallel
+from logitless.torch_impl.distributed.parallel import Shard
 
 DenseRows = Callable[[int, int], Tensor]
 """rows(start, count) → [count, V], the teacher's rows of ``count`` tokens from ``start`` on."""
@@ -60,7 +62,7 @@ class Head:
     def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         if self.lse is None:
             z = whole_logits(self.inputs, rows, self.options).to(self.dtype)
-            return z, row_lse(z)
+            return z, row_lse(z, self.inputs.shard)
         x = chunk.rows_of(self.inputs, rows)
         out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
         z = chunk.logits_block(x, self.inputs, rows, start, stop, self.options, out)
@@ -77,12 +79,17 @@ class Spread:
     ids: Tensor  # [N, K] int64, −1 where not known
     log_p: Tensor  # [N, K]
     log_rest: Tensor  # [N]
+    first: int
+    """The id of this rank's first entry."""
     vocab: int
+    """This rank's entries."""
 
     def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         width = stop - start
         tile = self.log_rest[rows].unsqueeze(1).repeat(1, width + 1)
-        return tile.scatter_(1, columns_of(self.ids[rows], start, width), self.log_p[rows])[:, :width], None
+        return tile.scatter_(1, columns_of(self.ids[rows], self.first + start, width), self.log_p[rows])[
+            :, :width
+        ], None
 
     def raw(self, rows: slice) -> RawRows:
         return RawRows(self.tile(rows, 0, self.vocab)[0])
@@ -96,7 +103,7 @@ class Dense:
     log: bool
     """Whether it has log-probabilities."""
     shape: tuple[int, ...]
-    """[..., V]"""
+    """[..., V], of this rank's V"""
     like: Tensor
     """A tensor of the device and dtype of the result."""
 
@@ -156,10 +163,19 @@ def whole_logits(inputs: Inputs, rows: slice, options: LossOptions) -> Tensor:
     return chunk.capped(z, options, inputs.temperature_column(rows))
 
 
-def row_lse(z: Tensor) -> Tensor:
+def row_lse(z: Tensor, shard: Shard) -> Tensor:
     """log Σ_j exp(z_j) of whole rows in two parts, [2, C], of which the first is the largest logit."""
     anchor = z.amax(dim=1).clamp(min=LOWEST_ANCHOR)
-    return torch.stack([anchor, (z - anchor.unsqueeze(1)).exp_().sum(dim=1).log()])
+    anchor, total = of_all_ranks(shard, anchor, (z - anchor.unsqueeze(1)).exp_().sum(dim=1))
+    return torch.stack([anchor, total.log()])
+
+
+def of_all_ranks(shard: Shard, anchor: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """The ranks' largest anchor, and their sums Σ exp(z − anchor) relative to it, [C] each."""
+    if not shard.split:
+        return anchor, total
+    lines = parallel.exchange(shard, {"anchor": anchor, "s": total})
+    return lines.anchor, lines.merged()["s"]
 
 
 def normalized(z: Tensor, lse: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def forward(
         shape = inputs.tokens, row_stride(vocab, inputs.operand_dtype.itemsize)
         gradient = inputs.hidden.new_empty(shape, dtype=inputs.operand_dtype)[:, :vocab]
     of_rows = _row_losses
-    if kernel and isinstance(parts[-1], Divergence):
+    # The kernel makes lse and losses in one pass. Of several ranks lse is exchanged between the two.
+    if kernel and isinstance(parts[-1], Divergence) and not inputs.shard.split:
         from logitless.torch_impl.distillation import fused  # imports Triton
 
         of_rows = fused.row_losses

@@ -7,7 +7,9 @@ here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -84,12 +86,9 @@ def ready(
     if placed.group is None:
         dtype, backend = _checked(placed, normalizer, request)
     else:
-        try:
+        with refusing(placed.group, placed.device, len(more or {})):
             dtype, backend = _checked(placed, normalizer, request)
             facts = _facts(placed, dtype, backend, request, options) | (more or {})
-        except (TypeError, ValueError, NotImplementedError):
-            agreement.refuse(placed.group, placed.device, 1 + FACTS + len(more or {}))
-            raise
         vocab = placed.arrays.weight.shape[0]
         shard = agreement.agree(placed.group, placed.device, facts, vocab, placed.token_axis is not None)
     target = checks.scored(placed.arrays, request, shard.vocab if shard else placed.arrays.weight.shape[0])
@@ -102,6 +101,20 @@ def ready(
         into=dtensors.local(request.into) if grad else None, log_probs=request.log_probs, lse=request.lse,
     )  # fmt: skip
     return dataclasses.replace(placed, arrays=local), call
+
+
+@contextlib.contextmanager
+def refusing(group: dist.ProcessGroup | None, device: torch.device, more: int) -> Iterator[None]:
+    """Tell the group's other ranks, which :func:`ready` makes wait, if this rank's arguments are refused inside.
+
+    ``more``: how many facts ready is given.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError):
+        if group is not None:
+            agreement.refuse(group, device, 1 + FACTS + more)
+        raise
 
 
 def _checked(
