@@ -113,27 +113,29 @@ class EarlyTargets:
         tokens, vocab, order = c.tokens, c.vocab, c.order[: c.tokens]
         keys, last = vocab + 1, (c.tokens - 1) // c.chunk * c.chunk  # V is the key of what is not in the vocabulary
         before = torch.arange(tokens, device=c.device).div_(c.chunk, rounding_mode="floor").mul_(keys)
-        placed, position = torch.empty_like(before), torch.empty_like(before)
-        torch.sort(before.add_(c.inputs.key.index_select(0, order)), stable=True, out=(placed, position))
-        key, token = placed.remainder(keys).to(torch.int32), order.index_select(0, position)
-        again = placed[1:] == placed[:-1]
+        key, position = _sorted(before + c.inputs.key.index_select(0, order))
+        again = key[1:] == key[:-1]
         often = torch.nn.functional.pad(again, (0, 1)) | torch.nn.functional.pad(again, (1, 0))
-        early = often & (key < vocab) & (position < last)
-        counted = torch.nn.functional.pad(early.cumsum(0), (1, 0))
-        slot = torch.where(early, counted[:-1], tokens)
-        grain, chunks = kernels.TARGET_GRAIN.value, cdiv(tokens, c.chunk)
-        edges = torch.arange(0, round_up(vocab, COLUMN_BLOCK) + 1, grain, device=c.device).clamp_(max=vocab)
-        places = torch.searchsorted(placed, torch.arange(0, chunks * keys, keys, device=c.device)[:, None] + edges)
-        return cls(
-            key.new_zeros(tokens + 1).scatter_(0, slot, key),
-            token.new_zeros(tokens + 1).scatter_(0, slot, token),
-            counted[places].to(torch.int32),
-            torch.empty_like(key).scatter_(0, token.to(torch.int64), key.masked_fill(early, vocab)),
-        )
+        token, last_key = order.index_select(0, position).to(torch.int64), before.index_select(0, position).add_(vocab)
+        early = often & (key < last_key) & (position < last)
+        late = torch.where(early, last_key, key).remainder_(keys).to(torch.int32)
+        key, place = _sorted(torch.where(early, key, last_key))  # the early ones of each chunk first
+        edges = torch.arange(0, round_up(vocab, COLUMN_BLOCK) + 1, kernels.TARGET_GRAIN.value, device=c.device)
+        firsts = torch.arange(0, cdiv(tokens, c.chunk) * keys, keys, device=c.device)
+        bounds = torch.searchsorted(key, firsts[:, None] + edges.clamp_(max=vocab), out_int32=True)
+        by_token = torch.empty_like(late).scatter_(0, token, late)
+        return cls(key.remainder_(keys).to(torch.int32), token.index_select(0, place), bounds, by_token)
 
     def of_chunk(self, c: KernelCall, first: int, by_token: Tensor) -> Targets:
         """Those of the chunk that begins at the position ``first``; by_token: every token's element."""
         return Targets(self.key, self.token, by_token.index_select(0, self.token), self.bounds[first // c.chunk])
+
+
+def _sorted(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending, and their places before; equal ones keep their order. A repeated step needs memory that is there."""
+    found, place = torch.empty_like(values), torch.empty_like(values)
+    torch.sort(values, stable=True, out=(found, place))
+    return found, place
 
 
 NO_TARGETS: Mapping[str, Tensor | None] = dict.fromkeys(("key_ptr", "token_ptr", "value_ptr", "bounds_ptr"))
