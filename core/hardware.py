@@ -27,7 +27,8 @@ class Architecture:
     multiprocessors: int
     """How many tiles are worked on at once: a turn."""
     accumulator_tokens: Mapping[str, int]
-    """As ACCUMULATOR_TOKENS, of a chunk of tokens, by kind of backend. The first one's dW is such a sum, too."""
+    """As ACCUMULATOR_TOKENS, of a chunk of tokens, by kind of backend. The first one's dW is kept in two
+    parts, too."""
     last_sum_tokens: Mapping[str, int]
     """What the last chunk takes longer than the others, to make dW of its own and of the sum."""
     accumulator_entries: int

@@ -35,16 +35,12 @@ Product = Callable[[Array, Array], Array]
 # One block of logits
 
 
-def is_real(limit: Array, start: Index, size: int) -> Array:
-    """[size]: whether column start + j is a vocabulary entry, not padding."""
-    columns: Array = start + jnp.arange(size, dtype=jnp.int32)
-    return columns < limit
-
-
-def unpadded(z: Array, shard: Shard, start: Index, value: float = -jnp.inf) -> Array:
-    """z, [C, B] from column ``start`` on, with ``value`` in the columns that are padding."""
-    limit = shard.limit()
-    return z if limit is None else jnp.where(is_real(limit, start, z.shape[1]), z, value)
+def unpadded(z: Array, limit: Array | None, start: Index, value: float = -jnp.inf) -> Array:
+    """z, [C, B] from column ``start`` on, with ``value`` in the columns from ``limit`` on, which are padding."""
+    if limit is None:
+        return z
+    columns: Array = start + jnp.arange(z.shape[1], dtype=jnp.int32)
+    return jnp.where(columns < limit, z, value)
 
 
 def is_target(target: Array, start: Index, size: int) -> Array:
@@ -189,19 +185,15 @@ class RunningSums(NamedTuple):
     def highest(self) -> Array:
         return self.sums["highest"]
 
-    def _real(self, z: Array, start: Index, padding: float) -> Array:
-        """The block, with the value ``padding`` in the padded columns."""
-        return z if self.limit is None else jnp.where(is_real(self.limit, start, z.shape[1]), z, padding)
-
     def observe(self, z: Array, start: Index) -> RunningSums:
         """Maximum (and minimum and first index of the maximum) of a block of logits."""
-        above, highest = self._real(z, start, -jnp.inf), self.highest
+        above, highest = unpadded(z, self.limit, start), self.highest
         block_highest = above.max(axis=1)
         sums = self.sums | {"highest": jnp.maximum(highest, block_highest)}
         if "argmax" in sums:
             best = above.argmax(axis=1).astype(jnp.int32) + start
             sums["argmax"] = jnp.where(block_highest > highest, best, sums["argmax"])
-            sums["lowest"] = jnp.minimum(sums["lowest"], self._real(z, start, jnp.inf).min(axis=1))
+            sums["lowest"] = jnp.minimum(sums["lowest"], unpadded(z, self.limit, start, jnp.inf).min(axis=1))
         return self._replace(sums=sums)
 
     def rescue(self) -> RunningSums:
@@ -215,7 +207,7 @@ class RunningSums(NamedTuple):
     def exponentiate(self, z: Array, start: Index) -> tuple[RunningSums, Array]:
         """exp(z − anchor), 0 at the target, and the sums with it."""
         gaps, sums = z - self.anchor[:, None], self.sums.copy()
-        e = jnp.where(is_target(self.target, start, z.shape[1]), 0.0, self._real(jnp.exp(gaps), start, 0.0))
+        e = jnp.where(is_target(self.target, start, z.shape[1]), 0.0, unpadded(jnp.exp(gaps), self.limit, start, 0.0))
         sums["s"] = sums["s"] + e.sum(axis=1)
         if "gap_sum" in sums:
             sums["gap_sum"] = sums["gap_sum"] + (e * jnp.maximum(gaps, LOWEST_GAP)).sum(axis=1)

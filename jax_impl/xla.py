@@ -25,7 +25,6 @@ from logitless.jax_impl.chunk import (
     Smoothing,
     capped,
     empty_sums,
-    is_real,
     is_target,
     logits_block,
     product,
@@ -33,6 +32,7 @@ from logitless.jax_impl.chunk import (
     rows_of,
     slope,
     temperature_column,
+    unpadded,
     weight_at,
     weight_rows,
 )
@@ -391,8 +391,7 @@ def _known_block(
         e = e - column(known.sigma) * (1.0 if k is None else k)
     if options.softcap is not None:
         e = e * slope(z, options, temperature_column(inputs, first, tokens))
-    if limit is not None:
-        e = jnp.where(is_real(limit, start, z.shape[1]), e, 0.0)
+    e = unpadded(e, limit, start, 0.0)
     return jnp.where(is_target(target, start, z.shape[1]), column(known.target), e)
 
 

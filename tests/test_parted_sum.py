@@ -3,11 +3,11 @@ that it has in PyTorch where there are few chunks."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
+from implementations import interpreted
 
 from logitless.scratch import MOST_NARROW_CHUNKS
 from logitless.tolerances import BOUND
@@ -93,19 +93,13 @@ def on_torch(device: str, kernel: Any, low_bits: int, pairs: bool = False) -> tu
 
 
 @pytest.mark.parametrize("low_bits", [8, 4])
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU")
-def test_in_triton(low_bits: int) -> None:
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_in_triton(device: str, low_bits: int) -> None:
     pytest.importorskip("torch", reason="PyTorch's kernels")
     parted_kernels = pytest.importorskip("parted_kernels", reason="triton is not installed")
-    check(*on_torch("cpu", parted_kernels.triton_kernel, low_bits), low_bits)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("low_bits", [8, 4])
-def test_in_triton_on_a_gpu(low_bits: int) -> None:
-    pytest.importorskip("torch", reason="PyTorch's kernels")
-    parted_kernels = pytest.importorskip("parted_kernels", reason="triton is not installed")
-    check(*on_torch("cuda", parted_kernels.triton_kernel, low_bits), low_bits)
+    check(*on_torch(device, parted_kernels.triton_kernel, low_bits), low_bits)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@ over the rows of the commonest targets, for every dtype and every kind of plan."
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from implementations import (
     every_implementation,
     in_jax,
     in_turn,
+    interpreted,
     problem_named,
     run_case,
 )
@@ -23,9 +23,6 @@ from implementations import (
 from logitless import plan
 from logitless.problems import PROBLEMS, Problem
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"
-)
 TRAINED = [problem for problem in PROBLEMS if "trained" in problem.tags]
 PLANS: dict[str, dict[str, Any]] = {
     "one_chunk": {"order": "tokens"},

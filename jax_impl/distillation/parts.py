@@ -98,7 +98,7 @@ class Divergence:
         return losses, divergence_gradient(log_p, log_q, mean, self.beta)
 
     def _log_p(self, z: Array, first: Index, start: Index) -> Array:
-        return unpadded(self.teacher.log_probs(first, z.shape[0], start, z.shape[1]), self.shard, start)
+        return unpadded(self.teacher.log_probs(first, z.shape[0], start, z.shape[1]), self.shard.limit(), start)
 
     def _log_q(self, z: Array, first: Index) -> Array:
         assert self.lse is not None

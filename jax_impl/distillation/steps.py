@@ -140,7 +140,7 @@ def _forward(inputs: Inputs, parts: list[Part], options: LossOptions, tile: Tile
         x = rows_of(inputs, first, tokens)
 
         def block(sums: list[Sums], start: Index, width: int) -> list[Sums]:
-            z = unpadded(logits_block(x, inputs, first, start, width, options), inputs.shard, start)
+            z = unpadded(logits_block(x, inputs, first, start, width, options), inputs.shard.limit(), start)
             return [part.add(of, z, first, start) for part, of in zip(parts, sums, strict=True)]
 
         sums = for_slices(tile.vocab, tile.vocab_chunk, block, [part.start(first, tokens) for part in parts])
@@ -169,13 +169,13 @@ def _gradients(
 
     def logit_gradient(x: Array, first: Index, start: Index, columns: int) -> Array:
         tokens = x.shape[0]
-        z = unpadded(logits_block(x, inputs, first, start, columns, call.options), inputs.shard, start)
+        z = unpadded(logits_block(x, inputs, first, start, columns, call.options), inputs.shard.limit(), start)
         own = (jax.tree.map(lambda values: take(values, first, tokens), of) for of in kept)
         slopes = [part.gradient(of, z, first, start) for part, of in zip(parts, own, strict=True)]
         dz = sum(slopes[1:], slopes[0])
         if call.options.softcap is not None:
             dz = dz * slope(z, call.options, temperature_column(inputs, first, tokens))
-        dz = unpadded(dz * take(factor, first, tokens)[:, None], inputs.shard, start, 0.0)
+        dz = unpadded(dz * take(factor, first, tokens)[:, None], inputs.shard.limit(), start, 0.0)
         return jnp.where(take(inputs.valid, first, tokens)[:, None], dz, 0.0)
 
     return tile_gradients(inputs, call.order, needs, unit, logit_gradient)

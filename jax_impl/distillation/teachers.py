@@ -48,7 +48,7 @@ class Head(NamedTuple):
 
     def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
         if self.lse is None:
-            z = unpadded(whole_logits(self.inputs, first, tokens, self.options), self.inputs.shard, 0)
+            z = unpadded(whole_logits(self.inputs, first, tokens, self.options), self.inputs.shard.limit(), 0)
             return normalized(z, row_lse(z, self.inputs.shard)).astype(self.dtype)
         z = logits_block(rows_of(self.inputs, first, tokens), self.inputs, first, start, width, self.options)
         return normalized(z, take(self.lse, first, tokens, axis=1)).astype(self.dtype)

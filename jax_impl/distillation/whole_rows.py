@@ -47,12 +47,12 @@ def _row_losses(
     inputs: Inputs, parts: list[Part], options: LossOptions, first: Index, tokens: int
 ) -> tuple[Array, Array]:
     """The losses of a chunk, [C], and the gradient of its logits, [C, V]."""
-    z = unpadded(whole_logits(inputs, first, tokens, options), inputs.shard, 0)
+    z = unpadded(whole_logits(inputs, first, tokens, options), inputs.shard.limit(), 0)
     losses, slopes = zip(*(part.of_rows(z, first) for part in parts), strict=True)
     dz = sum(slopes[1:], slopes[0])
     if options.softcap is not None:
         dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
-    valid, dz = take(inputs.valid, first, tokens), unpadded(dz, inputs.shard, 0, 0.0)
+    valid, dz = take(inputs.valid, first, tokens), unpadded(dz, inputs.shard.limit(), 0, 0.0)
     return jnp.where(valid, sum(losses[1:], losses[0]), 0.0), jnp.where(valid[:, None], dz, 0.0)
 
 

@@ -30,13 +30,13 @@ from logitless.jax_impl import checks, vjp
 from logitless.jax_impl.call import NOTHING, XP, Arrays, Call, Gradients, Inputs, Needs, TokenSums
 from logitless.jax_impl.chunk import (
     capped,
-    is_real,
     is_target,
     logits_block,
     rows_of,
     slope,
     temperature_column,
     tile_gradients,
+    unpadded,
 )
 from logitless.jax_impl.residuals import Packed, packed, unpacked
 from logitless.jax_impl.slices import Index, for_slices, put, rows_at, take
@@ -203,9 +203,7 @@ def _gradients(call: IdsCall, known: Known, upstream: Array, needs: Needs) -> Gr
         if options.softcap is not None:
             dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
         dz = jnp.where(is_target(take(target, first, tokens), start, columns), column(at_best), dz)
-        if limit is not None:
-            dz = jnp.where(is_real(limit, start, columns), dz, 0.0)
-        return jnp.where(column(inputs.valid), dz, 0.0)
+        return jnp.where(column(inputs.valid), unpadded(dz, limit, start, 0.0), 0.0)
 
     return tile_gradients(inputs, call.cut.tile, needs, unit, logit_gradient)
 
@@ -252,9 +250,7 @@ def _largest_logits(call: IdsCall, arrays: Arrays[Array]) -> tuple[Array, Array]
         x = rows_of(inputs, first, tokens)
 
         def block(best: tuple[Array, Array], start: Index, columns: int) -> tuple[Array, Array]:
-            z = logits_block(x, inputs, first, start, columns, call.options)
-            if limit is not None:
-                z = jnp.where(is_real(limit, start, columns), z, -jnp.inf)
+            z = unpadded(logits_block(x, inputs, first, start, columns, call.options), limit, start)
             # Of equal elements top_k takes the first; −0 is not below 0.
             z, places = lax.top_k(jnp.where(z == 0, 0.0, z), min(cut.ids, columns))
             ids = places.astype(jnp.int32) + start

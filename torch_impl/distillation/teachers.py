@@ -87,9 +87,8 @@ class Spread:
     def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         width = stop - start
         tile = self.log_rest[rows].unsqueeze(1).repeat(1, width + 1)
-        return tile.scatter_(1, columns_of(self.ids[rows], self.first + start, width), self.log_p[rows])[
-            :, :width
-        ], None
+        columns = columns_of(self.ids[rows], self.first + start, width)
+        return tile.scatter_(1, columns, self.log_p[rows])[:, :width], None
 
     def raw(self, rows: slice) -> RawRows:
         return RawRows(self.tile(rows, 0, self.vocab)[0])

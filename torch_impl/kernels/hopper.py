@@ -926,74 +926,55 @@ def add_piece(high_slots, low_slots, loaded, added, done, piece, HALF: gl.conste
     mbarrier.wait(loaded.index(slot), (done // SUM_SLOTS) & 1)
     first, second = gl.split(gl.reshape(piece, (piece.shape[0], piece.shape[1] // 2, 2)))
     layout: gl.constexpr = first.type.layout
-    if LOW_BITS == 8:
-        upper, lower = sum_of_pairs(first, second, high.load(layout), low.load(layout))
-    else:
-        upper, lower = narrow_sum_of_pairs(first, second, high.load(layout), low.load(layout).to(gl.int16))
+    upper, lower = sum_of_pairs(first, second, high.load(layout), low.load(layout).to(gl.int16), LOW_BITS)
     high.store(upper)
     low.store(lower.to(low.dtype))
     fence_async_shared()
     mbarrier.arrive(added.index(slot))
 
 
+def pair_sum(parts: str, half: str, highest: str, lower: str):
+    """The instructions of :func:`sum_of_pairs`. ``parts`` makes a and b, the two sums, of the upper bits, $4, and the
+    lower ones, c. ``lower`` makes c again. ``half`` is half of the last bit, ``highest`` the largest NaN less that."""
+    return gl.constexpr(f"""
+        {{
+        .reg .b32 a, b, c;
+        cvt.u32.u16 c, $5;
+        {parts}
+        add.rn.f32 a, a, $2;
+        add.rn.f32 b, b, $3;
+        min.s32 a, a, {highest};
+        min.s32 b, b, {highest};
+        add.s32 a, a, {half};
+        add.s32 b, b, {half};
+        {lower}
+        prmt.b32 $0, a, b, 0x7632;
+        cvt.u16.u32 $1, c;
+        }}
+        """)
+
+
+WIDE_PAIR_SUM = pair_sum(
+    "prmt.b32 c, c, 0, 0x1404; prmt.b32 a, c, $4, 0x5410; prmt.b32 b, c, $4, 0x7632;",
+    "0x80", "0x7fffff7f", "prmt.b32 c, a, b, 0x0051;",
+)  # fmt: skip
+NARROW_PAIR_SUM = pair_sum(
+    "shl.b32 a, c, 8; shl.b32 b, c, 12; and.b32 a, a, 0xf000; and.b32 b, b, 0xf000;"
+    " prmt.b32 a, a, $4, 0x5410; prmt.b32 b, b, $4, 0x7610;",
+    "0x800", "0x7ffff7ff", "shr.u32 c, b, 4; lop3.b32 c, a, c, 0xf000, 0xe4; shr.u32 c, c, 8;",
+)  # fmt: skip
+
+
 @gluon.jit
-def sum_of_pairs(first, second, high, low):
-    """What upper_bits and lower_bits give of rounded(value + joined(high, low)), two neighbours at a time: the upper 16
-    bits of both are an int32, the next 8 an int16.
+def sum_of_pairs(first, second, high, low, LOW_BITS: gl.constexpr):
+    """The parts of rounded(value + joined(high, low)), two neighbours at a time: the upper 16 bits of both are an
+    int32, the next 8 of both an int16. If there are 4, the lower byte has those of both, as halves_of_byte puts them.
 
     Bytes are moved, where shifts and masks take twice as many instructions. A sum that is NaN has all bits but the
     sign: min keeps it from running into the sign when half a unit is added.
     """
     return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c;
-        cvt.u32.u16 c, $5;
-        prmt.b32 c, c, 0, 0x1404;
-        prmt.b32 a, c, $4, 0x5410;
-        prmt.b32 b, c, $4, 0x7632;
-        add.rn.f32 a, a, $2;
-        add.rn.f32 b, b, $3;
-        min.s32 a, a, 0x7fffff7f;
-        min.s32 b, b, 0x7fffff7f;
-        add.s32 a, a, 0x80;
-        add.s32 b, b, 0x80;
-        prmt.b32 c, a, b, 0x0051;
-        prmt.b32 $0, a, b, 0x7632;
-        cvt.u16.u32 $1, c;
-        }
-        """,
-        "=&r,=&h,f,f,r,h", [first, second, high, low], dtype=(gl.int32, gl.int16), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def narrow_sum_of_pairs(first, second, high, low):
-    """:func:`sum_of_pairs` with the next 4 bits of both in the lower byte of an int16, as halves_of_byte puts them."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c;
-        cvt.u32.u16 c, $5;
-        shl.b32 a, c, 8;
-        shl.b32 b, c, 12;
-        and.b32 a, a, 0xf000;
-        and.b32 b, b, 0xf000;
-        prmt.b32 a, a, $4, 0x5410;
-        prmt.b32 b, b, $4, 0x7610;
-        add.rn.f32 a, a, $2;
-        add.rn.f32 b, b, $3;
-        min.s32 a, a, 0x7ffff7ff;
-        min.s32 b, b, 0x7ffff7ff;
-        add.s32 a, a, 0x800;
-        add.s32 b, b, 0x800;
-        shr.u32 c, b, 4;
-        lop3.b32 c, a, c, 0xf000, 0xe4;
-        shr.u32 c, c, 8;
-        prmt.b32 $0, a, b, 0x7632;
-        cvt.u16.u32 $1, c;
-        }
-        """,
+        WIDE_PAIR_SUM if LOW_BITS == 8 else NARROW_PAIR_SUM,
         "=&r,=&h,f,f,r,h", [first, second, high, low], dtype=(gl.int32, gl.int16), is_pure=True, pack=1,
     )  # fmt: skip
 

@@ -225,14 +225,10 @@ class GradientProducts:
         turned dW is not the next column.)"""
         return 8 if self.turned else self.call.plan.low_bits
 
-    @property
-    def narrow(self) -> bool:
-        """Whether dW is a sum of 20 bits."""
-        return self.parted and self.low_bits < 8
-
     @functools.cached_property
     def early_targets(self) -> EarlyTargets | None:
-        return EarlyTargets.of(self.call) if self.narrow else None
+        """If dW is a sum of 20 bits."""
+        return EarlyTargets.of(self.call) if self.parted and self.low_bits < 8 else None
 
     def _targets(self, first: int, by_token: Tensor, last: bool) -> Targets | None:
         """The targets that enter the sums with a chunk; ``last``: all that are left."""
@@ -372,8 +368,9 @@ class GradientProducts:
         parted = self.parted and (first > 0 or not final)
         t = c.tiles(WEIGHT_SUM if out.dtype in (torch.float32, torch.int16) else WEIGHT)
         reads = first > 0 if not into else out.dtype != torch.float32
-        epilogue = final, parted, reads, smooth, targets is not None
-        kind = WeightKind(*epilogue, c.plan.in_place, self.turned, self.low_bits)
+        kind = WeightKind(
+            final, parted, reads, smooth, targets is not None, c.plan.in_place, self.turned, self.low_bits
+        )
         width = c.vocab if self.turned else c.size
         aligned = (width * out.element_size()) % 16 == 0
         summed, start, k = out if into else self.high if parted else self.weight_sum, entries.start, c.class_weight
