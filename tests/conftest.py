@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,19 @@ def leave_out_of_collections() -> None:
     """Leave every object that there is now out of garbage collections."""
     gc.collect()
     gc.freeze()
+
+
+# Each program that XLA compiles for a CPU maps memory in several pieces. Linux allows a process 65,530 of them; then
+# LLVM ends it. A module of tests adds a few thousand.
+MANY_MAPPINGS = 20_000
+
+
+def drop_programs() -> None:
+    """Let go what JAX has compiled, if that has mapped memory in many pieces."""
+    mappings = Path("/proc/self/maps")
+    if "jax" in sys.modules and mappings.exists() and mappings.read_text().count("\n") > MANY_MAPPINGS:
+        sys.modules["jax"].clear_caches()
+        gc.unfreeze()
 
 
 def lower_in_one_context() -> None:
@@ -177,6 +191,7 @@ def _first_gpu_is_current(request: pytest.FixtureRequest) -> None:
 def _few_objects() -> None:
     """Leave what earlier modules have put into caches out of garbage collections. Frameworks keep millions of objects,
     and a collection that looks at all of them takes a second or more."""
+    drop_programs()
     leave_out_of_collections()
 
 
