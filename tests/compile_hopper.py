@@ -26,7 +26,7 @@ from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGH
 # The constants that a WeightKind is made of, in its order.
 KIND = ("FINAL", "PARTED", "ADD", "SMOOTH", "TARGETS", "LENT", "TURNED", "LOW_BITS")
 # What the launch of a WeightKind chooses beside its tile's constants.
-UNLIKE = ("PIECES", "PARTS", "STREAMED")
+UNLIKE = ("PIECES", "PARTS", "SLOTS")
 NO_CALL = SimpleNamespace(describe_matrix=lambda *block: None)
 FLAGS = ("BIAS", "SCALE", "CAP", "CLASS", "ALPHA", "GAMMA", "DELTA", "SIGMA")
 HAS = tuple(f"HAS_{flag}" for flag in FLAGS)
@@ -120,12 +120,12 @@ def weight(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
         "tiles": t,
         "constants": options | {name: value for name, value in own.values.items() if name in UNLIKE},
         "none": (() if final else ("scale_ptr",)) + (() if parted else ("low_ptr",))
-        + (() if parted and not final else ("low_desc",)),
+        + (() if parted and (own.pairs or not final) else ("low_desc",)),
         "blocks": {
             "e_desc": block(dtype, *turned(lent, t.bk, t.block_rows)),
             "x_desc": block(dtype, t.bk, t.bn),
             "low_desc": low,
-            "out_desc": block(dtype, *out) if final and not into else summed,
+            "out_desc": block(dtype, *out) if final and not (into or own.pairs) else summed,
         },
         "dtype": dtype,
     }  # fmt: skip
@@ -186,6 +186,7 @@ CONFIGURATIONS = {
     "weight narrowly parted": lambda: weight("bf16", False, PARTED=True, TARGETS=True, LOW_BITS=4),
     "weight narrowly parted, added": lambda: weight("bf16", False, PARTED=True, ADD=True, TARGETS=True, LOW_BITS=4),
     "weight from narrow parts": lambda: weight("bf16", True, PARTED=True, ADD=True, TARGETS=True, LOW_BITS=4),
+    "weight from wide parts": lambda: weight("bf16", True, PARTED=True, ADD=True, TARGETS=True),
     "weight from parts": lambda: weight("bf16", True, PARTED=True, ADD=True, SMOOTH=True, TARGETS=True),
 }
 

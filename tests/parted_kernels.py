@@ -32,7 +32,8 @@ def gluon_kernel(value_ptr, high_ptr, low_ptr, joined_ptr, COUNT: gl.constexpr, 
     high = gl.zeros_like(pair)
     low = gl.zeros_like(pair).to(gl.int16)
     for _ in gl.static_range(2):
-        high, low = hopper.sum_of_pairs(first, second, high, low, LOW_BITS)
+        first, second = hopper.sum_of_pairs(first, second, high, low, LOW_BITS)
+        high, low = hopper.parts_of_pairs(first, second, LOW_BITS)
         first = gl.zeros_like(first)
         second = gl.zeros_like(second)
     gl.store(high_ptr + pair, high)

@@ -44,6 +44,7 @@ from logitless.torch_impl.kernels.portable import (
     lower_bits,
     programs_of,
     put_waiting,
+    reciprocal_of,
     rounded,
     tile_of,
     turns_of,
@@ -69,8 +70,6 @@ TARGET_STEP = gl.constexpr(kernels.TARGET_STEP.value)
 # Steps of gathered hidden states that are in shared memory at once, and the warps that gather them.
 TARGET_SLOTS = gl.constexpr(2)
 GATHERING_WARPS = gl.constexpr(2)
-# Pieces of each group's sum over chunks that are in shared memory at once: on their way in, added to, on their way out.
-SUM_SLOTS = gl.constexpr(3)
 # Looks at the others' progress before a program stops to wait for them: about a millisecond.
 PATIENCE = gl.constexpr(2000)
 
@@ -169,9 +168,10 @@ def load_tiles(
     tiles = row_tiles * column_tiles
     units = units_of(tiles, steps, PROGRAMS, SPLIT)
     begins, programs = share_of(units, row_tiles, column_tiles, GROUP, PROGRAMS, SPLIT, PACE)
+    reciprocal = reciprocal_of(column_tiles, GROUP)
     for unit in range(begins, units, programs):
         tile, begin, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
-        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        m, n = tile_of(tile, row_tiles, column_tiles, reciprocal, GROUP)
         for k in range(begin, begin + depth):
             if PACE:
                 looks = k % PACE == 0
@@ -202,7 +202,8 @@ def multiply(
     HALF: gl.constexpr, A_DEPTH_FIRST: gl.constexpr, B_DEPTH_FIRST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """One group's half of one of the program's units, [BM/2, BN] in float32: ``depth`` steps, after ``done``.
+    """One group's half of one of the program's units, [BM/2, BN] in float32: ``depth`` steps, after ``done``. The last
+    one is still under way: :func:`finished` waits for it, and what comes before that takes no time.
 
     Units of fewer steps than stages are not paced: the first group could be two turns ahead, and a turn's two phases
     could no longer be told apart. ``turns``: paced units before this one.
@@ -226,6 +227,12 @@ def multiply(
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), pred=k > 0)
         if HALF == 0:
             mbarrier.arrive(turn, pred=paced & (k == SKEW))
+    return total
+
+
+@gluon.jit
+def finished(total, free, done, depth, STAGES: gl.constexpr):
+    """The result of :func:`multiply`."""
     total = warpgroup_mma_wait(0, deps=[total])
     mbarrier.arrive(free.index((done + depth + STAGES - 1) % STAGES), pred=depth > 0)
     return total
@@ -457,8 +464,12 @@ def logits_tiles(
     WIDTH: gl.constexpr = BN // PIECES
     PLAIN: gl.constexpr = MODE == KNOWN and not (HAS_CAP or HAS_ALPHA or HAS_SIGMA)
     rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, size, columns, False, BM, BN, BK)
+    reciprocal = reciprocal_of(column_tiles, GROUP)
+    turns = gl.to_tensor(0)  # tiles before this one
+    next_m, next_n = tile_of(gl.program_id(0), row_tiles, column_tiles, reciprocal, GROUP)
     for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
-        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+        m = next_m
+        n = next_n
         top = m * BM + HALF * (BM // 2)
         row = top + gl.arange(0, BM // 2, layout=row_layout)
         inside = row < chunk
@@ -469,11 +480,12 @@ def logits_tiles(
             log_total = gl.load(log_total_ptr + row, mask=row < rows, other=0.0)
             factor = gl.load(factor_ptr + row, mask=row < rows, other=0.0)
             target_value = gl.load(target_value_ptr + row, mask=row < rows, other=0.0)
-        turns = tile // PROGRAMS
         whole = multiply(
             x_smem, w_smem, ready, free, turn, turns, turns * steps, steps, HALF, False, TURNED, BM, BN, STAGES, SKEW,
             layout,
         )  # fmt: skip
+        next_m, next_n = tile_of(tile + PROGRAMS, row_tiles, column_tiles, reciprocal, GROUP)
+        whole = finished(whole, free, turns * steps, steps, STAGES)
         # Few tiles hold a target or the end of the vocabulary: the others skip two comparisons an element.
         local = target - (start + n * BN)
         hits = gl.sum(((local >= 0) & (local < BN)).to(gl.int32), 0)
@@ -544,6 +556,7 @@ def logits_tiles(
                 gl.store(squares_ptr + line, square_sums, mask=inside)
             if SUM_LOGITS:
                 gl.store(logit_sum_ptr + line, logit_sums, mask=inside)
+        turns += 1
     if MODE != SUMS:
         tma.store_wait(0)
 
@@ -679,14 +692,16 @@ def hidden_tiles(
     tiles = row_tiles * column_tiles
     units = units_of(tiles, steps, PROGRAMS, SPLIT)
     begins, programs = share_of(units, row_tiles, column_tiles, GROUP, PROGRAMS, SPLIT, PACE)
+    reciprocal = reciprocal_of(column_tiles, GROUP)
+    turns = gl.to_tensor(0)  # units before this one
     for unit in range(begins, units, programs):
         tile, _, depth, is_part = unit_of(unit, tiles, steps, PROGRAMS, SPLIT)
-        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
-        turns = unit // programs
+        m, n = tile_of(tile, row_tiles, column_tiles, reciprocal, GROUP)
         whole = multiply(
             e_smem, w_smem, ready, free, turn, turns, turns * steps, depth, HALF, LENT, not TURNED, BM, BN, STAGES,
             SKEW, layout,
         )  # fmt: skip
+        whole = finished(whole, free, turns * steps, depth, STAGES)
         part = parts_ptr
         if SPLIT:
             part += (unit - tiles // PROGRAMS * PROGRAMS) * (BM * BN)
@@ -700,6 +715,7 @@ def hidden_tiles(
             )  # fmt: skip
             if not (FINAL or WAITS) and not (SPLIT and is_part):
                 put(sum_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADD, False)
+        turns += 1
     if not (FINAL or WAITS):
         tma.store_wait(0)
 
@@ -752,10 +768,10 @@ def hidden_kernel(
 
 
 @gluon.jit
-def targets_of(bounds_ptr, m, BM: gl.constexpr):
+def targets_of(bounds_ptr, m, exists, BM: gl.constexpr):
     """Where the targets of row tile m begin and end in the sorted list (products.Targets)."""
     place = bounds_ptr + m * (BM // TARGET_GRAIN)
-    return gl.load(place), gl.load(place + BM // TARGET_GRAIN)
+    return gl.load(place, mask=exists, other=0), gl.load(place + BM // TARGET_GRAIN, mask=exists, other=0)
 
 
 @gluon.jit
@@ -768,10 +784,11 @@ def load_targets(
     if TARGETS:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [GATHERING_WARPS, 1], [1, 0])
         _rows, row_tiles, column_tiles, _steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
+        reciprocal = reciprocal_of(column_tiles, GROUP)
         step = 0
         for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
-            m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
-            begin, end = targets_of(bounds_ptr, m, BM)
+            m, n = tile_of(tile, row_tiles, column_tiles, reciprocal, GROUP)
+            begin, end = targets_of(bounds_ptr, m, True, BM)
             column = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
             for place in range(begin, end, TARGET_STEP):
                 i = place + gl.arange(0, TARGET_STEP, layout=gl.SliceLayout(1, layout))
@@ -844,10 +861,12 @@ def store_over(
     """
     if LENT:
         _rows, row_tiles, column_tiles, _steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
+        reciprocal = reciprocal_of(column_tiles, GROUP)
+        phase = 0
         for tile in range(gl.program_id(0), row_tiles * column_tiles, PROGRAMS):
-            m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
+            m, n = tile_of(tile, row_tiles, column_tiles, reciprocal, GROUP)
             for half in gl.static_range(2):
-                mbarrier.wait(staged.index(half), (tile // PROGRAMS) & 1)
+                mbarrier.wait(staged.index(half), phase)
                 counter = counter_ptr + 2 * m + half
                 while gl.load(counter, volatile=True) < column_tiles:
                     pass
@@ -860,50 +879,60 @@ def store_over(
                 tma_store(out_desc, [n * BN, top] if TURNED else [top, n * BN], staging.index(half))
                 tma.store_wait(0)
                 mbarrier.arrive(emptied.index(half))
+            phase ^= 1
 
 
 @gluon.jit
 def move_sums(
     high_desc, low_desc, high_slots, low_slots, loaded, added, count_ptr, first, chunk, columns, size,
-    STREAMED: gl.constexpr, LOW_BITS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PIECES: gl.constexpr,
+    ADD: gl.constexpr, FINAL: gl.constexpr, SLOTS: gl.constexpr, LOW_BITS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
     """The warp that moves a sum over chunks, piece by piece of both halves of the tiles: into shared memory, ahead of
     :func:`add_piece`, and back. So the multiplying groups wait for no store. The descriptors are of pairs of elements
-    (:func:`sum_of_pairs`)."""
-    if STREAMED:
+    (:func:`sum_of_pairs`). Without ADD nothing comes in. With FINAL the result goes out, where the upper bits lay."""
+    if SLOTS > 0:
         WIDTH: gl.constexpr = BN // PIECES
         _rows, row_tiles, column_tiles, _steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
+        reciprocal = reciprocal_of(column_tiles, GROUP)
         tiles = row_tiles * column_tiles
         pieces = gl.maximum(gl.cdiv(tiles - gl.program_id(0), PROGRAMS), 0) * PIECES
-        for i in range(pieces + SUM_SLOTS):
-            slot = i % SUM_SLOTS
-            back = i - SUM_SLOTS  # the piece that the slots hold
+        for i in range(pieces + SLOTS):
+            slot = i % SLOTS
+            back = i - SLOTS  # the piece that the slots hold
             if back >= 0:
-                m, n = tile_of(gl.program_id(0) + back // PIECES * PROGRAMS, row_tiles, column_tiles, GROUP)
+                tile = gl.program_id(0) + back // PIECES * PROGRAMS
+                m, n = tile_of(tile, row_tiles, column_tiles, reciprocal, GROUP)
                 column = (n * BN + back % PIECES * WIDTH) // 2
                 for half in gl.static_range(2):
-                    mbarrier.wait(added.index(half * SUM_SLOTS + slot), (back // SUM_SLOTS) & 1)
+                    mbarrier.wait(added.index(half * SLOTS + slot), (back // SLOTS) & 1)
                     row = m * BM + half * (BM // 2)
-                    tma_store(high_desc, [row, column], high_slots.index(half * SUM_SLOTS + slot))
-                    tma_store(low_desc, [row, column], low_slots.index(half * SUM_SLOTS + slot))
+                    tma_store(high_desc, [row, column], high_slots.index(half * SLOTS + slot))
+                    if not FINAL:
+                        tma_store(low_desc, [row, column], low_slots.index(half * SLOTS + slot))
                 tma.store_wait(0)
             if i < pieces:
-                m, n = tile_of(gl.program_id(0) + i // PIECES * PROGRAMS, row_tiles, column_tiles, GROUP)
+                tile = gl.program_id(0) + i // PIECES * PROGRAMS
+                m, n = tile_of(tile, row_tiles, column_tiles, reciprocal, GROUP)
                 column = (n * BN + i % PIECES * WIDTH) // 2
                 for half in gl.static_range(2):
                     row = m * BM + half * (BM // 2)
-                    bar = loaded.index(half * SUM_SLOTS + slot)
-                    mbarrier.expect(bar, (BM // 2) * WIDTH * (16 + LOW_BITS) // 8)
-                    tma_load(high_desc, [row, column], bar, high_slots.index(half * SUM_SLOTS + slot))
-                    tma_load(low_desc, [row, column], bar, low_slots.index(half * SUM_SLOTS + slot))
+                    bar = loaded.index(half * SLOTS + slot)
+                    if ADD:
+                        mbarrier.expect(bar, (BM // 2) * WIDTH * (16 + LOW_BITS) // 8)
+                        tma_load(high_desc, [row, column], bar, high_slots.index(half * SLOTS + slot))
+                        tma_load(low_desc, [row, column], bar, low_slots.index(half * SLOTS + slot))
+                    else:
+                        mbarrier.arrive(bar)
 
 
 @gluon.jit
-def store_or_load(
+def store_or_move(
     out_desc, low_desc, staging, low_staging, staged, emptied, counter_ptr, count_ptr, first, chunk, columns, size,
-    LENT: gl.constexpr, STREAMED: gl.constexpr, LOW_BITS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PIECES: gl.constexpr, TURNED: gl.constexpr,
+    LENT: gl.constexpr, ADD: gl.constexpr, FINAL: gl.constexpr, SLOTS: gl.constexpr, LOW_BITS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    PIECES: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """The warp beside those that multiply and load operands: one of its two tasks, or none."""
     store_over(
@@ -912,70 +941,114 @@ def store_or_load(
     )  # fmt: skip
     move_sums(
         out_desc, low_desc, staging, low_staging, staged, emptied, count_ptr, first, chunk, columns, size,
-        STREAMED, LOW_BITS, BM, BN, BK, GROUP, PROGRAMS, PIECES,
+        ADD, FINAL, SLOTS, LOW_BITS, BM, BN, BK, GROUP, PROGRAMS, PIECES,
     )  # fmt: skip
 
 
 @gluon.jit
-def add_piece(high_slots, low_slots, loaded, added, done, piece, HALF: gl.constexpr, LOW_BITS: gl.constexpr):
-    """A piece of a product added to the sum over chunks that :func:`move_sums` loads and stores; ``done``: pieces
-    before it."""
-    slot = HALF * SUM_SLOTS + done % SUM_SLOTS
+def add_piece(
+    high_slots, low_slots, loaded, added, slot, phase, piece, scale,
+    ADD: gl.constexpr, FINAL: gl.constexpr, LOW_BITS: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """A piece of a product added to the sum over chunks that :func:`move_sums` loads and stores. With FINAL the sum
+    times ``scale``, in the result's dtype, takes the place of the upper bits."""
     high = high_slots.index(slot)
     low = low_slots.index(slot)
-    mbarrier.wait(loaded.index(slot), (done // SUM_SLOTS) & 1)
+    mbarrier.wait(loaded.index(slot), phase)
     first, second = gl.split(gl.reshape(piece, (piece.shape[0], piece.shape[1] // 2, 2)))
     layout: gl.constexpr = first.type.layout
-    upper, lower = sum_of_pairs(first, second, high.load(layout), low.load(layout).to(gl.int16), LOW_BITS)
-    high.store(upper)
-    low.store(lower.to(low.dtype))
+    if ADD:
+        first, second = sum_of_pairs(first, second, high.load(layout), low.load(layout).to(gl.int16), LOW_BITS)
+    elif not FINAL:  # a sum that is NaN has no sign, as parts_of_pairs wants it
+        first += 0.0
+        second += 0.0
+    if FINAL:
+        high.store(pair_of(first * scale, second * scale, OUT))
+    else:
+        upper, lower = parts_of_pairs(first, second, LOW_BITS)
+        high.store(upper)
+        low.store(lower.to(low.dtype))
     fence_async_shared()
     mbarrier.arrive(added.index(slot))
 
 
-def pair_sum(parts: str, half: str, highest: str, lower: str):
-    """The instructions of :func:`sum_of_pairs`. ``parts`` makes a and b, the two sums, of the upper bits, $4, and the
-    lower ones, c. ``lower`` makes c again. ``half`` is half of the last bit, ``highest`` the largest NaN less that."""
+# How the sums of a pair are made of $4, their upper bits, and c, the lower ones of both: the next 8 of each, or in the
+# lower byte the next 4 of each, as portable.halves_of_byte puts them; and c of the sums. Bytes are moved, where shifts
+# and masks take twice as many instructions.
+JOIN_PAIR = {
+    8: "prmt.b32 c, c, 0, 0x1404; prmt.b32 a, c, $4, 0x5410; prmt.b32 b, c, $4, 0x7632;",
+    4: "shl.b32 a, c, 8; shl.b32 b, c, 12; and.b32 a, a, 0xf000; and.b32 b, b, 0xf000;"
+    " prmt.b32 a, a, $4, 0x5410; prmt.b32 b, b, $4, 0x7610;",
+}
+LOWER_PAIR = {
+    8: "prmt.b32 c, a, b, 0x0051;",
+    4: "shr.u32 c, b, 4; lop3.b32 c, a, c, 0xf000, 0xe4; shr.u32 c, c, 8;",
+}
+
+
+def sum_assembly(bits):
+    """The instructions of :func:`sum_of_pairs`."""
     return gl.constexpr(f"""
         {{
         .reg .b32 a, b, c;
         cvt.u32.u16 c, $5;
-        {parts}
-        add.rn.f32 a, a, $2;
-        add.rn.f32 b, b, $3;
-        min.s32 a, a, {highest};
-        min.s32 b, b, {highest};
-        add.s32 a, a, {half};
-        add.s32 b, b, {half};
-        {lower}
+        {JOIN_PAIR[bits]}
+        add.rn.f32 $0, a, $2;
+        add.rn.f32 $1, b, $3;
+        }}
+        """)
+
+
+def parts_assembly(bits):
+    """The instructions of :func:`parts_of_pairs`."""
+    half = 1 << (15 - bits)  # of the last bit
+    return gl.constexpr(f"""
+        {{
+        .reg .b32 a, b, c;
+        min.s32 a, $2, {0x7FFFFFFF - half:#x};
+        min.s32 b, $3, {0x7FFFFFFF - half:#x};
+        add.s32 a, a, {half:#x};
+        add.s32 b, b, {half:#x};
+        {LOWER_PAIR[bits]}
         prmt.b32 $0, a, b, 0x7632;
         cvt.u16.u32 $1, c;
         }}
         """)
 
 
-WIDE_PAIR_SUM = pair_sum(
-    "prmt.b32 c, c, 0, 0x1404; prmt.b32 a, c, $4, 0x5410; prmt.b32 b, c, $4, 0x7632;",
-    "0x80", "0x7fffff7f", "prmt.b32 c, a, b, 0x0051;",
-)  # fmt: skip
-NARROW_PAIR_SUM = pair_sum(
-    "shl.b32 a, c, 8; shl.b32 b, c, 12; and.b32 a, a, 0xf000; and.b32 b, b, 0xf000;"
-    " prmt.b32 a, a, $4, 0x5410; prmt.b32 b, b, $4, 0x7610;",
-    "0x800", "0x7ffff7ff", "shr.u32 c, b, 4; lop3.b32 c, a, c, 0xf000, 0xe4; shr.u32 c, c, 8;",
-)  # fmt: skip
+WIDE_SUM, NARROW_SUM = sum_assembly(8), sum_assembly(4)
+WIDE_PARTS, NARROW_PARTS = parts_assembly(8), parts_assembly(4)
 
 
 @gluon.jit
 def sum_of_pairs(first, second, high, low, LOW_BITS: gl.constexpr):
-    """The parts of rounded(value + joined(high, low)), two neighbours at a time: the upper 16 bits of both are an
-    int32, the next 8 of both an int16. If there are 4, the lower byte has those of both, as halves_of_byte puts them.
+    """value + joined(high, low), two neighbours at a time: the upper 16 bits of both are an int32, the lower ones of
+    both an int16."""
+    return gl.inline_asm_elementwise(
+        WIDE_SUM if LOW_BITS == 8 else NARROW_SUM,
+        "=&f,=&f,f,f,r,h", [first, second, high, low], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
 
-    Bytes are moved, where shifts and masks take twice as many instructions. A sum that is NaN has all bits but the
-    sign: min keeps it from running into the sign when half a unit is added.
+
+@gluon.jit
+def parts_of_pairs(first, second, LOW_BITS: gl.constexpr):
+    """The parts of rounded(value), as :func:`sum_of_pairs` reads them. The values are sums.
+
+    A sum that is NaN has all bits but the sign: min keeps it from running into the sign when half a unit is added.
     """
     return gl.inline_asm_elementwise(
-        WIDE_PAIR_SUM if LOW_BITS == 8 else NARROW_PAIR_SUM,
-        "=&r,=&h,f,f,r,h", [first, second, high, low], dtype=(gl.int32, gl.int16), is_pure=True, pack=1,
+        WIDE_PARTS if LOW_BITS == 8 else NARROW_PARTS,
+        "=&r,=&h,r,r", [first.to(gl.int32, bitcast=True), second.to(gl.int32, bitcast=True)],
+        dtype=(gl.int32, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pair_of(first, second, OUT: gl.constexpr):
+    """Two neighbours, rounded to the dtype, as one int32."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == OUT else "cvt.rn.f16x2.f32 $0, $2, $1;",
+        "=r,f,f", [first, second], dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -1026,31 +1099,34 @@ def weight_tiles(
     SMOOTH: gl.constexpr, HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr, LOW_BITS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, PIECES: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr,
-    STREAMED: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     """A multiplying group of :func:`weight_kernel`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     # A float32 buffer is added to by the memory, too; a narrow one is read, so that its sum is rounded once.
     IN_MEMORY: gl.constexpr = INTO and out_desc.dtype == gl.float32
     ADDS: gl.constexpr = (ADD and not FINAL) or IN_MEMORY
-    SUMS: gl.constexpr = PARTED and ADD and not STREAMED
+    SUMS: gl.constexpr = PARTED and ADD and SLOTS == 0
     like = piece_of(gl.zeros((BM // 2, BN), gl.float32, layout), 0, PIECES)  # of all pieces' shape and layout
     spread: gl.constexpr = like.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    OUT: gl.constexpr = x_smem.dtype
     _rows, row_tiles, column_tiles, steps = extents(count_ptr, first, chunk, columns, size, True, BM, BN, BK)
+    reciprocal = reciprocal_of(column_tiles, GROUP)
     tiles = row_tiles * column_tiles
+    next_m, next_n = tile_of(gl.program_id(0), row_tiles, column_tiles, reciprocal, GROUP)
     if TARGETS:
         target_steps = 0
-        m, _n = tile_of(gl.minimum(gl.program_id(0), tiles - 1), row_tiles, column_tiles, GROUP)
-        begin, end = targets_of(bounds_ptr, m, BM)
+        begin, end = targets_of(bounds_ptr, next_m, gl.program_id(0) < tiles, BM)
+    if FINAL:
+        scale = gl.load(scale_ptr)
+    turns = gl.to_tensor(0)  # tiles before this one
     for tile in range(gl.program_id(0), tiles, PROGRAMS):
-        m, n = tile_of(tile, row_tiles, column_tiles, GROUP)
-        turns = tile // PROGRAMS
+        m = next_m
+        n = next_n
         top = m * BM + HALF * (BM // 2)
-        if TARGETS:  # asked for a tile ahead and before the products, so that nobody waits for memory behind them
+        if TARGETS:  # asked for before the products, so that nobody waits for memory behind them
             key, value = target_step(key_ptr, value_ptr, begin, end, left)
-            later, _n = tile_of(gl.minimum(tile + PROGRAMS, tiles - 1), row_tiles, column_tiles, GROUP)
-            next_begin, next_end = targets_of(bounds_ptr, later, BM)
         if SUMS:  # each piece is asked for before the work that comes before it
             next_high, next_low = parts_of_sum(
                 sum_ptr, low_ptr, top, n * BN, start, columns, size, out_width, like, 0, TURNED, LOW_BITS
@@ -1059,6 +1135,10 @@ def weight_tiles(
             e_smem, x_smem, ready, free, turn, turns, turns * steps, steps, HALF, not LENT or TURNED, True, BM, BN,
             STAGES, SKEW, layout,
         )  # fmt: skip
+        next_m, next_n = tile_of(tile + PROGRAMS, row_tiles, column_tiles, reciprocal, GROUP)
+        if TARGETS:
+            next_begin, next_end = targets_of(bounds_ptr, next_m, tile + PROGRAMS < tiles, BM)
+        whole = finished(whole, free, turns * steps, steps, STAGES)
         if TARGETS:
             whole, target_steps = multiply_targets(
                 whole, gathered, filled, spent, key_ptr, value_ptr, key, value, begin, end, target_steps, top, left
@@ -1086,7 +1166,7 @@ def weight_tiles(
                         TURNED,
                         LOW_BITS,
                     )
-            if FINAL:
+            if FINAL and SLOTS == 0:
                 entry, column = piece_axes(top, n * BN, spread, like, q)
                 mask = (entry < columns)[:, None] & (column < size)[None, :]
                 place = weight_place((start + entry)[:, None], column[None, :], out_width, TURNED)
@@ -1098,19 +1178,25 @@ def weight_tiles(
                         weights = gl.load(class_weight_ptr + start + entry, mask=entry < columns, other=0.0)
                         smooth_x = weights[:, None] * smooth_x
                     value -= smooth_x
-                value = value * gl.load(scale_ptr)
+                value = value * scale
                 if INTO and not IN_MEMORY:
                     value += gl.load(sum_ptr + place, mask=mask, other=0.0).to(gl.float32)
             if LENT:
                 put_aside(staging.index(HALF), staged.index(HALF), emptied.index(HALF), turns, value, q, PIECES, TURNED)
-            elif STREAMED:
-                add_piece(staging, low_staging, staged, emptied, turns * PIECES + q, value, HALF, LOW_BITS)
+            elif SLOTS > 0:
+                done = turns * PIECES + q
+                slot = HALF * SLOTS + done % SLOTS
+                add_piece(
+                    staging, low_staging, staged, emptied, slot, (done // SLOTS) & 1, value, scale if FINAL else 1.0,
+                    ADD, FINAL, LOW_BITS, OUT,
+                )  # fmt: skip
             elif PARTED and not FINAL:
                 bits = rounded(value, LOW_BITS)
                 put(out_desc, staging.index(HALF), upper_bits(bits), top, n * BN, q, PIECES, False, TURNED)
                 put_low_piece(low_desc, low_staging.index(HALF), bits, top, n * BN, q, PIECES, TURNED, LOW_BITS)
             else:
                 put(out_desc, staging.index(HALF), value, top, n * BN, q, PIECES, ADDS, TURNED)
+        turns += 1
     tma.store_wait(0)
 
 
@@ -1123,7 +1209,7 @@ def weight_kernel(
     HAS_CLASS: gl.constexpr, TARGETS: gl.constexpr, LOW_BITS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
     STAGES: gl.constexpr, SKEW: gl.constexpr, REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
-    PIECES: gl.constexpr, PARTS: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr, STREAMED: gl.constexpr,
+    PIECES: gl.constexpr, PARTS: gl.constexpr, LENT: gl.constexpr, TURNED: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """kernels.weight_kernel, with the same arguments: dW of vocabulary entries from a chunk. A sum in one matrix is
     added to by the memory itself, so that no group waits for what it held.
@@ -1135,22 +1221,22 @@ def weight_kernel(
     (:func:`store_over`). ``counter`` is 0 before.
     ``staged[h]``: half h of a tile waits in shared memory; ``emptied[h]``: it was stored.
 
-    STREAMED: that warp moves the sum that the product is added to. ``staged[s]``: slot s of it has come;
-    ``emptied[s]``: it was added to.
+    SLOTS: that warp moves the sum that the product is added to, in so many pieces of each half that are in shared
+    memory at once; 0: it does not. ``staged[s]``: slot s has come, or is free; ``emptied[s]``: it was added to.
     """
     E_DEPTH_FIRST: gl.constexpr = not LENT or TURNED
-    SLOTS: gl.constexpr = 2 * SUM_SLOTS if STREAMED else 2
-    WIDTH: gl.constexpr = BN // PARTS // 2 if STREAMED else BN // PARTS
-    STAGED: gl.constexpr = [SLOTS, WIDTH, BM // 2] if TURNED else [SLOTS, BM // 2, WIDTH]
-    LOW_WIDTH: gl.constexpr = WIDTH // 2 if LOW_BITS == 4 and not STREAMED else WIDTH
-    LOW_STAGED: gl.constexpr = STAGED if TURNED else [SLOTS, BM // 2, LOW_WIDTH]
+    STAGES_OUT: gl.constexpr = 2 * SLOTS if SLOTS > 0 else 2
+    WIDTH: gl.constexpr = BN // PARTS // 2 if SLOTS > 0 else BN // PARTS
+    STAGED: gl.constexpr = [STAGES_OUT, WIDTH, BM // 2] if TURNED else [STAGES_OUT, BM // 2, WIDTH]
+    LOW_WIDTH: gl.constexpr = WIDTH // 2 if LOW_BITS == 4 and SLOTS == 0 else WIDTH
+    LOW_STAGED: gl.constexpr = STAGED if TURNED else [STAGES_OUT, BM // 2, LOW_WIDTH]
     e_smem = gl.allocate_shared_memory(
         e_desc.dtype, [2 * STAGES, BK, BM // 2] if E_DEPTH_FIRST else [2 * STAGES, BM // 2, BK], e_desc.layout
     )
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BK, BN], x_desc.layout)
     staging = gl.allocate_shared_memory(out_desc.dtype, STAGED, out_desc.layout)
     low_staging = staging
-    if PARTED and not FINAL:
+    if PARTED and (SLOTS > 0 or not FINAL):
         low_staging = gl.allocate_shared_memory(low_desc.dtype, LOW_STAGED, low_desc.layout)
     ready, free, turn = barriers(STAGES)
     gathered = x_smem
@@ -1158,8 +1244,8 @@ def weight_kernel(
     spent = free
     staged = ready
     emptied = free
-    if LENT or STREAMED:
-        staged, emptied = pairs_of_barriers(SLOTS)
+    if LENT or SLOTS > 0:
+        staged, emptied = pairs_of_barriers(STAGES_OUT)
     if TARGETS:
         gathered = gl.allocate_shared_memory(x_desc.dtype, [TARGET_SLOTS, TARGET_STEP, BN], x_desc.layout)
         filled, spent, _turn = barriers(TARGET_SLOTS)
@@ -1170,14 +1256,14 @@ def weight_kernel(
                 staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
                 bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
                 0, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS, LOW_BITS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED, STREAMED,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED, SLOTS,
             )),
             (weight_tiles, (
                 out_desc, low_desc, e_smem, x_smem, staging, low_staging, ready, free, turn, gathered, filled, spent,
                 staged, emptied, sum_ptr, low_ptr, scale_ptr, class_weight_ptr, smooth_x_ptr, key_ptr, value_ptr,
                 bounds_ptr, count_ptr, counter_ptr, first, chunk, start, columns, size, out_width,
                 1, ADD, FINAL, INTO, PARTED, SMOOTH, HAS_CLASS, TARGETS, LOW_BITS,
-                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED, STREAMED,
+                BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT, TURNED, SLOTS,
             )),
             (load_tiles, (
                 e_desc, x_desc, e_smem, x_smem, ready, free, None, count_ptr, first, chunk, columns, size,
@@ -1187,9 +1273,9 @@ def weight_kernel(
                 gathered, filled, spent, token_ptr, bounds_ptr, hidden_ptr, hidden_stride, count_ptr, first, chunk,
                 columns, size, TARGETS, BM, BN, BK, GROUP, PROGRAMS,
             )),
-            (store_or_load, (
+            (store_or_move, (
                 out_desc, low_desc, staging, low_staging, staged, emptied, counter_ptr, count_ptr, first, chunk,
-                columns, size, LENT, STREAMED, LOW_BITS, BM, BN, BK, GROUP, PROGRAMS, PIECES, TURNED,
+                columns, size, LENT, ADD, FINAL, SLOTS, LOW_BITS, BM, BN, BK, GROUP, PROGRAMS, PIECES, TURNED,
             )),
         ],
         [4, 1, GATHERING_WARPS, 1], [REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
@@ -1241,18 +1327,24 @@ class Hopper:
         several = kind.final and (kind.reads or kind.smooth)
         pieces = 4 if several else parts
         if kind.parted:  # four pieces are faster where nothing more has to be in registers
-            pieces = 8 if kind.final or kind.turned else 4
-        streamed = kind.parted and kind.reads and not (kind.final or kind.turned)
+            pieces = 8 if kind.smooth or kind.turned else 4
+        streamed = kind.parted and not (kind.smooth or kind.turned)
         parts, described = pieces if streamed else parts, None
         columns = t.bn // parts // (2 if streamed else 1)
-        if kind.parted and not kind.final:
+        if kind.parted and (streamed or not kind.final):
             # Of 4 bits each, two neighbours are a byte; of 8 bits 16, where pairs are moved.
             narrow = kind.low_bits == 4
             pairs = low.view(torch.int16) if streamed and not narrow else low
             width = columns // 2 if narrow and not streamed else columns
             described = c.describe_matrix(pairs, t.block_rows, width)
-        values = {"PARTS": parts, "PIECES": pieces, "STREAMED": streamed, "low_desc": described}
+        values = {"PARTS": parts, "PIECES": pieces, "SLOTS": self.slots(kind) if streamed else 0}
+        values |= {"low_desc": described}
         return WeightLaunch(self.constants(t) | self.registers(kind) | values, True, columns, streamed)
+
+    def slots(self, kind):
+        """Pieces of a sum over chunks that are in shared memory at once for each group: on their way in, added to, on
+        their way out. Three of 24 bits leave no room for gathered hidden states."""
+        return 2 if kind.targets and kind.low_bits == 8 else 3
 
     def constants(self, t):
         return t.sizes | {"STAGES": t.stages, "SKEW": t.skew, "REGISTERS": GROUP_REGISTERS, "num_warps": 4}
