@@ -53,15 +53,15 @@ class Architecture:
 HOPPER = Architecture(
     tile=(128, 256),
     multiprocessors=132,  # of an H100 or H200
-    # Triton: all together 356, 381, 590, 882, 1276 and 1725 for 2, 4, 6, 8, 12 and 16 chunks of 16384 × 4096 × 128256.
-    accumulator_tokens=MappingProxyType({"triton": 115, "pallas": 200}),
-    last_sum_tokens=MappingProxyType({"triton": 100, "pallas": 0}),
+    # Triton: from 24 plans of 1 to 32 chunks of 16384 × 4096 × 128256, 8192 × 2304 × 256000 and 32768 × 768 × 128256.
+    accumulator_tokens=MappingProxyType({"triton": 110, "pallas": 200}),
+    last_sum_tokens=MappingProxyType({"triton": 60, "pallas": 0}),
     accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
-    chunk_overhead_flops=4e10,  # 60 µs at 680 TFLOP/s
+    chunk_overhead_flops=1e10,  # 15 µs at 680 TFLOP/s
     slice_overhead_flops=4e9,  # 6 µs
     tile_overhead_flops=2e10,  # 30 µs: nothing of one launch runs beside the next
     full_turns=0.93,
     idle_gain=0.3,
     most_parts=8,
-    split_overhead_turns=0.03,
+    split_overhead_turns=0.01,
 )
