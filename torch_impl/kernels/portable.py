@@ -1058,8 +1058,8 @@ def weight_kernel(
         place = weight_place((start + entry)[:, None], column[None, :], out_width, TURNED)
         if ADD and PARTED:
             high = tl.load(sum_ptr + place, mask=mask, other=0)
-            rows = (start + entry)[:, None]
-            value += joined(high, low_bits_of(low_ptr, rows, column[None, :], mask, out_width, TURNED, LOW_BITS))
+            low_row = (start + entry)[:, None]
+            value += joined(high, low_bits_of(low_ptr, low_row, column[None, :], mask, out_width, TURNED, LOW_BITS))
         elif ADD and (FINAL or not TMA) and not INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0)
         if FINAL:
