@@ -63,6 +63,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "one chunk": {},
     "in dW's rows": {"hidden": TOKENS, "bias": True},
     "chunks": {"plan": PER_CHUNK},
+    "chunks, 20 bits": {"plan": PER_CHUNK | {"lends": True}},
     "slices": {"plan": PER_SLICE},
     "everything": {"class_weight": True, "bias": True, **EVERYTHING},
     "everything in chunks": {"class_weight": True, "bias": True, "plan": PER_CHUNK, **EVERYTHING},

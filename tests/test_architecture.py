@@ -46,18 +46,31 @@ def test_its_kernels_compile_with_its_tiles() -> None:
     assert made["products"] > 0
 
 
-@pytest.mark.parametrize("chips", ["10.0 gfx942", pytest.param("8.6", marks=pytest.mark.slow)])
-def test_kernels_compile_for_chips_that_are_not_here(chips: str, tmp_path: Path) -> None:
+ONE_CHUNK = ("one chunk", "a distillation of a mixture")
+SUMS = ("one chunk", "chunks", "chunks, 20 bits")
+
+
+@pytest.mark.parametrize(
+    ("chips", "calls"),
+    [
+        ("10.0 gfx942", ONE_CHUNK),
+        ("8.9", SUMS),
+        pytest.param("8.6", ONE_CHUNK, marks=pytest.mark.slow),
+        pytest.param("gfx942", SUMS, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_compile_for_chips_that_are_not_here(chips: str, calls: tuple[str, ...], tmp_path: Path) -> None:
     """One with descriptors, AMD's, and the one with the least shared memory; bench/results has every chip and call."""
     command = [sys.executable, "-m", "bench", "architectures", "--chips", *chips.split(), "--precisions", "half"]
-    command += ["--calls", "one chunk", "a distillation of a mixture", "--output", str(tmp_path)]
+    command += ["--calls", *calls, "--output", str(tmp_path)]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     rows = json.loads((tmp_path / "architectures.json").read_text())["rows"]
     assert done.returncode == 0, [row for row in rows if not row["ok"]]
     for chip in chips.split():
         kernels = {row["kernel"] for row in rows if row["architecture"] == chip}
-        assert {"logits_kernel", "hidden_kernel", "weight_kernel", "row_losses_kernel"} <= kernels
+        assert {"logits_kernel", "hidden_kernel", "weight_kernel"} <= kernels
+        assert ("row_losses_kernel" in kernels) == (calls == ONE_CHUNK)
 
 
 @pytest.mark.parametrize(
