@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -151,3 +153,16 @@ def test_without_gluon_the_portable_file_has_every_product(monkeypatch: pytest.M
     monkeypatch.setattr(architecture, "chip_of", lambda index: "9.0")
     monkeypatch.setattr(architecture, "has_products", lambda products: products.__name__ != "_hopper")
     assert architecture.architecture_of(torch.bfloat16, 0, True).name == "portable, 16 bits"
+
+
+@pytest.mark.parametrize("low_bits", [8, 4])
+@pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=5)), ids=str)
+def test_a_warp_moves_every_chunks_sum_on_hopper(flags: tuple[bool, ...], low_bits: int) -> None:
+    """But where a result lacks label smoothing's part, and where it is turned: there threads read the sum."""
+    final, reads, smooth, targets, turned = flags
+    found = next(each for each in architecture.ARCHITECTURES if each.name == "hopper")
+    call = SimpleNamespace(describe_matrix=lambda *block: None)
+    kind = tiles.WeightKind(final, True, reads, smooth, targets, False, turned, low_bits)
+    low = torch.empty((2, 2), dtype=torch.int8)
+    own = found.products().weight(call, found.tiles[tiles.WEIGHT_SUM], kind, low, True)
+    assert (own.values["SLOTS"] > 0) == own.pairs == (not (turned or (final and smooth)))

@@ -1326,9 +1326,9 @@ class Hopper:
         parts = t.bn // t.block_columns
         several = kind.final and (kind.reads or kind.smooth)
         pieces = 4 if several else parts
+        streamed = kind.parted and not (kind.turned or (kind.final and kind.smooth))
         if kind.parted:  # four pieces are faster where nothing more has to be in registers
-            pieces = 8 if kind.smooth or kind.turned else 4
-        streamed = kind.parted and not (kind.smooth or kind.turned)
+            pieces = 4 if streamed else 8
         parts, described = pieces if streamed else parts, None
         columns = t.bn // parts // (2 if streamed else 1)
         if kind.parted and (streamed or not kind.final):
