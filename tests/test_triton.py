@@ -29,7 +29,7 @@ from logitless.tolerances import GRADIENT, TINY, error  # noqa: E402
 from logitless.torch_impl import cross_entropy, linear_cross_entropy  # noqa: E402
 from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
 from logitless.torch_impl.given_logits import kernels as logits_kernels  # noqa: E402
-from logitless.torch_impl.kernels import kernel_call, launch, products, rows, tiles  # noqa: E402
+from logitless.torch_impl.kernels import kernel_call, launch, products, rows  # noqa: E402
 from logitless.torch_impl.kernels import portable as kernels  # noqa: E402
 
 pytestmark = [
@@ -272,28 +272,6 @@ def test_float64_is_refused() -> None:
 
 
 @triton.jit
-def places_kernel(out_ptr, row_tiles, column_tiles, GROUP: tl.constexpr, COUNT: tl.constexpr):
-    tile = tl.arange(0, COUNT)
-    m, n = kernels.tile_of(tile, row_tiles, column_tiles, GROUP)
-    tl.store(out_ptr + tile, tl.where(tile < row_tiles * column_tiles, m * column_tiles + n, -1))
-
-
-def places(row_tiles: int, column_tiles: int, group: int, count: int) -> Any:
-    """For every tile, in the order in which programs take them: its row tile times the number of columns, plus its
-    column."""
-    out = torch.empty(count, dtype=torch.int32)
-    places_kernel[(1,)](out, row_tiles, column_tiles, GROUP=group, COUNT=count)
-    return out.numpy()
-
-
-@settings(deadline=None)
-@given(st.integers(1, 40), st.integers(1, 20), st.integers(1, 24))
-def test_every_tile_has_one_turn(row_tiles: int, column_tiles: int, group: int) -> None:
-    made, tiles = places(row_tiles, column_tiles, group, 1024), row_tiles * column_tiles
-    assert sorted(made[:tiles]) == list(range(tiles))
-
-
-@triton.jit
 def programs_kernel(out_ptr, row_tiles, column_tiles, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):
     tl.store(out_ptr, kernels.programs_of(row_tiles, column_tiles, GROUP, PROGRAMS))
 
@@ -355,10 +333,3 @@ def test_many_tokens_are_sorted_otherwise(monkeypatch: pytest.MonkeyPatch) -> No
         assert bool(seen) == (most < 40)
         monkeypatch.undo()
     assert all(map(torch.equal, *made))
-
-
-@pytest.mark.parametrize(("row_tiles", "column_tiles"), [(32, 501), (64, 16), (33, 17)])
-def test_a_turn_of_the_programs_is_as_square_as_its_tiles(row_tiles: int, column_tiles: int) -> None:
-    """Of 132 programs, 128 have 16 row tiles of 128 beside 8 column tiles of 256."""
-    turn = places(row_tiles, column_tiles, tiles.SQUARE_GROUP, 128)
-    assert (len({*(turn // column_tiles)}), len({*(turn % column_tiles)})) == (16, 8)

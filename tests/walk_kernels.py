@@ -1,4 +1,5 @@
-"""A kernel of one program that writes down which tiles a product's programs take: used by test_tile_walk.py."""
+"""A kernel of one program that writes down which tiles have which numbers, for test_tile_walk.py, and the same by
+division."""
 
 from __future__ import annotations
 
@@ -15,3 +16,10 @@ def tiles_kernel(row_ptr, column_ptr, first, row_tiles, column_tiles, COUNT: tl.
         row, column = kernels.tile_of(first + i, row_tiles, column_tiles, reciprocal, GROUP)
         tl.store(row_ptr + i, row)
         tl.store(column_ptr + i, column)
+
+
+def by_division(number: int, row_tiles: int, column_tiles: int, group: int) -> tuple[int, int]:
+    """Row and column of a tile, by the definition."""
+    above, inner = divmod(number, group * column_tiles)
+    column, row = divmod(inner, min(row_tiles - above * group, group))
+    return above * group + row, column
