@@ -10,12 +10,13 @@ from implementations import interpreted
 torch = pytest.importorskip("torch", reason="PyTorch's kernels")
 pytest.importorskip("triton", reason="these tests are about Triton's kernels")
 
+from hypothesis import example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 from walk_kernels import by_division, tiles_kernel  # noqa: E402
 
 from logitless.torch_impl.kernels.tiles import SQUARE_GROUP  # noqa: E402
 
 MOST_TILES = 2**31 - 1
-SIZES = [(1, 1, 4), (7, 5, 4), (8, 1, 8), (33, 3, 8), (5, 9, 1), (20, 7, SQUARE_GROUP), (13, 4, 3), (10, 6, 24)]
 
 pytestmark = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -29,7 +30,9 @@ def tiles_from(device: str, first: int, count: int, row_tiles: int, column_tiles
     return places.T.cpu()
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@settings(deadline=None)
+@given(sizes=st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(1, 24)))
+@example(sizes=(20, 7, SQUARE_GROUP))
 def test_every_tile_has_one_number(device: str, sizes: tuple[int, int, int]) -> None:
     rows, columns, _ = sizes
     found = [tuple(place) for place in tiles_from(device, 0, rows * columns, *sizes).tolist()]
