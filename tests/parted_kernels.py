@@ -14,12 +14,12 @@ from logitless.torch_impl.kernels import portable as kernels
 
 @triton.jit
 def triton_kernel(value_ptr, high_ptr, low_ptr, joined_ptr, COUNT: tl.constexpr, LOW_BITS: tl.constexpr):
-    row, column, mask = tl.arange(0, 1), tl.arange(0, COUNT), tl.full((1, COUNT), 1, tl.int1)
+    row, column = tl.arange(0, 1), tl.arange(0, COUNT)
     place = row[:, None] * COUNT + column[None, :]
     bits = kernels.rounded(tl.load(value_ptr + place), LOW_BITS)
-    kernels.put_sum(high_ptr, low_ptr, bits, row, column, 1, COUNT, COUNT, False, LOW_BITS)
+    kernels.put_sum(high_ptr, low_ptr, bits, row, 0, 1, COUNT, COUNT, False, LOW_BITS)
     tl.debug_barrier()
-    low = kernels.low_bits_of(low_ptr, row[:, None], column[None, :], mask, COUNT, False, LOW_BITS)
+    low = kernels.get_low(low_ptr, row, 0, 1, COUNT, COUNT, False, LOW_BITS, COUNT)
     tl.store(joined_ptr + place, kernels.joined(tl.load(high_ptr + place), low))
 
 

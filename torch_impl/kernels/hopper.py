@@ -40,7 +40,7 @@ from logitless.torch_impl.kernels import portable as kernels
 from logitless.torch_impl.kernels.portable import (
     halves_of_byte,
     joined,
-    low_bits_of,
+    low_stride,
     lower_bits,
     programs_of,
     put_waiting,
@@ -1071,6 +1071,17 @@ def piece_axes(top, left, layout: gl.constexpr, piece, INDEX: gl.constexpr):
     entry = top + gl.arange(0, piece.shape[0], layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, piece.shape[1], layout=gl.SliceLayout(0, layout))
     return entry, left + INDEX * piece.shape[1] + column
+
+
+@gluon.jit
+def low_bits_of(low_ptr, entry, column, mask, width, TURNED: gl.constexpr, LOW_BITS: gl.constexpr):
+    """The 8 bits below the upper 16 of a sum's elements (entry, column). If it has 4 of them, the others are 0: even
+    columns have a byte's upper half, odd ones its lower half."""
+    if LOW_BITS == 8:
+        return gl.load(low_ptr + weight_place(entry, column, low_stride(width, 8), TURNED), mask=mask, other=0)
+    else:
+        both = gl.load(low_ptr + weight_place(entry, column // 2, low_stride(width, 4), False), mask=mask, other=0)
+        return gl.where(column % 2 == 1, both << 4, both) & -16
 
 
 @gluon.jit

@@ -929,14 +929,22 @@ def low_stride(width, LOW_BITS: tl.constexpr):
 
 
 @triton.jit
-def low_bits_of(low_ptr, entry, column, mask, width, TURNED: tl.constexpr, LOW_BITS: tl.constexpr):
-    """The 8 bits below the upper 16 of a sum's elements (entry, column). If it has 4 of them, the others are 0: even
-    columns have a byte's upper half, odd ones its lower half."""
+def get_low(
+    low_ptr, entry, first, columns, size, width, TURNED: tl.constexpr, LOW_BITS: tl.constexpr, BN: tl.constexpr
+):
+    """What :func:`put_sum` stored of a tile [entries, BN of D] below the upper 16 bits: 8 bits, or 4 and zeros."""
+    rows = entry[:, None]
+    stride = low_stride(width, LOW_BITS)
     if LOW_BITS == 8:
-        return tl.load(low_ptr + weight_place(entry, column, low_stride(width, 8), TURNED), mask=mask, other=0)
+        column = first + tl.arange(0, BN)[None, :]
+        mask = (rows < columns) & (column < size)
+        return tl.load(low_ptr + weight_place(rows, column, stride, TURNED), mask=mask, other=0)
     else:
-        both = tl.load(low_ptr + weight_place(entry, column // 2, low_stride(width, 4), False), mask=mask, other=0)
-        return tl.where(column % 2 == 1, both << 4, both) & -16
+        pair = first // 2 + tl.arange(0, BN // 2)[None, :]
+        both = tl.load(
+            low_ptr + weight_place(rows, pair, stride, False), mask=(rows < columns) & (pair < stride), other=0
+        )
+        return tl.reshape(tl.join(both & -16, both << 4), (both.shape[0], BN))
 
 
 @triton.jit
@@ -965,20 +973,24 @@ def halves_of_byte(even, odd):
 
 
 @triton.jit
-def put_sum(sum_ptr, low_ptr, bits, entry, column, columns, size, width, TURNED: tl.constexpr, LOW_BITS: tl.constexpr):
-    """A tile [entries, columns] of rounded bits into the two matrices of a sum."""
-    mask = (entry < columns)[:, None] & (column < size)[None, :]
+def put_sum(sum_ptr, low_ptr, bits, entry, first, columns, size, width, TURNED: tl.constexpr, LOW_BITS: tl.constexpr):
+    """A tile [entries, columns from ``first`` on] of rounded bits into the two matrices of a sum.
+
+    Of 4 lower bits two neighbours share a byte: the even column has its upper half. There a row's bytes end with its
+    padding and not with the last column, so that Triton sees whole words and stores many bytes at once.
+    """
     rows = entry[:, None]
-    tl.store(sum_ptr + weight_place(rows, column[None, :], width, TURNED), upper_bits(bits), mask=mask)
+    column = first + tl.arange(0, bits.shape[1])[None, :]
+    mask = (rows < columns) & (column < size)
+    tl.store(sum_ptr + weight_place(rows, column, width, TURNED), upper_bits(bits), mask=mask)
+    stride = low_stride(width, LOW_BITS)
     if LOW_BITS == 8:
-        place = weight_place(rows, column[None, :], low_stride(width, 8), TURNED)
-        tl.store(low_ptr + place, lower_bits(bits), mask=mask)
+        tl.store(low_ptr + weight_place(rows, column, stride, TURNED), lower_bits(bits), mask=mask)
     else:
         even, odd = tl.split(tl.reshape(bits, (bits.shape[0], bits.shape[1] // 2, 2)))
-        left, _ = tl.split(tl.reshape(column // 2, (column.shape[0] // 2, 2)))
-        here = (entry < columns)[:, None] & (2 * left < size)[None, :]
-        place = weight_place(rows, left[None, :], low_stride(width, 4), False)
-        tl.store(low_ptr + place, halves_of_byte(even, odd), mask=here)
+        pair = first // 2 + tl.arange(0, bits.shape[1] // 2)[None, :]
+        mask = (rows < columns) & (pair < stride)
+        tl.store(low_ptr + weight_place(rows, pair, stride, False), halves_of_byte(even, odd), mask=mask)
 
 
 @triton.jit
@@ -1058,8 +1070,8 @@ def weight_kernel(
         place = weight_place((start + entry)[:, None], column[None, :], out_width, TURNED)
         if ADD and PARTED:
             high = tl.load(sum_ptr + place, mask=mask, other=0)
-            low_row = (start + entry)[:, None]
-            value += joined(high, low_bits_of(low_ptr, low_row, column[None, :], mask, out_width, TURNED, LOW_BITS))
+            row, last = start + entry, start + columns
+            value += joined(high, get_low(low_ptr, row, n * BN, last, size, out_width, TURNED, LOW_BITS, BN))
         elif ADD and (FINAL or not TMA) and not INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0)
         if FINAL:
@@ -1075,7 +1087,8 @@ def weight_kernel(
             value += tl.load(sum_ptr + place, mask=mask, other=0.0).to(tl.float32)
         if PARTED and not FINAL:
             bits = rounded(value, LOW_BITS)
-            put_sum(sum_ptr, low_ptr, bits, start + entry, column, start + columns, size, out_width, TURNED, LOW_BITS)
+            row, last = start + entry, start + columns
+            put_sum(sum_ptr, low_ptr, bits, row, n * BN, last, size, out_width, TURNED, LOW_BITS)
         elif TMA:
             store_tile(out_desc, value, m * BM, n * BN, BN, SPLIT, ADD and not FINAL)
         else:
