@@ -227,7 +227,7 @@ def sums(row: Row, arguments: Arguments, *, statistics: bool, weighted: bool) ->
         name: jax.ShapeDtypeStruct((tokens,), jnp.int32 if name == "argmax" else jnp.float32)
         for name in ("target_logit", "anchor", *names)
     }
-    return launch(body, arguments, outputs, name="logit_sums", grid=tokens)
+    return launch(body, arguments, outputs, name="logit_sums", options=(row, statistics, weighted), grid=tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def gradient(row: Row, arguments: Arguments) -> Array:
 
         pl.when(target < 0)(lambda: _over(row, zeros, None))
 
-    results = launch(body, arguments, outputs, name="logit_gradient", grid=logits.shape[0])
+    results = launch(body, arguments, outputs, name="logit_gradient", options=row, grid=logits.shape[0])
     return written(logits) if isinstance(logits, jax.Ref) else results["out"]
 
 

@@ -436,6 +436,8 @@ class Logits:
     group: int = HOPPER.logits.group
     turned: bool = False
     """Whether the weight is [D, V]."""
+    seldom: bool = False
+    """Whether the kernel mostly has no tile. Then it has one epilogue for all of them, and is made in less time."""
 
     @property
     def tiles(self) -> Tiles:
@@ -499,6 +501,9 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
 
         def epilogue(tile: _Tile, begun: tuple[Array, dict[str, Array]], value: Array) -> None:
             """Most tiles have no target and lie inside the vocabulary; their epilogue is shorter."""
+            if config.seldom:
+                finish(tile, begun[1], value, True)
+                return
             careful = (tile.column + tile.width > end) | (begun[0] > 0)
             lax.cond(careful, lambda: finish(tile, begun[1], value, True), lambda: finish(tile, begun[1], value, False))
 
@@ -549,7 +554,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
 
     holds = config.mode in (ANCHORED, KNOWN)
     scratch: Scratch = {"staging": _staging(arguments["x"].dtype, config.piece, config.shape[0])} if holds else {}
-    return launch(body, arguments, outputs, name=f"logits_{config.mode}", grid=None, scratch=scratch)
+    return launch(body, arguments, outputs, name=f"logits_{config.mode}", options=config, grid=None, scratch=scratch)
 
 
 def _no_sums(config: Logits) -> dict[str, Array]:
@@ -800,7 +805,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
         )
 
     scratch = _gradient_scratch(staged, staged_columns, staged if adds else {})
-    return launch(body, arguments, outputs, name="hidden", grid=None, scratch=scratch)
+    return launch(body, arguments, outputs, name="hidden", options=(adds, turned), grid=None, scratch=scratch)
 
 
 def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, turned: bool) -> dict[str, Array]:
@@ -870,4 +875,4 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
         )
 
     scratch = _gradient_scratch(staged, staged_columns, {high: dtype, "low": jnp.int8} if adds else {}, turned)
-    return launch(body, arguments, outputs, name="weight", grid=None, scratch=scratch)
+    return launch(body, arguments, outputs, name="weight", options=(columns, adds, turned), grid=None, scratch=scratch)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
-from logitless import spec
+from logitless.jax_impl.kernels import lowered
 from logitless.jax_impl.kernels.architecture import HOPPER, interpreted, pair, programs
 
 Ref = Any
@@ -35,27 +33,14 @@ ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 
 
-def _refuse(context: mlir.LoweringRuleContext, *_: object) -> NoReturn:
-    device = " and ".join(context.module_context.platforms)
-    raise spec.unavailable_error("pallas", spec.needs_cuda(device), usable="xla")
-
-
-# Gives its argument in what is compiled for a CUDA device, and refuses to be compiled for any other. Only then is the
-# device known: what is traced on a machine without a GPU may be compiled for one.
-_on_cuda: Any = Primitive("logitless_on_cuda")
-_on_cuda.def_impl(lambda array: array)
-_on_cuda.def_abstract_eval(lambda array: array)
-batching.defvectorized(_on_cuda)
-mlir.register_lowering(_on_cuda, lambda _, array: [array], platform="cuda")
-mlir.register_lowering(_on_cuda, _refuse)
-
-
 def launch(
-    body: Callable[[References], None], arguments: Arguments, outputs: Shapes, *, name: str, grid: int | None,
-    scratch: Scratch | None = None,
+    body: Callable[[References], None], arguments: Arguments, outputs: Shapes, *, name: str, options: Hashable,
+    grid: int | None, scratch: Scratch | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """Run ``body`` on references by name. Where an argument is a jax.Ref, read what was written by :func:`written`.
 
+    options: everything beside the arrays' names, shapes and dtypes that ``body`` and ``scratch`` depend on; its repr()
+    must say all of it. A kernel is made once for all launches that agree (lowered.py).
     grid: how many programs there are, of one warpgroup each. None: as many as run at once, in pairs, each with one
     warpgroup that loads beside those that multiply.
 
@@ -64,6 +49,7 @@ def launch(
     writes in place, and its addresses are not aligned as the kernels need (seen with jax 0.11.2).
     """
     names = (*arguments, *outputs)
+    written = {key for key, argument in arguments.items() if isinstance(argument, jax.Ref)}
 
     def kernel(*references: Ref) -> None:
         def scoped(**scratch_references: Ref) -> None:
@@ -72,7 +58,7 @@ def launch(
         pl.run_scoped(scoped, collective_axes="warpgroup" if grid is None else (), **(scratch or {}))
 
     # Not plgpu.kernel: its rule for jax.vmap refuses references in jax 0.10.
-    call = pl.kernel(
+    run = pl.kernel(
         kernel,
         out_type=tuple(outputs.values()),
         mesh=_persistent() if grid is None else plgpu.Mesh(grid=(grid,), grid_names=("program",)),
@@ -80,11 +66,36 @@ def launch(
         interpret=_PLGPU.InterpretGPUParams(detect_races=True) if interpreted() else None,
         name=name,
     )
-    known = (lambda a: a) if interpreted() else _on_cuda.bind
-    operands = [a if isinstance(a, jax.Ref) else lax.optimization_barrier(known(a)) for a in arguments.values()]
-    with jax.enable_x64(False):  # kernels count in 32 bits
-        results = call(*operands)
+    if interpreted():
+        operands = [a if key in written else lax.optimization_barrier(a) for key, a in arguments.items()]
+        with jax.enable_x64(False):  # kernels count in 32 bits
+            results = run(*operands)
+    else:
+        results = _kept(run, arguments, outputs, name, options, grid)
     return dict(zip(outputs, lax.optimization_barrier(results), strict=True))
+
+
+def _kept(
+    run: Callable[..., Sequence[Array]], arguments: Arguments, outputs: Shapes, name: str, options: Hashable,
+    grid: int | None,
+) -> Sequence[Array]:  # fmt: skip
+    """The outputs. A reference's value goes in as an array, and comes out as another that takes its place."""
+    described = tuple(
+        lowered.Operand(key, a.shape, str(a.dtype), isinstance(a, jax.Ref)) for key, a in arguments.items()
+    )
+    made = tuple(lowered.Operand(key, a.shape, str(a.dtype)) for key, a in outputs.items())
+
+    def on_arrays(*arrays: Array) -> list[Array]:
+        operands = [jax.new_ref(a) if d.written else a for a, d in zip(arrays, described, strict=True)]
+        results = run(*operands)
+        return [*results, *(a[...] for a in operands if isinstance(a, jax.Ref))]
+
+    values = [a[...] if isinstance(a, jax.Ref) else lax.optimization_barrier(a) for a in arguments.values()]
+    results = lowered.call(lowered.Signature(name, options, grid, described, made), on_arrays, values)
+    references = (a for a in arguments.values() if isinstance(a, jax.Ref))
+    for reference, value in zip(references, results[len(outputs) :], strict=True):
+        reference[...] = value
+    return results[: len(outputs)]
 
 
 def _persistent() -> plgpu.Mesh:

@@ -70,7 +70,7 @@ def by_token(arguments: Arguments, outputs: Shapes) -> dict[str, Array]:
         "staging": plgpu.SMEM((RUN, RUN_COLUMNS), out.dtype),
         "arrived": plgpu.Barrier(num_arrivals=RUN),
     }
-    return launch(body, arguments, outputs, name="by_token", grid=blocks * column_tiles, scratch=scratch)
+    return launch(body, arguments, outputs, name="by_token", options=(), grid=blocks * column_tiles, scratch=scratch)
 
 
 def _store_row(row: Ref, out: Ref, number: Array, column_tile: Array) -> None:
@@ -142,7 +142,7 @@ def column_sums(arguments: Arguments) -> Array:
         )(*(reference for reference, _ in read))
 
     out = {"out": jax.ShapeDtypeStruct((tiles * SUMMED_COLUMNS,), jnp.float32)}
-    return launch(body, arguments, out, name="column_sums", grid=tiles)["out"]
+    return launch(body, arguments, out, name="column_sums", options=(), grid=tiles)["out"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def add_targets(arguments: Arguments) -> Array:
         "arrived": plgpu.Barrier(num_arrivals=RUN * (1 + len(summed))),
     }
     grid = blocks * column_tiles
-    return launch(body, arguments, {"part": part}, name="add_targets", grid=grid, scratch=scratch)["part"]
+    return launch(body, arguments, {"part": part}, name="add_targets", options=(), grid=grid, scratch=scratch)["part"]
 
 
 def _summed(names: Container[str]) -> tuple[str, ...]:
@@ -311,4 +311,4 @@ def add_long_runs(arguments: Arguments) -> None:
     }
     if summed:
         scratch["arrived"] = plgpu.Barrier(num_arrivals=len(summed))
-    launch(body, arguments, {}, name="add_long_runs", grid=blocks * column_tiles, scratch=scratch)
+    launch(body, arguments, {}, name="add_long_runs", options=(), grid=blocks * column_tiles, scratch=scratch)

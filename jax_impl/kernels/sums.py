@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -99,7 +100,8 @@ def chunk_sums(
     sums = _line_sums(rows, lines, anchor, target_logit)
     again, moved = _rescued(c, rows, sums, extremes)
     references = {name: launch.reference(value) for name, value in lines.items()}
-    hopper.logits(config, {**anchored(moved), "tiles": again, **references}, {})
+    seldom = dataclasses.replace(config, seldom=True)
+    hopper.logits(seldom, {**anchored(moved), "tiles": again, **references}, {})
     lines = {name: launch.written(reference) for name, reference in references.items()}
     sums = _line_sums(rows, lines, moved, target_logit)
     weighted = sums.sums.pop("logit_sum", None)
@@ -144,7 +146,7 @@ def _rescued(c: KernelCall, rows: Rows, sums: RunningSums, extremes: bool) -> tu
     again = _tiles_of(flagged)
     highest = sums.highest
     if not extremes:
-        config = c.config(hopper.HIGHEST)
+        config = c.config(hopper.HIGHEST, seldom=True)
         lines = hopper.logits(config, c.first_product(config, rows) | {"tiles": again}, {"highest": c.line(config)})
         highest = lines["highest"].max(axis=0)
     moved = jnp.where(flagged, highest, sums.anchor)
