@@ -481,7 +481,8 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
         limit: [1] int32, or none: entries from there on count as past the end.
         x: [C, D]; w: [V, D], or [D, V] with config.turned; bias: [tiles of V] float32, or none.
         target: [rows] int32; anchor: [rows] float32.
-        hits: [rows / config.shape[0], column tiles] int32: how many targets lie in a warpgroup's part of a tile.
+        hits: [rows / config.shape[0], column tiles] int32: how many targets lie in a warpgroup's part of a tile. None
+            with config.seldom.
         class_weight: [tiles of V] float32, where logits are summed, or beside sigma.
         log_total, factor, element: [rows] float32, for KNOWN; alpha, gamma, delta, sigma, too, if they are not trivial.
     ``outputs`` (or arguments that are references): e [C, S], and config.lines [column tiles, rows] float32. argmax is
@@ -494,14 +495,14 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
         if "limit" in r:
             end = jnp.minimum(end, r["limit"][0] - start)
 
-        def begin(tile: _Tile) -> tuple[Array, dict[str, Array]]:
+        def begin(tile: _Tile) -> tuple[Array | None, dict[str, Array]]:
             """The number of targets in the tile, and its vectors: asked for here, waited for after the products."""
             vectors = {name: _of_rows(r, name, tile) for name in ROW_VECTORS if name in r}
-            return r["hits"][tile.number, tile.n], vectors
+            return (None if config.seldom else r["hits"][tile.number, tile.n]), vectors
 
-        def epilogue(tile: _Tile, begun: tuple[Array, dict[str, Array]], value: Array) -> None:
+        def epilogue(tile: _Tile, begun: tuple[Array | None, dict[str, Array]], value: Array) -> None:
             """Most tiles have no target and lie inside the vocabulary; their epilogue is shorter."""
-            if config.seldom:
+            if begun[0] is None:
                 finish(tile, begun[1], value, True)
                 return
             careful = (tile.column + tile.width > end) | (begun[0] > 0)

@@ -109,8 +109,8 @@ class KernelCall:
         i = self.inputs
         target = jnp.where(exists & i.inside[token], i.shard.place(i.target)[token], -1)
         x = jnp.where(exists[:, None], self.hidden[token], jnp.zeros((), self.dtype))[: round_up(self.chunk, 8)]
-        tiles = jnp.arange(-1, self.rows // HOPPER.tile_rows, dtype=jnp.int32)
-        tiles = tiles.at[0].set(-(-number // HOPPER.tile_rows))
+        place = jnp.arange(1 + self.rows // HOPPER.tile_rows, dtype=jnp.int32)
+        tiles = jnp.where(place == 0, -(-number // HOPPER.tile_rows), place - 1)
         return Rows(jnp.asarray(first, jnp.int32).reshape(1), number.reshape(1), exists, token, target, x, tiles)
 
     def by_token(self, values: Carry) -> Carry:
@@ -142,13 +142,15 @@ class KernelCall:
 
     def first_product(self, config: hopper.Logits, rows: Rows, start: Index = 0) -> dict[str, Array]:
         """What every first product reads."""
-        height, width = config.shape
-        tile = (rows.target - start) // width
-        part = jnp.arange(self.rows, dtype=jnp.int32) // height
-        hits = jnp.zeros((self.rows // height, config.column_tiles), jnp.int32)
-        hits = hits.at[part, jnp.where(rows.target >= start, tile, config.column_tiles)].add(1, mode="drop")
         operands = {"tiles": rows.tiles, "start": as_index(start), "x": rows.x, "w": self.weight}
-        operands |= {"target": rows.target, "hits": hits}
+        operands["target"] = rows.target
+        if not config.seldom:
+            height, width = config.shape
+            tile = (rows.target - start) // width
+            part = jnp.arange(self.rows, dtype=jnp.int32) // height
+            hits = jnp.zeros((self.rows // height, config.column_tiles), jnp.int32)
+            column = jnp.where(rows.target >= start, tile, config.column_tiles)
+            operands["hits"] = hits.at[part, column].add(1, mode="drop")
         if self.limit is not None:
             operands["limit"] = self.limit
         return operands if self.bias is None else operands | {"bias": self.bias}

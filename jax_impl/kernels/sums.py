@@ -101,6 +101,7 @@ def chunk_sums(
     again, moved = _rescued(c, rows, sums, extremes)
     references = {name: launch.reference(value) for name, value in lines.items()}
     seldom = dataclasses.replace(config, seldom=True)
+    del arguments["hits"]
     hopper.logits(seldom, {**anchored(moved), "tiles": again, **references}, {})
     lines = {name: launch.written(reference) for name, reference in references.items()}
     sums = _line_sums(rows, lines, moved, target_logit)
