@@ -80,6 +80,7 @@ TASKS = (
     Task("gpu_check.json", _check("--shapes", "--per-token", "--peers"), 1, 4.0, "token_machine"),
     Task("gpu_check.json", _check("--shapes", "--jax-per-token"), 1, 4.0, "jax_token_machine"),
     Task("gpu_check.json", _check("--shapes", "--first-calls", "3"), 1, 1.0, "first_call_machine"),
+    Task("gpu_check.json", _check("--shapes", "--jax-first-calls", "1"), 1, 3.0, "jax_first_call_machine"),
     Task("phases.json", ("phases",), 1, 3.0),
     Task("accumulation.json", ("accumulation",), 1, 1.0),
     Task("distillation.json", ("distillation", "--framework", "torch"), 1, 2.0),

@@ -4,13 +4,14 @@ Runs from a checkout without installing anything: first pytest on everything mar
 DIR/tests.txt), then timings beside the floor, written as DIR/gpu_check.json.
 
 There are two parts, PyTorch's (``--shapes``, ``--sweeps``) and JAX's (``--jax-shapes``). A part without a shape is left
-out, as JAX's is by default. ``--first-calls N``: PyTorch's first calls in N fresh processes. JAX alone, and both:
+out, as JAX's is by default. ``--first-calls N``, ``--jax-first-calls N``: first calls in N fresh processes each. JAX
+alone, and both:
 
     python -m bench check --output DIR --peers --shapes --jax-shapes liger gist gemma llama --rounds 4
     python -m bench check --output DIR --peers --jax-shapes liger gist gemma llama
 
 ``--update FILE`` takes what this call does not run from an earlier results file: each part keeps the machine, versions
-and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``first_call_machine``;
+and commit that it was measured with (``machine``, ``token_machine``, ``jax_machine``, ``first_call_machine``, …;
 ``tests_commit``). More files may follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in
 place of what came before. (With ``--tests "" --shapes`` nothing is run, and they are put together.) ``--rows-only``
 keeps the other shapes of a part, too: the rows of this call's shapes (and with "small" the errors) take the place of
@@ -40,9 +41,12 @@ PARTS = {
     "torch": ("machine", "rows", "sweeps", "errors"),
     "first_calls": ("first_call_machine", "first_call_s"),
     "tokens": ("token_machine", "token_rows"),
-    "jax": ("jax_machine", "jax_first_call_s", "jax_rows", "jax_errors"),
+    "jax": ("jax_machine", "jax_rows", "jax_errors"),
+    "jax_first_calls": ("jax_first_call_machine", "jax_first_calls"),
     "jax_tokens": ("jax_token_machine", "jax_token_rows"),
 }
+FIRST_CALLS = ("default", "lean", "forward")
+"""Kinds of first calls: bench/gpu.py."""
 # Implementations that may not be installed where a call is made.
 PEERS = ("Liger-Kernel", "cut-cross-entropy", "QuACK", "tokamax", "jax-cce")
 Part = Iterator[tuple[str, Any]]
@@ -97,20 +101,35 @@ def torch_part(shapes: list[str], sweeps: list[str], rounds: int, peers: bool) -
     gpu.forget("torch")
 
 
+def first_calls(framework: str, kind: str, environment: dict[str, str]) -> dict[str, float]:
+    """Seconds of a fresh process's first calls: bench/gpu.py."""
+    command = f"import json; from bench import gpu; print(json.dumps(gpu.first_call_seconds({framework!r}, {kind!r})))"
+    run = [sys.executable, "-c", command]
+    done = subprocess.run(run, env=os.environ | environment, stdout=subprocess.PIPE, check=True)
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
+
+
 def first_call_part(processes: int) -> Part:
     """PyTorch's first calls, each time in a fresh process that finds nothing compiled."""
-    command = "import json; from bench import gpu; print(json.dumps(gpu.first_call_seconds('torch')))"
     for _ in range(processes):
         with tempfile.TemporaryDirectory() as cache:
-            environment = os.environ | {"TRITON_CACHE_DIR": cache}
-            done = subprocess.run([sys.executable, "-c", command], env=environment, stdout=subprocess.PIPE, check=True)
-        yield "first_call_s", [json.loads(done.stdout.splitlines()[-1])]
+            yield "first_call_s", [first_calls("torch", "default", {"TRITON_CACHE_DIR": cache})]
+
+
+def jax_first_call_part(processes: int) -> Part:
+    """JAX's, each time in a fresh process: without a compilation cache, and with all that another process has left in
+    one."""
+    for kind in FIRST_CALLS * processes:
+        with tempfile.TemporaryDirectory() as cache:
+            kept = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            alone = first_calls("jax", kind, {"JAX_ENABLE_COMPILATION_CACHE": "0"})
+            yield "jax_first_calls", [{"kind": kind, "cache": False, **alone}]
+            first_calls("jax", kind, kept)
+            yield "jax_first_calls", [{"kind": kind, "cache": True, **first_calls("jax", kind, kept)}]
 
 
 def jax_part(shapes: list[str], rounds: int, peers: bool) -> Part:
-    from bench import gpu
-
-    yield "jax_first_call_s", gpu.first_call_seconds("jax")
     yield "jax_rows", []
     yield from rows_part("jax", shapes, rounds, peers, errors=True)
 
@@ -214,6 +233,7 @@ class Parts:
         "--jax-shapes": {**SHARED["shapes"], "default": [], "help": "of JAX's part; --shapes are of PyTorch's"},
         "--sweeps": {"nargs": "*", "default": [], "choices": list(SWEEPS), "help": "in half as many rounds"},
         "--first-calls": {"type": int, "default": 0, "metavar": "N", "help": "PyTorch's, in N fresh processes"},
+        "--jax-first-calls": {"type": int, "default": 0, "metavar": "N", "help": "JAX's, in N fresh processes each"},
         "--per-token": {"action": "store_true", "help": "also log-probs, entropy and statistics"},
         "--jax-per-token": {"action": "store_true", "help": "also log-probs and entropy in JAX"},
         "--rows-only": {"action": "store_true", "help": "with --update: keep the other shapes' rows"},
@@ -221,7 +241,7 @@ class Parts:
     },
 )
 def run(options: argparse.Namespace, results: Results) -> int:
-    others = (options.first_calls, options.per_token, options.jax_per_token)
+    others = (options.first_calls, options.jax_first_calls, options.per_token, options.jax_per_token)
     if options.rows_only and not options.update:
         raise argparse.ArgumentError(None, "--rows-only: got no --update FILE, allowed is one: its other rows are kept")
     if options.rows_only and any(others):
@@ -252,6 +272,7 @@ def run_parts(parts: Parts, options: argparse.Namespace, machine: dict[str, Any]
     how = options.rounds, options.peers
     wanted: dict[str, tuple[Any, Part]] = {
         "first_calls": (options.first_calls, first_call_part(options.first_calls)),
+        "jax_first_calls": (options.jax_first_calls, jax_first_call_part(options.jax_first_calls)),
         "torch": (options.shapes or options.sweeps, torch_part(options.shapes, options.sweeps, *how)),
         "tokens": (options.per_token, token_part(*how)),
         "jax_tokens": (options.jax_per_token, jax_token_part(options.rounds)),

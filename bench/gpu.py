@@ -67,8 +67,9 @@ class Arrays(Protocol):
     def forward(self, loss: Loss) -> Step:
         """The loss alone."""
 
-    def first_step(self, loss: Loss) -> Callable[[], object]:
-        """A step that traces and compiles what it needs, and returns when the device is done."""
+    def first_step(self, loss: Loss, gradients: bool) -> Callable[[], object]:
+        """A step, or without ``gradients`` the loss alone, that traces and compiles what it needs, and returns when the
+        device is done."""
 
     def half_ignored(self) -> Any:
         """y with every second token ignored."""
@@ -270,13 +271,15 @@ def output_errors(outputs: tuple[Any, ...], truth: tuple[Any, ...]) -> dict[str,
     return {name: error(np.asarray(a, np.float64), np.asarray(b, np.float64)) for name, a, b in pairs}
 
 
-def first_call_seconds(framework: str) -> dict[str, float]:
+def first_call_seconds(framework: str, kind: str) -> dict[str, float]:
     """Wall time of this process's first forward and backward, then of the first at another shape, with all that has to
-    be traced and compiled."""
+    be traced and compiled. kind: "default", "lean" (the plan), or "forward": the loss alone."""
+    options = {"plan": "lean"} if kind == "lean" else {}
     seconds = {}
     for name in ("small", "odd"):
         arrays = arrays_of(framework, SHAPES[name])
-        step = arrays.first_step(functools.partial(arrays.loss, backend=arrays.kernels))
+        loss = functools.partial(arrays.loss, backend=arrays.kernels, **options)
+        step = arrays.first_step(loss, gradients=kind != "forward")
         arrays.wait()
         start = time.perf_counter()
         step()

@@ -99,8 +99,8 @@ class Arrays:
     def forward(self, loss: gpu.Loss) -> Step:
         return Step(self, lambda: loss(self.x.detach(), self.w.detach(), self.y), gradients=False)
 
-    def first_step(self, loss: gpu.Loss) -> Callable[[], object]:
-        step = self.step(loss)
+    def first_step(self, loss: gpu.Loss, gradients: bool) -> Callable[[], object]:
+        step = self.step(loss) if gradients else self.forward(loss)
 
         def run() -> None:
             step()

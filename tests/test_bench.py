@@ -247,6 +247,29 @@ def test_first_calls_are_each_in_a_process_that_finds_nothing_compiled(monkeypat
     assert not any(cache.exists() for cache in caches)
 
 
+def test_first_calls_in_jax_are_without_a_cache_and_then_with_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def run(command: list[str], *, env: dict[str, str], **options: Any) -> SimpleNamespace:
+        cache = Path(env["JAX_COMPILATION_CACHE_DIR"]) if "JAX_COMPILATION_CACHE_DIR" in env else None
+        full = cache is not None and bool(list(cache.iterdir()))
+        if cache is not None:
+            (cache / "program").touch()
+        calls.append((command[-1].split("'jax', ")[1].split(")")[0], cache is not None, full))
+        return SimpleNamespace(stdout=b'{"small": 1.5}\n' if full else b'{"small": 4.5}\n')
+
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setattr(check.subprocess, "run", run)
+    rows = [row for _, part in check.jax_first_call_part(1) for row in part]
+    assert rows == [
+        {"kind": kind, "cache": cache, "small": 1.5 if cache else 4.5}
+        for kind in check.FIRST_CALLS
+        for cache in (False, True)
+    ]
+    one = [(False, False), (True, False), (True, True)]
+    assert calls == [(repr(kind), *how) for kind in check.FIRST_CALLS for how in one]
+
+
 def test_an_update_takes_parts_of_several_files(tmp_path: Path) -> None:
     files = []
     for number in range(3):
