@@ -20,6 +20,7 @@ from test_pallas_memory import TARGETS, sharding_of  # noqa: E402
 
 from logitless.jax_impl import cross_entropy, linear_cross_entropy  # noqa: E402
 from logitless.jax_impl.kernels import lowered as kernels  # noqa: E402
+from logitless.jax_impl.kernels import row_kernels  # noqa: E402
 
 Signature = kernels.Signature
 
@@ -87,6 +88,14 @@ def test_kernels_of_a_forward_alone_are_not_lowered_for_a_step(made: list[str]) 
     step()
     assert "traced logits_sums" in made
     assert "lowered logits_sums" not in made
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on JAX's first device, a GPU, the kernel runs")
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_kernel_outside_of_jit_is_compiled_too(disabled: bool) -> None:
+    arguments = {"rows": jnp.ones(1, jnp.int32), "e": jnp.ones((64, 256), jnp.bfloat16)}
+    with jax.disable_jit(disabled), pytest.raises(NotImplementedError, match="its kernels need a CUDA device, not cpu"):
+        row_kernels.column_sums(arguments)
 
 
 def given_logits(**options: Any) -> str:

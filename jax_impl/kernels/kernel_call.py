@@ -142,8 +142,8 @@ class KernelCall:
 
     def first_product(self, config: hopper.Logits, rows: Rows, start: Index = 0) -> dict[str, Array]:
         """What every first product reads."""
-        operands = {"tiles": rows.tiles, "start": as_index(start), "x": rows.x, "w": self.weight}
-        operands["target"] = rows.target
+        operands = {"tiles": rows.tiles, "start": as_index(start), "target": rows.target}
+        operands |= {"x": rows.x, "w": self.weight}
         if not config.seldom:
             height, width = config.shape
             tile = (rows.target - start) // width

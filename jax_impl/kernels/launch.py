@@ -71,15 +71,16 @@ def launch(
         with jax.enable_x64(False):  # kernels count in 32 bits
             results = run(*operands)
     else:
-        results = _kept(run, arguments, outputs, name, options, grid)
+        results = _as_call(run, arguments, outputs, name, options, grid)
     return dict(zip(outputs, lax.optimization_barrier(results), strict=True))
 
 
-def _kept(
+def _as_call(
     run: Callable[..., Sequence[Array]], arguments: Arguments, outputs: Shapes, name: str, options: Hashable,
     grid: int | None,
 ) -> Sequence[Array]:  # fmt: skip
-    """The outputs. A reference's value goes in as an array, and comes out as another that takes its place."""
+    """The outputs of a call of the kernel (lowered.py). A reference's value goes in as an array, and what comes out takes
+    its place."""
     described = tuple(
         lowered.Operand(key, a.shape, str(a.dtype), isinstance(a, jax.Ref)) for key, a in arguments.items()
     )

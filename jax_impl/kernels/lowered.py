@@ -121,6 +121,13 @@ def traced(signature: Signature, run: Run) -> ClosedJaxpr:
 # What stands in a traced program
 
 
+def _run(*arrays: Array, kernel: Kernel) -> list[Array]:
+    """Outside of jax.jit, or where jax.disable_jit() is on."""
+    with jax.disable_jit(False):
+        results: list[Array] = jax.jit(functools.partial(_call.bind, kernel=kernel))(*arrays)
+    return results
+
+
 def _lower(context: mlir.LoweringRuleContext, *operands: object, kernel: Kernel) -> Any:
     exported = kernel.exported()
     _compile_beside(kernel)
@@ -135,7 +142,7 @@ def _refuse(context: mlir.LoweringRuleContext, *_: object, **__: object) -> NoRe
 # What is traced on a machine without a GPU may be compiled for one. So the device is known when this is lowered.
 _call: Any = Primitive("logitless_kernel")
 _call.multiple_results = True
-_call.def_impl(lambda *arrays, kernel: jax.jit(functools.partial(_call.bind, kernel=kernel))(*arrays))
+_call.def_impl(_run)
 _call.def_abstract_eval(lambda *_, kernel: [ShapedArray(r.shape, r.struct.dtype) for r in kernel.signature.results])
 mlir.register_lowering(_call, _lower, platform="cuda")
 mlir.register_lowering(_call, _refuse)
