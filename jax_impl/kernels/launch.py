@@ -79,8 +79,8 @@ def _as_call(
     run: Callable[..., Sequence[Array]], arguments: Arguments, outputs: Shapes, name: str, options: Hashable,
     grid: int | None,
 ) -> Sequence[Array]:  # fmt: skip
-    """The outputs of a call of the kernel (lowered.py). A reference's value goes in as an array, and what comes out takes
-    its place."""
+    """The outputs of a call of the kernel (lowered.py). A reference's value goes in as an array. What comes out for it
+    takes its place."""
     described = tuple(
         lowered.Operand(key, a.shape, str(a.dtype), isinstance(a, jax.Ref)) for key, a in arguments.items()
     )
