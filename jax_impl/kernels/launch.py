@@ -49,7 +49,6 @@ def launch(
     writes in place, and its addresses are not aligned as the kernels need (seen with jax 0.11.2).
     """
     names = (*arguments, *outputs)
-    written = {key for key, argument in arguments.items() if isinstance(argument, jax.Ref)}
 
     def kernel(*references: Ref) -> None:
         def scoped(**scratch_references: Ref) -> None:
@@ -67,7 +66,7 @@ def launch(
         name=name,
     )
     if interpreted():
-        operands = [a if key in written else lax.optimization_barrier(a) for key, a in arguments.items()]
+        operands = [a if isinstance(a, jax.Ref) else lax.optimization_barrier(a) for a in arguments.values()]
         with jax.enable_x64(False):  # kernels count in 32 bits
             results = run(*operands)
     else:

@@ -3,13 +3,13 @@
 JAX takes 0.1 to 0.4 s to lower one of the kernels, and as long or longer to compile it, one after the other. So what a
 launch leaves in a traced program is a call that says what the kernel depends on. When the program is lowered for a CUDA
 device, the call becomes the kernel as jax.export gives it: lowered once for all programs of the process that call it.
-A thread begins to compile it while the next kernel is lowered. XLA then finds it compiled: Mosaic GPU keeps what it
-compiled by what that was compiled from.
+A thread begins to compile it while the next kernel is lowered. XLA then finds it compiled, because Mosaic GPU keeps
+compiled kernels under a digest of their source.
 
 Where JAX's compilation cache is a folder, exported kernels are kept there too, in ``logitless``. The body of a kernel
 that is there is not even traced.
 
-It is there for what torch_impl/kernels/rehearsal.py is there for.
+Its counterpart is torch_impl/kernels/rehearsal.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from logitless import spec
 from logitless.jax_impl.kernels.architecture import pair, programs
 
 Run = Callable[..., Sequence[Array]]
-"""A launch of arrays alone: what it reads, in order. It gives its outputs, then the new values of what it writes to."""
+"""Takes a launch's arguments as arrays. Gives its outputs, then the new values of the arguments that it writes to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Kernel:
         return self.made
 
 
-# Those that a traced program of this process calls.
+# The kernels that some traced program of this process calls.
 kernels: weakref.WeakValueDictionary[Signature, Kernel] = weakref.WeakValueDictionary()
 
 

@@ -1067,10 +1067,10 @@ def weight_kernel(
                 hidden_ptr, hidden_stride, size,
             )  # fmt: skip
         mask = (entry < columns)[:, None] & (column < size)[None, :]
-        place = weight_place((start + entry)[:, None], column[None, :], out_width, TURNED)
+        row, last = start + entry, start + columns
+        place = weight_place(row[:, None], column[None, :], out_width, TURNED)
         if ADD and PARTED:
             high = tl.load(sum_ptr + place, mask=mask, other=0)
-            row, last = start + entry, start + columns
             value += joined(high, get_low(low_ptr, row, n * BN, last, size, out_width, TURNED, LOW_BITS, BN))
         elif ADD and (FINAL or not TMA) and not INTO:
             value += tl.load(sum_ptr + place, mask=mask, other=0.0)
@@ -1087,7 +1087,6 @@ def weight_kernel(
             value += tl.load(sum_ptr + place, mask=mask, other=0.0).to(tl.float32)
         if PARTED and not FINAL:
             bits = rounded(value, LOW_BITS)
-            row, last = start + entry, start + columns
             put_sum(sum_ptr, low_ptr, bits, row, n * BN, last, size, out_width, TURNED, LOW_BITS)
         elif TMA:
             store_tile(out_desc, value, m * BM, n * BN, BN, SPLIT, ADD and not FINAL)
