@@ -99,6 +99,7 @@ TASKS = (
     Task("sharded_jax.json", ("sharded", "--framework", "jax"), 2, 5.0),
     Task("sharded_tokens.json", ("sharded", "--per-token", "--shapes", "8192x2048x131072", "llama"), 2, 2.0),
     Task("portable.json", ("portable",), 0, 4.0),
+    Task("small_cpu.json", ("small", "--cpu"), 0, 0.5),
     Task("architectures.json", ("architectures",), 0, 40.0),
     Task("tpu.json", ("tpu",), 0, 5.0),
     Task("rl.json", ("rl",), 0, 5.0),

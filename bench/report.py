@@ -199,6 +199,16 @@ def small_table(rows: Rows) -> str:
     ))  # fmt: skip
 
 
+def small_cpu_table(rows: Rows) -> str:
+    """Portable paths on a CPU at the size of a unit test."""
+    columns = "tokens × hidden × vocab", "variant", "time [ms]", "over full logits", "scratch [MiB]"
+    return markdown(columns, (
+        [sizes_of(row), row["variant"], f"{row['time_ms']:.3f}", f"{row['over_full_logits']:.2f}",
+         f"{row['scratch_bytes'] / 2**20:.2f}"]
+        for row in rows
+    ))  # fmt: skip
+
+
 def largest_batches(rows: Rows) -> dict[str, int]:
     """Variant → the largest batch that fits, where it was searched for."""
     return {row["variant"]: row["largest_batch"] for row in rows if "largest_batch" in row}
@@ -364,6 +374,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
         "sharded": (sharded_table, [sharded, read("sharded_jax.json")["rows"]]),
         "sharded_tokens": (sharded_tokens_table, [read("sharded_tokens.json")["rows"]]),
         "small": (small_table, [read("small.json")["rows"]]),
+        "small_cpu": (small_cpu_table, [read("small_cpu.json")["rows"]]),
         "hf": (hf_table, [read("hf.json")["rows"]]),
         "gist": (gist_table, [read("gist.json")["rows"]]),
         "portable": (portable_table, [read("portable.json")["rows"]]),

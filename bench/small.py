@@ -8,6 +8,9 @@ of ours, and log-probabilities. ``launches`` are kernels and memory fills of one
 what is left: the median time of PyTorch's and our own code on a CPU. What a GPU would do as a CUDA graph does nothing,
 too. "as it runs" is the same without what is repeated (torch_impl/kernels/replay.py), as the first two calls of a kind
 are.
+
+``--cpu`` needs no GPU either: the portable paths of both frameworks on a CPU, at the size of a unit test, beside full
+logits.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import statistics
 import time
@@ -23,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from bench import portable, timing
 from bench.architectures import on_chip
 from bench.registry import Results, register
 from bench.shapes import Shape, named
@@ -35,6 +40,7 @@ SHAPES = (
 CHIP = "9.0"
 # The host's time does not depend on sizes; these are little memory.
 HOST_SHAPE = Shape(512, 256, 4096)
+CPU_SIZES = portable.Sizes(64, 32, 1000, "float32")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,16 +234,46 @@ def host_rows(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# On a CPU
+
+
+def cpu_rows(rounds: int) -> list[dict[str, Any]]:
+    """A loss and its gradients by the default plan, beside full logits; ``over_full_logits`` is their ratio."""
+    rows = []
+    for implementation, variants in portable.VARIANTS.items():
+        steps = {one.name: one for one in variants(CPU_SIZES) if one.name in ("full logits", "default")}
+        found = timing.interleaved_ms({name: one.step for name, one in steps.items()}, 200 * rounds)
+        times = {name: timing.median_ms(found[name]) for name in steps}
+        for name, one in steps.items():
+            row = {**dataclasses.asdict(CPU_SIZES), "variant": f"{implementation}, {name}"}
+            row |= {"time_ms": round(times[name], 4), "over_full_logits": round(times[name] / times["full logits"], 3)}
+            rows.append(row | {"scratch_bytes": one.scratch_bytes(), "over_floor": None})
+    return rows
+
+
+FILES = {"host": "small_host.json", "cpu": "small_cpu.json", None: "small.json"}
+
+
 @register(
     "small steps, the host's time included",
     rounds=5,
     shapes=SHAPES,
-    file=lambda options: "small_host.json" if options.host else "small.json",
-    arguments={"--host": {"action": "store_true", "help": "without a GPU: the host's time alone, launches left out"}},
-)
+    file=lambda options: FILES[options.where],
+    arguments={
+        "--host": {
+            "dest": "where", "action": "store_const", "const": "host",
+            "help": "without a GPU: the host's time alone, launches left out",
+        },
+        "--cpu": {
+            "dest": "where", "action": "store_const", "const": "cpu",
+            "help": "the portable paths on a CPU, at the size of a unit test",
+        },
+    },
+)  # fmt: skip
 def run(options: argparse.Namespace, results: Results) -> None:
-    if options.host:
-        results.add(host_rows(options.rounds))
+    if options.where:
+        results.add({"host": host_rows, "cpu": cpu_rows}[options.where](options.rounds))
         return
     for name in options.shapes:
         results.add(gpu_rows(name, options.rounds))

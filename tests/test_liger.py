@@ -117,7 +117,8 @@ def assert_same(found: Any, known: dict[str, Any], alone: Any, leaves: list[Any]
         assert error(getattr(found, key).detach(), value.detach()) <= GRADIENT["float64"], key
         assert getattr(found, key).requires_grad == (key == "loss")
     assert 0 < known["token_accuracy"].mean() < 1
-    assert torch.equal(found.loss, alone)
+    # On a CPU a small loss without statistics is made in fewer operations, of other roundings (eager.small_loss).
+    assert error(found.loss.detach(), alone.detach()) <= GRADIENT["float64"]
     for mine, theirs in zip(gradients(alone, leaves), gradients(known["loss"], leaves), strict=True):
         assert error(mine, theirs) <= GRADIENT["float64"]
 

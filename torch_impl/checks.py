@@ -23,6 +23,7 @@ from logitless.scratch import Kind
 from logitless.spec import ArrayInfo, LossOptions, Reduction, WeightLayout
 from logitless.torch_impl.backend import backend_named, chosen_backend
 from logitless.torch_impl.call import TENSORS, Arrays, Call, LatePlan, Request, is_turned
+from logitless.torch_impl.chunk import all_inside
 from logitless.torch_impl.compiled import tracing
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,6 +335,8 @@ def check_ids(target: Tensor, vocab: int, ignore_index: int, shift: int = 0, nam
     ``shift``: how many there were before them along the last axis. ``name``: of the argument, for the error.
     """
     if target.device.type != "cpu" or tracing.is_traced(target):
+        return
+    if all_inside(target, vocab):
         return
     outside = ids_outside(target, vocab, ignore_index)
     if bool(outside.any()):

@@ -56,6 +56,14 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     )
 
 
+def all_inside(target: Tensor, vocab: int) -> bool:
+    """Whether all ids are of the vocabulary: the quickest question. Only where it costs no synchronisation."""
+    if target.numel() == 0:
+        return True
+    lowest, highest = torch.aminmax(target)
+    return int(lowest) >= 0 and int(highest) < vocab
+
+
 def counted(inputs: Inputs) -> Inputs:
     """The inputs without the ignored tokens, on which no work is done then. On a CPU alone, where it costs nothing to
     ask how many there are; a sharded call has them on every rank."""
@@ -103,12 +111,10 @@ def shared_classes(shard: Shard, class_weight: Tensor | None, target: Tensor) ->
 
 def product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     """out = a b, or out += a b, accumulated in out's dtype."""
-    if a.dtype == out.dtype:
-        torch.addmm(out, a, b, beta=1 if add else 0, out=out)
-    elif add:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    if a.dtype != out.dtype:  # which a CPU cannot do
+        _ = torch.addmm(out, a, b, out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
     else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+        _ = torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
 
 
 def capped(z: Tensor, options: LossOptions, temperature: Tensor | None = None) -> Tensor:

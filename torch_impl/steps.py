@@ -135,6 +135,10 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: N
 def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
     options, backend, statistics = call.options, backend_named(call.backend), call.statistics is True
     waiting: Waiting | None = None
+    if needs.any and one_pass(call):
+        made = backend.small_loss(arrays, normalizer, call, needs)
+        if made is not None:
+            return Loss(made[0], None, (None,) * len(TokenStats._fields), (), made[1])
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
         norm = backend.normalizer(inputs, options, normalizer)
@@ -165,7 +169,7 @@ def loss_gradients(
     is used up)."""
     if waiting is not None:
         with _no_autocast(arrays):
-            return _cast(waiting.finish(upstream.to(saved[0].dtype)), arrays)
+            return _cast(waiting.finish(upstream), arrays)
     return _run_step(
         "loss_gradients", arrays, call, needs, lambda call: _known_loss(arrays, call, needs, saved, upstream, g_lse),
         *saved, upstream, g_lse,

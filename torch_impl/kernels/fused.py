@@ -23,7 +23,17 @@ from logitless import spec
 from logitless.planning import ChunkPlan
 from logitless.scratch import SMOOTHING_BLOCK
 from logitless.spec import LossOptions, Statistics
-from logitless.torch_impl.call import XP, Gradients, KnownRows, Needs, TokenSums, empty_like_weight, is_turned
+from logitless.torch_impl.call import (
+    XP,
+    Arrays,
+    Call,
+    Gradients,
+    KnownRows,
+    Needs,
+    TokenSums,
+    empty_like_weight,
+    is_turned,
+)
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.kernels import architecture
 from logitless.torch_impl.kernels.held import Held, HeldTokens, held_gradients, held_layout
@@ -51,6 +61,7 @@ __all__ = [
     "one_pass",
     "prepare",
     "run_step",
+    "small_loss",
     "token_gradients",
     "token_sums",
     "total_loss",
@@ -91,6 +102,11 @@ def one_pass(dtype: torch.dtype, options: LossOptions) -> bool:
 def holds(dtype: torch.dtype) -> bool:
     """Whether exponentials can wait for an upstream gradient per token."""
     return dtype != torch.float16
+
+
+def small_loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> None:
+    """Small losses have no kernels of their own: repeating a step (replay.py) is what helps here."""
+    del arrays, normalizer, call, needs
 
 
 def lends(weight: Tensor, dtype: torch.dtype) -> bool:
