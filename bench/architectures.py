@@ -81,11 +81,19 @@ CALLS: dict[str, dict[str, Any]] = {
     "an odd hidden size": {"hidden": 251},
     "log-probs and entropy": {"function": "linear_log_probs", "with_entropy": True},
     "log-probs and statistics": {"function": "linear_log_probs", "return_stats": True},
+    "a temperature per token": {"temperature": True},
+    "a temperature per token, everything": {"temperature": True, "class_weight": True, "bias": True, **EVERYTHING},
+    "log-probs and statistics, a temperature per token": {
+        "function": "linear_log_probs", "return_stats": True, "softcap": 30.0, "temperature": True,
+    },
     "given logits": {"function": "cross_entropy", "class_weight": True, **EVERYTHING},
     "a distillation": {"function": "distillation_loss", "nll_coef": 0.5},
+    "a distillation, a temperature per token": {
+        "function": "distillation_loss", "nll_coef": 0.5, "softcap": 30.0, "temperature": True,
+    },
     "a distillation of a mixture": {"function": "distillation_loss", "beta": 0.5, "bias": True, "softcap": 30.0},
     "a distillation by reverse KL": {"function": "distillation_loss", "beta": 1.0, "teacher_softcap": 30.0},
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +195,8 @@ def call(options: dict[str, Any], dtype: Any) -> None:
         options["bias"] = new(VOCAB)
     if options.pop("class_weight", False):
         options["class_weight"] = torch.ones(VOCAB)
+    if options.pop("temperature", False):
+        options["temperature"] = torch.ones(TOKENS)
     if into is not None:
         options["accumulate_into"] = torch.zeros_like(weight, dtype=dtype if into == "own" else torch.float32)
     if wanted is not None:

@@ -388,10 +388,6 @@ def temperature_error(position: tuple[int, ...], value: float) -> ValueError:
     )
 
 
-ONE_TEMPERATURE = "its kernels take one temperature for all tokens"
-"""The reason of an :func:`unavailable_error` for one per token."""
-
-
 def check_counted(target: ArrayInfo, token_weight: ArrayInfo | None, class_weight: ArrayInfo | None) -> None:
     """Check the arrays of mean's denominator: target [...], token_weight [...], class_weight [V]."""
     check_dtype("target", target, TARGET_DTYPES)

@@ -71,8 +71,7 @@ def linear_cross_entropy(
         logit_scale: of the model, greater than 0.
         softcap: of the model, greater than 0, or None.
         temperature: divides z last of all, after the softcap, as a sampler's does; greater than 0. A number, or one per
-            token, [...] floating, constant (no gradient). The kernels take a number: one per token runs on plain
-            operations, and backend="pallas" beside it is refused.
+            token, [...] floating, constant (no gradient).
         normalizer: replaces mean's denominator (the number of items in the whole batch): a number, or an array without
             axes, constant.
         plan: a ChunkPlan of :func:`logitless.plan` for these sizes; or "fast", "balanced" or "lean", the least scratch

@@ -104,8 +104,6 @@ def usable_backend(name: str | None, raw: RawArrays, *, cut: bool = True) -> str
 
 def _plain_only(raw: RawArrays) -> tuple[str, str] | tuple[None, None]:
     """What the kernels cannot do of a call, and why not."""
-    if raw.temperature is not None:
-        return "temperature: got one per token", spec.ONE_TEMPERATURE
     if raw.accumulate_into is not None:
         return "accumulate_into: got a buffer", NO_BUFFER
     return None, None

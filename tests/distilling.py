@@ -12,7 +12,7 @@ RAGGED = 32
 
 
 class Interpreted(TorchTriton):
-    """The kernel of whole rows on CPU tensors. It takes one temperature for all tokens."""
+    """The kernel of whole rows on CPU tensors."""
 
     dtypes = ("float32", "bfloat16", "float16")
 

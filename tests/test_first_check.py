@@ -36,9 +36,9 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a backend's name a call takes the kernels where they are available, as it does on a GPU."""
 
-    def chosen(name: str | None, device: Any, dtype: Any) -> Any:
+    def chosen(name: str | None, *asked: Any) -> Any:
         try:
-            return chosen_backend(name or "triton", device, dtype)
+            return chosen_backend(name or "triton", *asked)
         except NotImplementedError:
             if name is not None:
                 raise
@@ -105,6 +105,7 @@ def test_each_kind_of_call_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> 
     found = comparisons(monkeypatch)
     hidden, weight, target = arrays()
     calls: list[dict[str, Any]] = [{}, {"softcap": 5.0}, {"plan": IN_CHUNKS}, {"accumulate_into": weight.detach() * 0}]
+    calls += [{"temperature": torch.rand(TOKENS) + 0.5}]
     calls += [{"token_weight": torch.rand(TOKENS), "class_weight": torch.rand(VOCAB), "bias": torch.zeros(VOCAB)}]
     for options in calls:
         for _ in range(2):
@@ -186,3 +187,35 @@ def test_who_asks_for_kernels_that_do_not_pass_is_refused(monkeypatch: pytest.Mo
         pytest.raises(NotImplementedError, match=r"a result is off by.*backend='eager' can"),
     ):
         linear_cross_entropy(*arrays(), backend="triton")
+
+
+@pytest.mark.usefixtures("kernels_by_default")
+def test_a_temperature_per_token_that_does_not_pass_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a chip where the kernels were run, the other calls keep them."""
+    tau = torch.rand(TOKENS) + 0.5
+    with monkeypatch.context() as patch:
+        patch.setattr(products.GradientProducts, "add_weight", wrong_weight)
+        with pytest.warns(RuntimeWarning, match="beside a temperature per token: they failed"):
+            linear_cross_entropy(*arrays(), temperature=tau)
+    ran = []
+    real = first_check.autograd.values
+    monkeypatch.setattr(first_check.autograd, "values", lambda a, n, call: ran.append(call.backend) or real(a, n, call))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linear_cross_entropy(*arrays())
+        assert set(ran) == {"eager", "triton"}  # the comparison
+        ran.clear()
+        linear_cross_entropy(*arrays(), temperature=tau)
+    assert ran == ["eager"]
+    with pytest.raises(NotImplementedError, match=r"off by.*backend='eager' can"):
+        linear_cross_entropy(*arrays(), temperature=tau, backend="triton")
+
+
+@pytest.mark.parametrize(("kind", "each", "new"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])
+def test_a_temperature_per_token_is_new_on_every_gpu(
+    kind: str, each: bool, new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOGITLESS_CHECK")
+    monkeypatch.setattr(architecture, "chip_of", lambda index: "9.0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert first_check.wanted(torch.device(kind, 0), each) is new

@@ -35,7 +35,7 @@ from logitless.jax_impl.kernels import hopper as products  # noqa: E402
 from logitless.jax_impl.kernels import row_kernels  # noqa: E402
 from logitless.jax_impl.kernels.architecture import can_interpret  # noqa: E402
 from logitless.rounding import round_to  # noqa: E402
-from logitless.tolerances import BOUND, GRADIENT, ON_TOP_GRADIENT, THREE_DIGITS, TINY, error  # noqa: E402
+from logitless.tolerances import BOUND, GRADIENT, ON_TOP_GRADIENT, ON_TOP_LOSS, THREE_DIGITS, TINY, error  # noqa: E402
 
 PALLAS = JaxPallas()
 INTERPRET = "LOGITLESS_PALLAS_INTERPRET"
@@ -86,6 +86,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16", "bias": True},
     "wide": {"weight_dtype": "float32", "plan": {"order": "tokens", "chunk": 136}, "bias": True},
     "wide_one_chunk": {"weight_dtype": "float32", "bias": True},
+    "each": {"temperature": True, "bias": True, "class_weight": True, **ALL},
+    "each_one_chunk": {"temperature": True, "return_stats": True, **SMOOTH},
     "odd": {"sizes": (188, 31, 123)},
     "one": {"sizes": (1, 7, 1)},
     "head": {"sizes": (4096, 4096, 128256)},
@@ -109,17 +111,20 @@ def lowered_configuration(name: str, ids: str = "int32") -> str:
     x, w, y = shape((tokens, hidden), dtype), shape((vocab, hidden), wide), shape((tokens,), ids)
     b = shape((vocab,), wide) if with_bias else None
     k = shape((vocab,), jnp.float32) if with_classes else None
+    tau = shape((tokens,), jnp.float32) if options.pop("temperature", False) else None
 
-    def loss(x: Any, w: Any, b: Any, y: Any, k: Any) -> Any:
-        made = linear_cross_entropy(x, w, y, b, class_weight=k, plan=chosen, backend="pallas", **options)
+    def loss(x: Any, w: Any, b: Any, y: Any, k: Any, tau: Any) -> Any:
+        more = options if tau is None else options | {"temperature": tau}
+        made = linear_cross_entropy(x, w, y, b, class_weight=k, plan=chosen, backend="pallas", **more)
         return made[0].sum() if isinstance(made, tuple) else made.sum()
 
-    return lowered(jax.value_and_grad(loss, (0, 1, 2) if with_bias else (0, 1)), x, w, b, y, k)
+    return lowered(jax.value_and_grad(loss, (0, 1, 2) if with_bias else (0, 1)), x, w, b, y, k, tau)
 
 
 # Each kernel is in one of the others, with the options that change it most; none_held is lowered under x64.
 SLOW = (
     *("plain", "two_pass_smooth", "chunks_smooth", "all", "none", "none_held", "bias_statistics", "wide", "odd", "one"),
+    "each_one_chunk",
 )
 
 
@@ -130,7 +135,7 @@ def test_lowers_for_cuda(name: str, compiled: None) -> None:
     text = lowered_configuration(name)
     assert "mosaic_gpu" in text
     assert "dot_general" not in text  # no product is left to XLA
-    two_passes = name in ("two_pass_smooth", "vocab_all", "all", "none", "float16")
+    two_passes = name in ("two_pass_smooth", "vocab_all", "all", "none", "float16", "each")
     assert ("logits_known" in text) == two_passes
 
 
@@ -319,6 +324,37 @@ def test_within_the_rule(name: str, dtype: str, order: str, interpreter: None) -
 @pytest.mark.parametrize("chunk", [1024, 640])
 def test_dweight_is_rounded_once(chunk: int, interpreter: None) -> None:
     assert_rounded_once(PALLAS, chunk)
+
+
+@needs_interpreter
+@pytest.mark.case(41, 46)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("name", ["loss", "loss in two passes", "log-probs"])
+def test_a_temperature_per_token(name: str, softcap: float | None, interpreter: None) -> None:
+    """What is at an ignored token is never read. Logits far above the target's go through the rescue."""
+    rng = np.random.default_rng(3)
+    x, w, b = (round_to(rng.standard_normal(s), "bfloat16") for s in ((20, 12), (70, 12), (70,)))
+    y = rng.integers(0, 70, 20)
+    y[::6] = -100
+    tau = np.where(y == -100, np.nan, rng.uniform(0.4, 2.5, 20)).astype(np.float32)
+    tau[1] = 0.02
+    more: dict[str, Any] = {"softcap": softcap, "logit_scale": 1.5}
+    if name == "log-probs":
+        more |= dict(zip(("log_prob_upstream", "entropy_upstream"), rng.standard_normal((2, 20)), strict=True))
+        made = PALLAS.run_log_probs(x, w, y, b, dtype="bfloat16", temperature=jnp.asarray(tau), **more)
+        true = reference.linear_log_probs(x, w, y, b, temperature=tau, **more)
+        assert error(made.log_prob, true.log_prob) <= ON_TOP_LOSS["bfloat16"]
+        assert error(made.entropy, true.entropy) <= 2 * ON_TOP_LOSS["bfloat16"]
+    else:
+        k = rng.uniform(0.2, 2.0, 70).astype(np.float32)
+        more |= {"z_loss": 1e-3, "label_smoothing": 0.1, "class_weight": k}
+        sizes = {"tokens": 20, "hidden": 12, "vocab": 70, "dtype": "bfloat16", "fused": True}
+        in_two = plan(**sizes, order="tokens", one_pass=False) if name.endswith("passes") else None
+        made = PALLAS.run(x, w, y, b, dtype="bfloat16", temperature=jnp.asarray(tau), plan=in_two, **more)
+        true = reference.linear_cross_entropy(x, w, y, b, temperature=tau, **more)
+        assert error(made.loss, true.loss) <= ON_TOP_LOSS["bfloat16"]
+    for argument, grad in made.grads.items():
+        assert error(grad, getattr(true, f"{argument}_grad")) <= ON_TOP_GRADIENT["bfloat16"], argument
 
 
 @needs_interpreter

@@ -154,10 +154,6 @@ def test_problem(impl: Any, problem: Problem, dtype: str, order: str) -> None:
     a = arrays(problem, dtype)
     if problem.data == "fewer" and problem.options.get("reduction", "mean") == "mean":
         assert not truth(problem, a).losses[1, 4]  # a token without ids
-    if problem.data == "temperatures" and impl.backend not in ("eager", "xla"):
-        with pytest.raises(NotImplementedError, match="one temperature for all tokens"):
-            outcome(impl, problem, a, dtype)
-        return
     result = outcome(impl, problem, poisoned(problem, a), dtype)
     assert_true(result, truth(problem, a), dtype)
     assert not result[1]["hidden"][a["mask"] == 0].any()

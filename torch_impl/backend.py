@@ -59,8 +59,9 @@ class Backend(Protocol[Prepared]):
     BUFFER_ALIGNMENT: int
     """The bytes on whose multiple a buffer that dW is added to must start."""
 
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why this backend cannot compute in ``dtype`` on that device, or None."""
+    def unavailable(self, device: torch.device, dtype: torch.dtype, each: bool = False) -> str | None:
+        """Why this backend cannot compute in ``dtype`` on that device, or None. ``each``: with a temperature per
+        token."""
 
     def one_pass(self, dtype: torch.dtype, options: LossOptions) -> bool:
         """Whether gradients can be computed before lse is known."""
@@ -250,11 +251,12 @@ def adds_in_one_pass(backend: Backend[Any], plan: ChunkPlan) -> bool:
     return backend.PRODUCTS_WAIT and len(plan.token_slices) <= 1
 
 
-def chosen_backend(name: str | None, device: torch.device, dtype: torch.dtype) -> Kind:
-    """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations."""
+def chosen_backend(name: str | None, device: torch.device, dtype: torch.dtype, each: bool = False) -> Kind:
+    """The backend to use: the one asked for, or the kernels where they run on a GPU, else plain operations. ``each``:
+    with a temperature per token."""
     if name == "eager" or (name is None and device.type != "cuda"):
         return "eager"
-    reason = backend_named("triton").unavailable(device, dtype)
+    reason = backend_named("triton").unavailable(device, dtype, each)
     if name is not None and reason is not None:
         raise spec.unavailable_error(name, reason, usable="eager")
     return "triton" if reason is None else "eager"

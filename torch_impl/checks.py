@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import cast
 
@@ -38,7 +37,7 @@ def ready(arrays: Arrays, normalizer: Tensor | float | None, request: Request) -
     signature = _signature(arrays, request)
     call = None if signature is None else _calls.get(signature)
     # A backend may have become unavailable.
-    if call is None or call.backend != chosen_backend(request.backend, arrays.hidden.device, call.compute_dtype):
+    if call is None or call.backend != _backend(arrays, request, call.compute_dtype):
         arrays, call = _checked(arrays, normalizer, request)
         if signature is not None:
             if len(_calls) >= MOST_CALLS:
@@ -112,24 +111,11 @@ def check_call(
     dtype = check_tensors(arrays, shared_axis, ranks)
     spec.check_shift(tracing.number(request.shift), tuple(arrays.target.shape))
     check_normalizer(normalizer, request.reduction, arrays.hidden.device)
-    return dtype, _usable_backend(arrays, request.backend, dtype)
+    return dtype, _backend(arrays, request, dtype)
 
 
-def _usable_backend(arrays: Arrays, name: str | None, dtype: torch.dtype) -> Kind:
-    """The backend to use; with a temperature per token plain operations."""
-    device = arrays.hidden.device
-    if arrays.temperature is None:
-        return chosen_backend(name, device, dtype)
-    if name == "triton":
-        raise spec.unavailable_error(name, spec.ONE_TEMPERATURE, usable="eager")
-    if name is None and chosen_backend(None, device, dtype) == "triton":
-        warnings.warn(
-            f"temperature: got one per token; the Triton kernels are not used, for {spec.ONE_TEMPERATURE}. Plain "
-            f"operations are; backend='eager' asks for them without this warning",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return "eager"
+def _backend(arrays: Arrays, request: Request, dtype: torch.dtype) -> Kind:
+    return chosen_backend(request.backend, arrays.hidden.device, dtype, arrays.temperature is not None)
 
 
 def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int | None = None) -> ChunkPlan:
@@ -209,7 +195,7 @@ def _may_wait(arrays: Arrays, request: Request, options: LossOptions) -> bool:
 def _may_lend(arrays: Arrays, dtype: torch.dtype, backend: Kind) -> bool:
     """Whether the backward of a call on one device makes dW, so that its rows are free until then. A dW that goes
     elsewhere, and those of several ranks, are sharding.py's."""
-    wanted = torch.is_grad_enabled() and arrays.weight.requires_grad
+    wanted = torch.is_grad_enabled() and arrays.weight.requires_grad and arrays.temperature is None
     return wanted and backend_named(backend).lends(arrays.weight, dtype)
 
 

@@ -79,9 +79,9 @@ def lends(weight: Tensor, dtype: torch.dtype) -> bool:
     return False
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable(device: torch.device, dtype: torch.dtype, each: bool = False) -> str | None:
     """Why plain operations cannot run there: they can anywhere."""
-    del device, dtype
+    del device, dtype, each
     return None
 
 

@@ -256,8 +256,7 @@ def _options(dice: Dice, backend: str, function: str, vocab: int, data: str) -> 
         options["softcap"] = dice.between(2.0, 40.0)
     if function not in DISTILLATIONS and dice.chance(0.25):
         options["temperature"] = dice.between(0.5, 3.0)
-    takes_numbers = backend in ("triton", "pallas") or function == "cross_entropy"
-    if not takes_numbers and dice.chance(0.2):
+    if function != "cross_entropy" and dice.chance(0.2):
         options.pop("temperature", None)
         arrays["temperature"] = "per_token"
     if data != "tied" and (data == "banned" or dice.chance(0.4)) and function != "cross_entropy":

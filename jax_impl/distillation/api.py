@@ -96,7 +96,7 @@ def distillation_loss(
         mask: [...] of any dtype: tokens with 0 do not count (for labels with ignored tokens: ``labels != -100``).
         beta: β in [0, 1].
         temperature: τ, greater than 0; it divides what the softcap gives. A number, or one per token, [...] floating,
-            constant; with one per token all is in plain operations.
+            constant.
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant array without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.

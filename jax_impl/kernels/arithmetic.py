@@ -25,14 +25,18 @@ def tanh(t: Array) -> Array:
     return jnp.where(magnitude < 0.15, small, large)
 
 
-def capped(z: Array, scale: float, cap: float | None) -> Array:
+Factor = Array | float
+"""One for all elements, or an array of their shape."""
+
+
+def capped(z: Array, scale: Factor, cap: Factor | None) -> Array:
     """f(r): logit_scale, then softcap."""
-    if scale != 1.0:
+    if not isinstance(scale, float) or scale != 1.0:
         z = z * scale
     return z if cap is None else cap * tanh(z * (1.0 / cap))
 
 
-def sloped(values: Array, z: Array, cap: float | None) -> Array:
+def sloped(values: Array, z: Array, cap: Factor | None) -> Array:
     """``values`` times the softcap's derivative, 1 − (z / cap)²."""
     if cap is None:
         return values

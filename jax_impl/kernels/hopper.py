@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 
 from logitless import spec
 from logitless.jax_impl.kernels.architecture import HOPPER, Tiles, pair, programs
-from logitless.jax_impl.kernels.arithmetic import LINES, LOG2E, capped, joined, parted, sloped
+from logitless.jax_impl.kernels.arithmetic import LINES, LOG2E, Factor, capped, joined, parted, sloped
 from logitless.jax_impl.kernels.launch import (
     ACC,
     COLUMN_LAYOUT,
@@ -408,7 +408,9 @@ def _store_piece(
 # The first product
 
 # Vectors along the rows. A tile reads its own part of each.
-ROW_VECTORS = ("target", "anchor", "log_total", "factor", "element", "alpha", "gamma", "delta", "sigma")
+ROW_VECTORS = (
+    "target", "anchor", "log_total", "factor", "element", "alpha", "gamma", "delta", "sigma", "temperature"
+)  # fmt: skip
 
 # What the epilogue gives.
 SUMS = "sums"  # sums per row only
@@ -438,11 +440,14 @@ class Logits:
     """Whether the weight is [D, V]."""
     seldom: bool = False
     """Whether the kernel mostly has no tile. Then it has one epilogue for all of them, and is made in less time."""
+    each: bool = False
+    """Whether each row has a temperature of its own."""
 
     @property
     def tiles(self) -> Tiles:
-        """They go in turn, but not where softcap or statistics need many registers."""
-        in_turn = self.mode in IN_TURN and self.cap is None and self.lines in (("sum",), ())
+        """They go in turn, but not where softcap, temperatures or statistics need many registers."""
+        plain = self.cap is None and not self.each and self.lines in (("sum",), ())
+        in_turn = self.mode in IN_TURN and plain
         return dataclasses.replace(HOPPER.logits_in_turn if in_turn else HOPPER.logits, group=self.group)
 
     @property
@@ -480,7 +485,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
         start: [1] int32: the first vocabulary entry.
         limit: [1] int32, or none: entries from there on count as past the end.
         x: [C, D]; w: [V, D], or [D, V] with config.turned; bias: [tiles of V] float32, or none.
-        target: [rows] int32; anchor: [rows] float32.
+        target: [rows] int32; anchor: [rows] float32; temperature: [rows] float32, with config.each.
         hits: [rows / config.shape[0], column tiles] int32: how many targets lie in a warpgroup's part of a tile. None
             with config.seldom.
         class_weight: [tiles of V] float32, where logits are summed, or beside sigma.
@@ -518,11 +523,12 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
                 place = tile.column + first
                 if "bias" in r:
                     z = z + _along_columns(load(r["bias"], start + place, width, COLUMN_LAYOUT), z.shape)
-                z = capped(z, config.scale, config.cap)
                 column = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=plgpu.Layout.WGMMA)
                 here = column < end - place if careful else None
+                block = _Block(r, vectors, start + place, column, here)
+                z = capped(z, *block.scales(config))
                 make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
-                values, sums = make(config, _Block(r, vectors, start + place, column, here), z)
+                values, sums = make(config, block, z)
                 lines = _merged(lines, sums, first)
                 if e is not None:
                     to = e.at[pl.ds(tile.row, tile.height), pl.ds(tile.column, tile.width)]
@@ -614,6 +620,14 @@ class _Block:
         values = load(self.r[name], self.place, self.column.shape[1], COLUMN_LAYOUT)
         return _along_columns(values, self.column.shape)
 
+    def scales(self, config: Logits) -> tuple[Factor, Factor | None]:
+        """logit_scale and softcap, divided by the rows' temperatures: f(r) / T is f with these two."""
+        if not config.each:
+            return config.scale, config.cap
+        cold = 1.0 / self.vectors["temperature"]
+        scale, *cap = (_along_rows(cold * v, self.column.shape) for v in (config.scale, config.cap) if v is not None)
+        return scale, cap[0] if cap else None
+
     def is_target(self) -> Array:
         return self.column == _along_rows(self.vectors["target"] - self.place, self.column.shape)
 
@@ -645,7 +659,7 @@ def _exponentials(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str,
         if "class_weight" in b.r:
             counted = counted * b.columns("class_weight")
         lines["logit_sum"] = jnp.sum(counted, axis=1)
-    return sloped(e, z, config.cap) if config.mode == ANCHORED else e, lines
+    return sloped(e, z, b.scales(config)[1]) if config.mode == ANCHORED else e, lines
 
 
 def _highest(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Array]]:
@@ -668,7 +682,7 @@ def _known(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Array]
     if "sigma" in b.r:
         sigma = b.rows("sigma")
         e = e - (sigma * b.columns("class_weight") if "class_weight" in b.r else sigma)
-    e = sloped(e, z, config.cap) * b.rows("factor")
+    e = sloped(e, z, b.scales(config)[1]) * b.rows("factor")
     if b.here is not None:
         e = jnp.where(b.here, jnp.where(b.is_target(), b.rows("element"), e), 0.0)
     return e, {}

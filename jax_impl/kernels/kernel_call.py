@@ -134,11 +134,17 @@ class KernelCall:
         """Of a first product; ``more``: what its epilogue sums."""
         o = self.options
         columns, turned = columns or self.vocab, self.turned
+        more["each"] = self.inputs.temperature is not None
         return hopper.Logits(mode, columns, o.logit_scale, o.softcap, group=self.group, turned=turned, **more)
 
     def line(self, config: hopper.Logits) -> jax.ShapeDtypeStruct:
         """Shape of partial sums that a first product writes."""
         return jax.ShapeDtypeStruct((config.column_tiles, self.rows), jnp.float32)
+
+    def temperatures(self, rows: Rows) -> Array | None:
+        """The rows' own, if each token has one."""
+        given = self.inputs.temperature
+        return None if given is None else rows.pick(given, 1.0)
 
     def first_product(self, config: hopper.Logits, rows: Rows, start: Index = 0) -> dict[str, Array]:
         """What every first product reads."""
@@ -151,6 +157,9 @@ class KernelCall:
             hits = jnp.zeros((self.rows // height, config.column_tiles), jnp.int32)
             column = jnp.where(rows.target >= start, tile, config.column_tiles)
             operands["hits"] = hits.at[part, column].add(1, mode="drop")
+        temperature = self.temperatures(rows)
+        if temperature is not None:
+            operands["temperature"] = temperature
         if self.limit is not None:
             operands["limit"] = self.limit
         return operands if self.bias is None else operands | {"bias": self.bias}

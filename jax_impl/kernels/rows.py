@@ -37,12 +37,14 @@ def dots(a: Array, b: Array) -> Array:
     return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(axis=-1)
 
 
-def row_logits(x: Array, rows: Array, bias: Array | None, target: Array, options: LossOptions) -> Array:
-    """z_{i, target_i} of the hidden states x and the weight's rows of their targets."""
+def row_logits(
+    x: Array, rows: Array, bias: Array | None, target: Array, options: LossOptions, temperature: Array | None
+) -> Array:
+    """z_{i, target_i} of the hidden states x and the weight's rows of their targets; temperature: the rows' own."""
     z = dots(x, rows)
     if bias is not None:
         z = z + bias[target].astype(jnp.float32)
-    return capped(z, options)
+    return capped(z, options, temperature)
 
 
 def own_target_logits(inputs: Inputs, options: LossOptions) -> Array:
@@ -50,5 +52,5 @@ def own_target_logits(inputs: Inputs, options: LossOptions) -> Array:
     place = inputs.shard.place(inputs.target)
     x = jnp.where(inputs.valid[:, None], inputs.hidden, 0)
     wanted = jnp.maximum(place, 0)
-    z = row_logits(x, weight_at(inputs, wanted), inputs.bias, wanted, options)
+    z = row_logits(x, weight_at(inputs, wanted), inputs.bias, wanted, options, inputs.temperature)
     return jnp.where(place >= 0, z, 0.0)

@@ -117,7 +117,8 @@ def _target_logits(c: KernelCall, rows: Rows) -> Array:
     if c.inputs.shared is not None:
         return rows.pick(c.inputs.shared.target_logit)
     wanted = jnp.maximum(rows.target, 0)
-    z = row_logits(c.hidden[rows.token], c.weight_rows(rows), c.inputs.bias, wanted, c.options)
+    x, weight = c.hidden[rows.token], c.weight_rows(rows)
+    z = row_logits(x, weight, c.inputs.bias, wanted, c.options, c.temperatures(rows))
     return jnp.where(rows.exists, jnp.where(rows.target < 0, jnp.nan, z), 0.0)
 
 
@@ -171,7 +172,7 @@ def _factors(c: KernelCall, rows: Rows, running: RunningSums, sums: TokenSums, g
     """
     alpha, beta = numerics.alpha_beta(XP, c.inputs, c.options, sums.lse, _class_weights(c, rows))
     share = numerics.target_over_alpha(XP, alpha, beta, running.e_target(), running.s)
-    share = numerics.sloped(XP, share, sums.target_logit, c.options, None)
+    share = numerics.sloped(XP, share, sums.target_logit, c.options, c.temperatures(rows))
     factor = g[rows.token] * alpha / (running.s + running.e_target())
     factor = jnp.where(rows.exists, factor, 0.0)
     here = rows.exists & (rows.target >= 0) if c.inputs.shard.active else rows.exists
@@ -230,5 +231,7 @@ def with_weighted(c: KernelCall, sums: TokenSums, smoothing: Smoothing | None) -
     """The sums with Σ_j k_j z_ij, where label smoothing is no part of the matrix."""
     if smoothing is None:
         return sums
-    weighted = dots(c.inputs.hidden, smoothing.weighted_rows) + smoothing.weighted_bias
-    return sums._replace(weighted_logits=c.inputs.shard.total(weighted * c.options.logit_scale))
+    weighted = (dots(c.inputs.hidden, smoothing.weighted_rows) + smoothing.weighted_bias) * c.options.logit_scale
+    if c.inputs.temperature is not None:
+        weighted = weighted / c.inputs.temperature
+    return sums._replace(weighted_logits=c.inputs.shard.total(weighted))

@@ -93,7 +93,7 @@ def distillation_loss(
         memory_budget: bytes of scratch beyond inputs and gradients; None: 8 GiB for whole rows, and if they take more,
             tiles of up to 2048 × 2048.
         backend: as for :func:`linear_cross_entropy`: whether kernels make losses and gradient, and of tiles the
-            logsumexps. With a temperature per token all is in plain operations.
+            logsumexps.
         process_group: the ranks that share the vocabulary, as for :func:`linear_cross_entropy`. weight, bias,
             teacher_weight and teacher_bias are this rank's rows, of the same ids; all else is the same on every rank.
             dX is summed over the ranks.

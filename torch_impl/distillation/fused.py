@@ -29,18 +29,18 @@ def row_losses(
     assert isinstance(divergence, Divergence)
     assert hard is None or isinstance(hard, Hard)
     student, teacher = raw_rows(inputs, rows), divergence.teacher.raw(rows)
-    temperature = 1.0 if hard is None else hard.temperature
-    assert isinstance(temperature, float), "a temperature per token is not the kernel's"
+    each = None if inputs.temperature is None else inputs.temperature[rows]
+    temperature = hard.temperature if hard is not None and isinstance(hard.temperature, float) else 1.0
     bias, teacher_bias = (None if b is None else b.contiguous() for b in (inputs.bias, teacher.bias))
     with on_device(student.device):
         launch(row_kernels.row_losses_kernel, student.shape[0])(
             student, teacher.r, bias, teacher_bias, inputs.valid[rows].view(torch.int8),
-            None if hard is None else hard.ids[rows], losses, losses if gradient is None else gradient,
+            None if hard is None else hard.ids[rows], each, losses, losses if gradient is None else gradient,
             student.shape[1], student.stride(0), teacher.r.stride(0), 0 if gradient is None else gradient.stride(0),
             *_scales(options), *_scales(teacher.options), float(divergence.beta),
             0.0 if hard is None else float(hard.coef), temperature,
-            **_flags("", bias, options), **_flags("TEACHER_", teacher_bias, teacher.options),
-            NORMALIZE=teacher.options is not None,
+            **_flags("", bias, options, each), **_flags("TEACHER_", teacher_bias, teacher.options, each),
+            HAS_TEMPERATURE=each is not None, NORMALIZE=teacher.options is not None,
             KIND=_kind(divergence.beta), HARD=hard is not None, STORE=gradient is not None,
             BLOCK=column_block(student.shape[1], BLOCK), num_warps=WARPS,
         )  # fmt: skip
@@ -85,9 +85,10 @@ def _scales(options: LossOptions | None) -> tuple[float, float]:
     return (1.0, 1.0) if options is None else (float(options.logit_scale), float(options.softcap or 1.0))
 
 
-def _flags(side: str, bias: Tensor | None, options: LossOptions | None) -> dict[str, bool]:
+def _flags(side: str, bias: Tensor | None, options: LossOptions | None, each: Tensor | None) -> dict[str, bool]:
+    """What a side's logits are made with; ``each``: the tokens' own temperatures, which divide the scale."""
     return {
         f"HAS_{side}BIAS": bias is not None,
-        f"HAS_{side}SCALE": options is not None and options.logit_scale != 1.0,
+        f"HAS_{side}SCALE": options is not None and (options.logit_scale != 1.0 or each is not None),
         f"HAS_{side}CAP": options is not None and options.softcap is not None,
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from logitless.torch_impl.kernels.portable import LOG2E, LOWEST_ANCHOR, capped, log1p
+from logitless.torch_impl.kernels.portable import LOG2E, LOWEST_ANCHOR, capped, log1p, tempered
 
 # Which divergence: β = 0, between 0 and 1, 1.
 FORWARD, MIXED, REVERSE = (tl.constexpr(kind) for kind in range(3))
@@ -150,22 +150,26 @@ def whole_gradient(
 
 @triton.jit
 def row_losses_kernel(
-    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, valid_ptr, hard_ptr, loss_ptr, gradient_ptr, vocab,
-    student_stride, teacher_stride, gradient_stride, scale, cap, teacher_scale, teacher_cap, beta, nll_coef,
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, valid_ptr, hard_ptr, temperature_ptr, loss_ptr, gradient_ptr,
+    vocab, student_stride, teacher_stride, gradient_stride, scale, cap, teacher_scale, teacher_cap, beta, nll_coef,
     hard_temperature,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr,
-    HAS_TEACHER_SCALE: tl.constexpr, HAS_TEACHER_CAP: tl.constexpr, NORMALIZE: tl.constexpr, KIND: tl.constexpr,
-    HARD: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_TEACHER_SCALE: tl.constexpr, HAS_TEACHER_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    NORMALIZE: tl.constexpr, KIND: tl.constexpr, HARD: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A token's loss and, if STORE, the gradient of the student's r + b but for logit_scale; zeros for a token that
     does not count, of which nothing is read.
 
     NORMALIZE: the teacher's rows are raw logits, else log-probabilities. HARD: nll_coef times the hard loss is added,
-    of the logits times hard_temperature.
+    of the logits times hard_temperature. HAS_TEMPERATURE: temperature_ptr has the token's own, in place of it.
     """
     row = tl.program_id(0).to(tl.int64)
     valid = tl.load(valid_ptr + row) != 0
     stop = tl.where(valid, vocab, 0)
+    scale, cap = tempered(temperature_ptr, row, valid, scale, cap, HAS_TEMPERATURE)
+    teacher_scale, teacher_cap = tempered(temperature_ptr, row, valid, teacher_scale, teacher_cap, HAS_TEMPERATURE)
+    if HAS_TEMPERATURE:
+        hard_temperature = tl.load(temperature_ptr + row)
     student_ptr += row * student_stride
     teacher_ptr += row * teacher_stride
     gradient_ptr += row * gradient_stride

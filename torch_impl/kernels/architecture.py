@@ -50,10 +50,12 @@ class Architecture:
     """Whether dW's product can read exponentials that lie where it writes."""
     turned: bool = True
     """Whether it takes a weight that lies in memory as [D, V]. Tiles that it would make spill registers do not."""
+    temperatures: bool = True
+    """Whether its first product takes a temperature per token."""
 
-    def takes(self, arithmetic: str, chip: str | None, aligned: bool, turned: bool) -> bool:
+    def takes(self, arithmetic: str, chip: str | None, aligned: bool, turned: bool, each: bool) -> bool:
         here = self.chips is None or (chip is not None and chip.startswith(self.chips))
-        fits = (aligned or not self.aligned) and (self.turned or not turned)
+        fits = (aligned or not self.aligned) and (self.turned or not turned) and (self.temperatures or not each)
         return here and arithmetic == self.arithmetic and fits
 
     @property
@@ -109,6 +111,7 @@ ARCHITECTURES = [
         chips=RUN,
         aligned=True,
         in_place=True,
+        temperatures=False,
     ),
     # By pointers, without a spilled register, in no more shared memory than a chip has: 163 KiB (8.0, 8.7), 99 KiB
     # (8.6, 8.9, 12.x), 64 KiB (gfx942), 160 KiB (gfx950). The first product's tile of 16 bits has 256 columns
@@ -186,7 +189,8 @@ ARCHITECTURES = [
         "portable, 16 bits",
         _portable,
         {
-            **dict.fromkeys((LOGITS, LOGITS_MORE), Tiles(128, 256, 64, split=True, flatten=True)),
+            LOGITS: Tiles(128, 256, 64, split=True, flatten=True),
+            LOGITS_MORE: Tiles(64, 256, 64),
             HIDDEN: Tiles(128, 256, 64, group=4),
             HIDDEN_SUM: Tiles(128, 256, 64, group=4),
             WEIGHT: Tiles(128, 256, 64, split=True, stages=4),
@@ -212,12 +216,13 @@ def arithmetic_of(dtype: torch.dtype, chip: str | None) -> str:
     return "ieee" if exact else "tf32"
 
 
-# Why the kernels are not used on a device for a dtype, though they are built for its chip: first_check.py says.
-refused: dict[tuple[torch.device, torch.dtype], str] = {}
+# Why the kernels are not used on a device for a dtype, though they are built for its chip: first_check.py says. True:
+# only where each token has a temperature of its own.
+refused: dict[tuple[torch.device, torch.dtype, bool], str] = {}
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no record is for this GPU, or why its kernels are not used, or None."""
+def unavailable(device: torch.device, dtype: torch.dtype, each: bool = False) -> str | None:
+    """Why no record is for this GPU, or why its kernels are not used, or None. ``each``: as :func:`architecture_of`."""
     index = device.index
     if device.type == "cuda" and index is None:
         index = torch.cuda.current_device()
@@ -227,7 +232,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
             f"its kernels are built for NVIDIA GPUs of compute capability 8.x, 9.x, 10.x and 12.x, and for AMD's "
             f"gfx942 and gfx950, not {chip}"
         )
-    return refused.get((device, dtype))
+    return refused.get((device, dtype, False)) or (refused.get((device, dtype, True)) if each else None)
 
 
 @functools.lru_cache
@@ -269,15 +274,18 @@ def has_products(architecture_products: Callable[[], Products]) -> bool:
     return True
 
 
-def architecture_of(dtype: torch.dtype, index: int | None, aligned: bool, turned: bool = False) -> Architecture:
+def architecture_of(
+    dtype: torch.dtype, index: int | None, aligned: bool, turned: bool = False, each: bool = False
+) -> Architecture:
     """The first record that takes operands of this dtype on the device.
 
-    aligned: whether every operand's rows start on 16 bytes; turned: whether the weight lies in memory as [D, V].
+    aligned: whether every operand's rows start on 16 bytes; turned: whether the weight lies in memory as [D, V]; each:
+    whether each token has a temperature of its own.
     """
     chip = chip_of(index)
     arithmetic = arithmetic_of(dtype, chip)
     return next(
         found
         for found in ARCHITECTURES
-        if found.takes(arithmetic, chip, aligned, turned) and has_products(found.products)
+        if found.takes(arithmetic, chip, aligned, turned, each) and has_products(found.products)
     )

@@ -3,7 +3,8 @@
 The kernels were run on Hopper. For other chips they were compiled only. There, the first call of a kind computes a
 small problem by its kernels and by plain operations. A kind is what the kernels depend on: dtypes, the hidden size,
 options, whether there are several chunks. If the results differ or a launch fails, the kernels are unavailable on that
-device for that dtype from then on, and one warning says why.
+device for that dtype from then on, and one warning says why. A temperature per token was run on no GPU yet, so its
+first call is checked on Hopper too.
 
 ``LOGITLESS_CHECK=0`` turns the check off, ``LOGITLESS_CHECK=1`` has it on every chip. It is never made while a CUDA
 graph is captured or torch.compile traces: there the kernels run unchecked, as they do in calls on several ranks, whose
@@ -44,7 +45,9 @@ def checked(ready: Callable[[], tuple[Arrays, Call]]) -> tuple[Arrays, Call]:
 
 def passes(arrays: Arrays, call: Call) -> bool:
     """Whether the call's kernels may run: they need no check, or they have passed it. If not, they are unavailable."""
-    if call.backend != "triton" or call.traced or not arrays.target.numel() or not wanted(arrays.hidden.device):
+    if call.backend != "triton" or call.traced or not arrays.target.numel():
+        return True
+    if not wanted(arrays.hidden.device, arrays.temperature is not None):
         return True
     kind = _kind(arrays, call)
     if kind in _passed:
@@ -53,14 +56,15 @@ def passes(arrays: Arrays, call: Call) -> bool:
     if reason is None:
         _passed.add(kind)
         return True
-    _give_up(arrays.hidden.device, call.compute_dtype, reason)
+    _give_up(arrays, call.compute_dtype, reason)
     return False
 
 
-def wanted(device: torch.device) -> bool:
-    """Whether kernels on the device are checked, and can be now."""
+def wanted(device: torch.device, each: bool = False) -> bool:
+    """Whether kernels on the device are checked, and can be now. ``each``: with a temperature per token."""
     asked = os.environ.get("LOGITLESS_CHECK", "")
-    if asked == "0" or (asked != "1" and not is_new(device.index)):
+    new = is_new(device.index) or (each and device.type == "cuda")
+    if asked == "0" or (asked != "1" and not new):
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
@@ -134,10 +138,12 @@ def _small(arrays: Arrays, call: Call) -> tuple[Arrays, ChunkPlan]:
     hidden.requires_grad_(arrays.hidden.requires_grad)
     target = torch.randint(vocab, (tokens,), generator=random, device=device).to(arrays.target.dtype)
     target[::7] = call.options.ignore_index
-    given = None if arrays.token_weight is None else arrays.token_weight.reshape(-1)
-    positive = [like(v, n, 1.0) for v, n in ((given, tokens), (arrays.class_weight, vocab))]
-    token_weight, class_weight = (None if v is None else v.abs_() for v in positive)
-    small = Arrays(hidden, weight, like(arrays.bias, vocab, 1.0), target, token_weight, class_weight)
+    flat = [None if v is None else v.reshape(-1) for v in (arrays.token_weight, arrays.temperature)]
+    positive = [like(v, n, 1.0) for v, n in ((flat[0], tokens), (arrays.class_weight, vocab), (flat[1], tokens))]
+    token_weight, class_weight, temperature = (None if v is None else v.abs_() for v in positive)
+    if temperature is not None:
+        temperature += 0.5
+    small = Arrays(hidden, weight, like(arrays.bias, vocab, 1.0), target, token_weight, class_weight, temperature)
     chunk = min(plan.token_chunk, TOKEN_CHUNK) if len(plan.token_slices) > 1 else tokens
     block = min(plan.vocab_chunk, VOCAB_CHUNK if plan.order != "tokens" and len(plan.vocab_slices) > 1 else vocab)
     at_a_time, summed = min(plan.weight_tokens, TOKEN_CHUNK), max(0, vocab - VOCAB_CHUNK) if plan.summed else 0
@@ -174,13 +180,17 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _give_up(device: torch.device, dtype: torch.dtype, reason: str) -> None:
-    record = architecture.architecture_of(dtype, device.index, True).name
+def _give_up(arrays: Arrays, dtype: torch.dtype, reason: str) -> None:
+    """The kernels are unavailable. Where they were run before, that is said of a temperature per token alone."""
+    device, each = arrays.hidden.device, arrays.temperature is not None
+    record = architecture.architecture_of(dtype, device.index, True, each=each).name
     chip = architecture.chip_of(device.index)
     why = f"they failed the check of their first call on this chip ({chip}, {record!r}): {reason}"
-    architecture.refused[device, dtype] = why
+    alone = each and not is_new(device.index)
+    architecture.refused[device, dtype, alone] = why
+    beside = " beside a temperature per token" if alone else ""
     warnings.warn(
-        f"logitless: the Triton kernels are not used for {dtype} on {device}: {why}. Plain operations "
+        f"logitless: the Triton kernels are not used for {dtype} on {device}{beside}: {why}. Plain operations "
         f"(backend='eager') are used instead; {REPORT}",
         RuntimeWarning,
         stacklevel=2,

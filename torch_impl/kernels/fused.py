@@ -76,7 +76,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable(device: torch.device, dtype: torch.dtype, each: bool = False) -> str | None:
     """Why these kernels cannot run there, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -84,7 +84,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"its kernels take bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda" and not (interpreted() and device.type == "cpu"):
         return spec.needs_cuda(device.type)
-    return architecture.unavailable(device, dtype)
+    return architecture.unavailable(device, dtype, each)
 
 
 # What is left of a loss's gradients when the upstream scalar arrives are products, that TMA writes to a buffer.

@@ -54,7 +54,8 @@ class KernelCall:
         self.vocab, self.shard = self.weight.shape[0], inputs.shard
         self.programs = multiprocessors(self.device.index)
         aligned = all(aligned_slices(w, plan.fused_columns) for w in (self.weight, into) if w is not None)
-        self.architecture = architecture_of(self.dtype, self.device.index, aligned, self.turned)
+        each = inputs.temperature is not None
+        self.architecture = architecture_of(self.dtype, self.device.index, aligned, self.turned, each)
         self.tma = aligned and self.architecture.descriptors
         self.products = self.architecture.products()
         self.block = column_block(self.size, 1024)
@@ -65,12 +66,15 @@ class KernelCall:
         self.precision = self.architecture.precision
         self.order, self.count, self.target = inputs.order, inputs.count, inputs.index
         self.target_weight = None if held is None else held.get("target_weight")
+        self.temperature: Tensor | None = None  # by position
         if held is not None:
             self.row_target = held["row_target"]
             return
         padded = padded_length(self.tokens, self.chunk)
         self.row_target = self.empty(padded, torch.int32)
         self.anchor = self.empty(padded)
+        if inputs.temperature is not None:
+            self.temperature = self.by_position(inputs.temperature)
 
     def on_device(self) -> Any:
         return on_device(self.device)
@@ -103,6 +107,7 @@ class KernelCall:
             "w_stride": self.weight.stride(1 if self.turned else 0),
             "bias_ptr": self.bias,
             "class_weight_ptr": self.class_weight,
+            "temperature_ptr": self.temperature,
             "order_ptr": self.order,
             "count_ptr": self.count,
             "tokens": self.tokens,
@@ -114,6 +119,7 @@ class KernelCall:
             "HAS_BIAS": self.bias is not None,
             "HAS_SCALE": self.scale != 1.0,
             "HAS_CAP": self.has_cap,
+            "HAS_TEMPERATURE": self.temperature is not None,
             "HAS_CLASS": self.class_weight is not None,
             "PROGRAMS": self.programs,
             "PRECISION": self.precision,

@@ -215,17 +215,17 @@ def loss_kernel(
 
 @triton.jit(do_not_specialize=["first", "chunk"])
 def rows_kernel(
-    hidden_ptr, w_ptr, bias_ptr, target_ptr, order_ptr, count_ptr, weighted_rows_ptr,
+    hidden_ptr, w_ptr, bias_ptr, target_ptr, order_ptr, count_ptr, weighted_rows_ptr, temperature_ptr,
     x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, flagged_ptr, target_w_ptr,
     first, chunk, hidden_stride, w_stride, x_stride, target_w_stride, size, scale, cap,
-    DOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, WEIGHTED: tl.constexpr,
-    TURNED: tl.constexpr, BLOCK: tl.constexpr,
+    DOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr, WEIGHTED: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program, one row: gather x, and make the anchor a = z_y (NaN for an id outside the vocabulary, which is −1; 0
     for ELSEWHERE).
 
-    weighted = x · Σ_j k_j w_j, label smoothing's part of the loss. A row past the last one becomes zero.
-    target_w has w_y if the weight is TURNED: :func:`target_weight_kernel`.
+    weighted = x · Σ_j k_j w_j, label smoothing's part of the loss. temperature, by position, divides both. A row past
+    the last one becomes zero. target_w has w_y if the weight is TURNED: :func:`target_weight_kernel`.
     """
     row = tl.program_id(0)
     position = first + row
@@ -249,11 +249,12 @@ def rows_kernel(
         if WEIGHTED:
             weighted += x.to(tl.float32) * tl.load(weighted_rows_ptr + column, mask=column < size, other=0.0)
     tl.store(row_target_ptr + row, target.to(tl.int32))
+    scale, cap = tempered(temperature_ptr, position, exists, scale, cap, HAS_TEMPERATURE)
     if DOTS:
         z = tl.sum(dot, 0)
         if HAS_BIAS:
             z += tl.load(bias_ptr + wanted).to(tl.float32)
-        z = capped(z, scale, cap, HAS_SCALE, HAS_CAP)
+        z = capped(z, scale, cap, HAS_SCALE or HAS_TEMPERATURE, HAS_CAP)
         z = tl.where(target < 0, tl.where(target == ELSEWHERE, 0.0, float("nan")), z)
         tl.store(anchor_ptr + row, tl.where(exists, z, NO_ROW))
         tl.store(highest_ptr + row, float("-inf"))
@@ -312,6 +313,16 @@ def capped(z, scale, cap, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr):
     if HAS_CAP:
         z = cap * tanh(z / cap)
     return z
+
+
+@triton.jit
+def tempered(temperature_ptr, place, mask, scale, cap, HAS_TEMPERATURE: tl.constexpr):
+    """scale and cap of rows, divided by their temperatures, which lie at ``place``. So f(r) / T is f with these two."""
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperature_ptr + place, mask=mask, other=1.0)
+        scale = scale / temperature
+        cap = cap / temperature
+    return scale, cap
 
 
 @triton.jit
@@ -449,12 +460,13 @@ def store_part(desc, part, row, column, ADD: tl.constexpr):
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
 def logits_kernel(
     x_desc, w_desc, e_desc, x_ptr, w_ptr, e_ptr, bias_ptr, class_weight_ptr, row_target_ptr, anchor_ptr, count_ptr,
-    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
+    temperature_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
     log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
     first, chunk, size, x_stride, w_stride, e_stride, start, columns, scale, cap,
     MODE: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_SIGMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_CLASS: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr,
+    HAS_SIGMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     SPLIT: tl.constexpr, FLATTEN: tl.constexpr, TMA: tl.constexpr, POINTERS: tl.constexpr, PRECISION: tl.constexpr,
     TURNED: tl.constexpr,
@@ -480,7 +492,10 @@ def logits_kernel(
         here = column < columns
         if HAS_BIAS:
             z += tl.load(bias_ptr + start + column, mask=here, other=0.0).to(tl.float32)[None, :]
-        z = capped(z, scale, cap, HAS_SCALE, HAS_CAP)
+        z_scale, z_cap = tempered(
+            temperature_ptr, (first + row)[:, None], (row < chunk)[:, None], scale, cap, HAS_TEMPERATURE
+        )
+        z = capped(z, z_scale, z_cap, HAS_SCALE or HAS_TEMPERATURE, HAS_CAP)
         target = tl.load(row_target_ptr + row, mask=row < chunk, other=-1)
         anchor = tl.load(anchor_ptr + row, mask=row < chunk, other=NO_ROW)
         if MODE == KNOWN:
@@ -500,7 +515,7 @@ def logits_kernel(
                     k_column = tl.load(class_weight_ptr + start + column, mask=here, other=0.0)[None, :]
                 e = e - tl.load(sigma_ptr + row, mask=row < chunk, other=0.0)[:, None] * k_column
             if HAS_CAP:
-                e = e * (1.0 - (z / cap) * (z / cap))
+                e = e * (1.0 - (z / z_cap) * (z / z_cap))
             e = e * tl.load(factor_ptr + row, mask=row < chunk, other=0.0)[:, None]
             is_target = (start + column)[None, :] == target[:, None]
             e = tl.where(is_target, tl.load(target_value_ptr + row, mask=row < chunk, other=0.0)[:, None], e)
@@ -540,7 +555,7 @@ def logits_kernel(
                 tl.store(squares_ptr + line, tl.sum(e * e, 1) * (SQUARED_SCALE * SQUARED_SCALE), mask=inside)
             if MODE == ANCHORED:
                 if HAS_CAP:
-                    e = e * (1.0 - (z / cap) * (z / cap))
+                    e = e * (1.0 - (z / z_cap) * (z / z_cap))
                 store_block(e_desc, e_ptr, e, m * BM, n * BN, chunk, columns, e_stride, BN, SPLIT, POINTERS)
 
 
@@ -552,11 +567,12 @@ def logits_kernel(
 def finish_kernel(
     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr, order_ptr, count_ptr,
     anchor_ptr, row_anchor_ptr, list_ptr, flagged_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr, row_target_ptr, record_ptr,
+    temperature_ptr,
     out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr,
     out_lowest_ptr, out_squared_ptr, factor_ptr, target_value_ptr, token_value_ptr, first, chunk, lines, keep, z_loss,
     cap, FLAGGED: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr,
-    FACTORS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr, RECORD: tl.constexpr,
-    SHARED: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
+    FACTORS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CLASS: tl.constexpr,
+    SMOOTH: tl.constexpr, RECORD: tl.constexpr, SHARED: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """BR rows: sum the column tiles' lines in order; write what the forward knows of each token; and with FACTORS
 
@@ -664,7 +680,8 @@ def finish_kernel(
             alpha = tl.where(tl.abs(alpha) < floor, tl.where(alpha < 0, -floor, floor), alpha)
             share = ((alpha - beta) * e_target - beta * s) / tl.where(alpha == 0, 1.0, alpha)
             if HAS_CAP:
-                share = share * (1.0 - (target_logit / cap) * (target_logit / cap))
+                _, z_cap = tempered(temperature_ptr, first + row, done, 1.0, cap, HAS_TEMPERATURE)
+                share = share * (1.0 - (target_logit / z_cap) * (target_logit / z_cap))
             u = tl.load(g_ptr + token, mask=done, other=0.0) * alpha / total
             value = u * share
             if SHARED:
@@ -689,10 +706,11 @@ def log1p(s):
 @triton.jit(do_not_specialize=["chunk"])
 def rescue_kernel(
     x_ptr, w_ptr, bias_ptr, row_target_ptr, list_ptr, flagged_ptr, row_anchor_ptr, e_ptr, sum_ptr, gap_ptr,
-    squares_ptr, chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale, cap,
+    squares_ptr, temperature_ptr, chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale, cap,
     MAXIMUM: tl.constexpr, STORE: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """The listed rows once more, by pointers: first (MAXIMUM) their largest logit, then sums and e relative to it.
 
@@ -718,7 +736,8 @@ def rescue_kernel(
             z = dot(a, b, z, PRECISION)
         if HAS_BIAS:
             z += tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
-        z = capped(z, scale, cap, HAS_SCALE, HAS_CAP)
+        z_scale, z_cap = tempered(temperature_ptr, row[:, None], exists[:, None], scale, cap, HAS_TEMPERATURE)
+        z = capped(z, z_scale, z_cap, HAS_SCALE or HAS_TEMPERATURE, HAS_CAP)
         if MAXIMUM:
             top = tl.max(tl.where(here[None, :], z, float("-inf")), 1)
             tl.atomic_max(row_anchor_ptr + row, top, mask=exists)
@@ -735,7 +754,7 @@ def rescue_kernel(
                 tl.store(squares_ptr + n * chunk + row, squares, mask=exists)
             if STORE:
                 if HAS_CAP:
-                    e = e * (1.0 - (z / cap) * (z / cap))
+                    e = e * (1.0 - (z / z_cap) * (z / z_cap))
                 place = e_ptr + row[:, None] * e_stride + column.to(tl.int64)[None, :] * e_column_stride
                 tl.store(place, e.to(e_ptr.dtype.element_ty), mask=exists[:, None] & here[None, :])
 

@@ -40,7 +40,7 @@ class Rows(Inputs):
     key: Tensor  # [N] int32 target, V for an ignored token, an id outside the vocabulary, and one of another rank
     order: Tensor  # [N] int32: the valid tokens, then the ignored ones
     count: Tensor  # [1] int32: how many are valid
-    relative: Tensor  # [N] token_weight over the largest of them
+    relative: Tensor  # [N] token_weight over the largest of them, divided by the token's temperature
     summary: Tensor  # [2]: 1 / Σ t k_y (1 for a sum), and logit_scale times the largest token weight
     class_index: Tensor  # [N] int64: where class_table has k_y
     class_table: Tensor | None
@@ -48,7 +48,7 @@ class Rows(Inputs):
 
 def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Shard | None = None) -> Rows:
     """:func:`chunk.prepare`, and the tokens' order."""
-    hidden, weight, bias, target, token_weight, class_weight, _ = arrays
+    hidden, weight, bias, target, token_weight, class_weight, temperature = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
     flat = target.reshape(-1)
     wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
@@ -81,12 +81,15 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
             "BLOCK": TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, "num_warps": 16,
         }  # fmt: skip
         launch_named(kernels.compact_kernel, (1,), values)
+    if temperature is not None:
+        temperature = temperature.reshape(-1).float().masked_fill(~flag, 1.0)
+        relative = relative / temperature
     return Rows(
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight=weight.to(dtype),
         bias=None if bias is None else bias.to(dtype), ids=wide, target=target, valid=flag, inside=inside,
         token_weight=weights, class_weight=class_weight, shard=shard, shared_classes=shared, index=whole, key=key,
         order=order, count=count, relative=relative, summary=summary, class_index=class_index, class_table=class_table,
-        temperature=None,
+        temperature=temperature,
     )  # fmt: skip
 
 

@@ -211,6 +211,7 @@ class Sums:
         c = self.call
         c.launch(
             kernels.rescue_kernel, c.programs, **addresses(x=x, e=e), row_target_ptr=c.row_target[first:],
+            temperature_ptr=None if c.temperature is None else c.temperature[first:],
             list_ptr=self.list, flagged_ptr=self.flagged, row_anchor_ptr=self.highest,
             sum_ptr=self.partial["sum_ptr"], gap_ptr=self.partial["gap_ptr"],
             squares_ptr=self.partial["squares_ptr"], SQUARES=self.squares,
@@ -222,7 +223,9 @@ class Sums:
     def result(self) -> TokenSums:
         weighted = self.weighted
         if weighted is not None and self.smoothing is not None:
-            weighted = weighted + self.smoothing.weighted_bias * self.call.options.logit_scale
+            bias, temperature = self.smoothing.weighted_bias, self.call.inputs.temperature
+            bias = bias * self.call.options.logit_scale
+            weighted = weighted + (bias if temperature is None else bias / temperature)
         return TokenSums(
             self.target_logit, self.out_anchor, self.log_total, weighted, self.entropy,
             self.argmax, self.max_logit, self.min_logit, self.others_squared,
