@@ -152,11 +152,9 @@ class KernelCall:
         operands |= {"x": rows.x, "w": self.weight}
         if not config.seldom:
             height, width = config.shape
-            tile = (rows.target - start) // width
-            part = jnp.arange(self.rows, dtype=jnp.int32) // height
-            hits = jnp.zeros((self.rows // height, config.column_tiles), jnp.int32)
-            column = jnp.where(rows.target >= start, tile, config.column_tiles)
-            operands["hits"] = hits.at[part, column].add(1, mode="drop")
+            tile = jnp.where(rows.target >= start, (rows.target - start) // width, -1).reshape(-1, height, 1)
+            number = jnp.arange(config.column_tiles, dtype=jnp.int32)
+            operands["hits"] = (tile == number).sum(axis=1, dtype=jnp.int32)
         temperature = self.temperatures(rows)
         if temperature is not None:
             operands["temperature"] = temperature

@@ -19,7 +19,10 @@ Result = TypeVar("Result")
 
 def after(done: Carry, first: Index) -> tuple[Carry, Array]:
     """``done``, and ``first`` once that is there. Chunks that need nothing of each other would hold two matrices."""
-    both: tuple[Carry, Array] = lax.optimization_barrier((done, jnp.asarray(first, jnp.int32)))
+    number = jnp.asarray(first, jnp.int32)
+    if not jax.tree.leaves(done):  # the only chunk: its number stays a constant, and what follows from it is made once
+        return done, number
+    both: tuple[Carry, Array] = lax.optimization_barrier((done, number))
     return both
 
 

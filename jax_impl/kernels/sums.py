@@ -159,10 +159,15 @@ def _rescued(c: KernelCall, rows: Rows, sums: RunningSums, extremes: bool) -> tu
 
 
 def _tiles_of(flagged: Array) -> Array:
-    """[1 + tiles]: how many row tiles hold a flagged row, then which."""
+    """[1 + tiles]: how many row tiles hold a flagged row, then which.
+
+    They are few, and counted. XLA takes four times as long to compile a sort as a sum.
+    """
     tiles = flagged.reshape(-1, HOPPER.tile_rows).any(axis=1)
-    number = tiles.sum(dtype=jnp.int32)
-    return jnp.concatenate([number.reshape(1), jnp.argsort(~tiles, stable=True).astype(jnp.int32)])
+    number = jnp.arange(tiles.shape[0], dtype=jnp.int32)
+    so_far = (tiles & (number <= number[:, None])).sum(axis=1, dtype=jnp.int32)
+    which = (so_far[:, None] <= number).sum(axis=0, dtype=jnp.int32)  # the first behind which there are more than k
+    return jnp.concatenate([so_far[-1:], which])
 
 
 def _factors(c: KernelCall, rows: Rows, running: RunningSums, sums: TokenSums, g: Array) -> Factors:
