@@ -59,6 +59,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "held per token": {"reduction": "none", "memory_budget": 2**30},
     "lse": {"return_lse": True, "z_loss": 1e-3},
     "a number": {"normalizer": 11.5},
+    "temperatures": {"temperature": True, "label_smoothing": 0.1, "softcap": 5.0},
+    "temperatures in chunks": {"temperature": True, "bias": True, "plan": {"order": "tokens", "chunk": 16}},
     "shifted": {"shift": 1},
     "zeros of several sizes": {"return_stats": True, "softcap": 5.0, "reduction": "sum", "bias": True, "tokens": 15},
     "no gradient": {"gradients": False, "return_stats": True},
@@ -67,6 +69,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "log-probs and entropy": {"function": linear_log_probs, "with_entropy": True},
     "log-probs and statistics": {"function": linear_log_probs, "return_stats": True},
     "held log-probs": {"function": linear_log_probs, "memory_budget": 2**30},
+    "held log-probs, temperatures": {"function": linear_log_probs, "memory_budget": 2**30, "temperature": True},
 }
 
 # Each of these steps is part of another one.
@@ -112,6 +115,8 @@ def arrays(seed: int, options: dict[str, Any], tokens: int = TOKENS) -> tuple[tu
     for name, shape in (("bias", VOCAB), ("class_weight", VOCAB), ("token_weight", tokens)):
         if options.pop(name, False):
             options[name] = normal(shape).abs().to(dtype).requires_grad_(name == "bias")
+    if options.pop("temperature", False):
+        options["temperature"] = normal(tokens).abs() + 0.5
     if "plan" in options:
         options["plan"] = plan(**SIZES | options["plan"])
     return (hidden, weight, target), options

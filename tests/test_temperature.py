@@ -199,6 +199,18 @@ def test_log_probs_with_one_per_token(impl: Any, dtype: str, softcap: float | No
 
 @pytest.mark.case(41, 46)
 @and_interpreted
+def test_a_last_chunk_that_is_not_full(impl: Any) -> None:
+    """The rows that are not there have no temperature, and are no number in no sum."""
+    x, w, y, b = some(impl.dtype)
+    tau, chosen = per_token(y), plan_for(Problem("", (24,), 16, 60), order="tokens", chunk=10)
+    made = impl.run(x, w, y, b, temperature=impl.array(tau), plan=None if impl.on_gpu else chosen)
+    true = reference.linear_cross_entropy(x, w, y, b, temperature=tau)
+    for name, grad in made.grads.items():
+        assert error(grad, getattr(true, f"{name}_grad")) <= ON_TOP_GRADIENT[impl.dtype], name
+
+
+@pytest.mark.case(41, 46)
+@and_interpreted
 @BOTH_CAPS
 def test_exponentials_that_wait_with_one_per_token(impl: Any, softcap: float | None) -> None:
     """A budget lets log-probabilities hold their exponentials for the upstream gradients."""

@@ -74,7 +74,7 @@ class KernelCall:
         self.row_target = self.empty(padded, torch.int32)
         self.anchor = self.empty(padded)
         if inputs.temperature is not None:
-            self.temperature = self.by_position(inputs.temperature)
+            self.temperature = self.by_position(inputs.temperature, behind=1.0)  # 0 · ∞ in a row that is not there
 
     def on_device(self) -> Any:
         return on_device(self.device)
@@ -195,11 +195,11 @@ class KernelCall:
             **self.products.logits(self, t, plain, known is not None),
         )  # fmt: skip
 
-    def by_position(self, values: Tensor) -> Tensor:
-        """Vectors [..., N] by token as ones by position, 0 behind the tokens; each begins on a boundary of 16 bytes."""
+    def by_position(self, values: Tensor, behind: float = 0.0) -> Tensor:
+        """Vectors [..., N] by token as ones by position, ``behind`` after the tokens; each begins on 16 bytes."""
         chosen = values.index_select(-1, self.order[: self.tokens])
         length = self.row_target.shape[0]
-        return torch.nn.functional.pad(chosen, (0, round_up(length, 4) - self.tokens))[..., :length]
+        return torch.nn.functional.pad(chosen, (0, round_up(length, 4) - self.tokens), value=behind)[..., :length]
 
     def tiles(self, kernel: str) -> Tiles:
         return self.architecture.tiles[kernel]
