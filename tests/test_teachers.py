@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from distilling import DISTILLING, DISTILLING_DTYPES, IN_EITHER_ORDER, ORDERS, cut_raggedly, take_order
-from implementations import in_jax, in_turn
+from implementations import in_every_torch_place, in_jax, in_turn
 from test_losses import ARGUMENTS, made, tools
 
 from logitless import reference
@@ -157,6 +157,31 @@ def test_problem(impl: Any, problem: Problem, dtype: str, order: str) -> None:
     result = outcome(impl, problem, poisoned(problem, a), dtype)
     assert_true(result, truth(problem, a), dtype)
     assert not result[1]["hidden"][a["mask"] == 0].any()
+
+
+@pytest.mark.case(47)
+@in_every_torch_place
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("layout", ["transposed", "stepped", "expanded"])
+def test_a_dense_teacher_of_any_layout(device: str, backend: str, layout: str, log: bool, order: str) -> None:
+    """The kernels read its probabilities along rows, however they lie."""
+    torch = pytest.importorskip("torch", reason="JAX's arrays have one layout")
+    from logitless.torch_impl import dense_distillation_loss
+
+    random = torch.Generator().manual_seed(0)
+    x, w, p = (torch.randn(*size, generator=random) for size in ((17, D), (V, D), (17, V)))
+    p = (p.log_softmax(1) if log else p.softmax(1)).to(device)
+    if layout == "expanded":
+        p = p[:1].expand_as(p)
+    plain = p.contiguous()
+    laid = {"transposed": plain.T.contiguous().T, "stepped": plain.repeat_interleave(2, 1)[:, ::2], "expanded": p}
+    results = []
+    for teacher in (plain, laid[layout]):
+        leaves = [leaf.to(device).detach().requires_grad_() for leaf in (x, w)]
+        loss = dense_distillation_loss(*leaves, teacher, log_teacher=log, beta=1.0, backend=backend)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert laid[layout].stride() != plain.stride()
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("rest", ["class", "spread", "drop", "dense"])

@@ -107,7 +107,10 @@ class Dense:
     """A tensor of the device and dtype of the result."""
 
     def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        tile = self._read(rows, slice(start, stop)).to(self.like.device, self.like.dtype, copy=True)
+        block = self._read(rows, slice(start, stop))
+        # Else a copy has its source's strides. The kernels read along rows.
+        plain = torch.contiguous_format
+        tile = block.to(self.like.device, self.like.dtype, copy=True, memory_format=plain)
         return tile if self.log else tile.log_(), None
 
     def raw(self, rows: slice) -> RawRows:
