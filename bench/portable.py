@@ -132,7 +132,7 @@ def measure(implementation: str, sizes: Sizes, variants: list[Variant], rounds: 
             "variant": variant.name,
             "order": None if variant.plan is None else variant.plan.order,
             "chunks": None if variant.plan is None else variant.plan.chunks,
-            "time_ms": round(timing.median_ms(times[variant.name]), 2),
+            "time_ms": round(timing.median_ms(times[variant.name]), 4),
             "times_ms": [round(value, 2) for value in times[variant.name]],
             "time_over_full_logits": round(timing.median_ms(times[variant.name]) / base, 4),
             "scratch_bytes": variant.scratch_bytes(),

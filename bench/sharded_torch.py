@@ -218,7 +218,8 @@ def rank_rows(
         answer.put(rows)
     dist.barrier()
     dist.destroy_process_group()
-    # A profiled group outlives this. A thread of gloo that drops a tensor while Python ends aborts the process.
+    # PyTorch's profiler keeps the group, and with it gloo's threads. If one of them drops a tensor while Python ends,
+    # the process is aborted.
     os._exit(0)
 
 

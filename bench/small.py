@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from bench import portable, timing
+from bench import portable
 from bench.architectures import on_chip
 from bench.registry import Results, register
 from bench.shapes import Shape, named
@@ -241,14 +241,12 @@ def host_rows(rounds: int) -> list[dict[str, Any]]:
 def cpu_rows(rounds: int) -> list[dict[str, Any]]:
     """A loss and its gradients by the default plan, beside full logits; ``over_full_logits`` is their ratio."""
     rows = []
-    for implementation, variants in portable.VARIANTS.items():
-        steps = {one.name: one for one in variants(CPU_SIZES) if one.name in ("full logits", "default")}
-        found = timing.interleaved_ms({name: one.step for name, one in steps.items()}, 200 * rounds)
-        times = {name: timing.median_ms(found[name]) for name in steps}
-        for name, one in steps.items():
-            row = {**dataclasses.asdict(CPU_SIZES), "variant": f"{implementation}, {name}"}
-            row |= {"time_ms": round(times[name], 4), "over_full_logits": round(times[name] / times["full logits"], 3)}
-            rows.append(row | {"scratch_bytes": one.scratch_bytes(), "over_floor": None})
+    for implementation, make in portable.VARIANTS.items():
+        variants = [one for one in make(CPU_SIZES) if one.name in ("full logits", "default")]
+        for found in portable.measure(implementation, CPU_SIZES, variants, 200 * rounds):
+            row = {**dataclasses.asdict(CPU_SIZES), "variant": f"{implementation}, {found['variant']}"}
+            row |= {"time_ms": found["time_ms"], "over_full_logits": found["time_over_full_logits"]}
+            rows.append(row | {"scratch_bytes": found["scratch_bytes"], "over_floor": None})
     return rows
 
 

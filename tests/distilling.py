@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from implementations import ALL, MORE_DTYPES, TorchTriton, interpreted
+from implementations import MORE_DTYPES, WITH_INTERPRETED, and_interpreted
 
 from logitless.objectives import ROWS, DistillationSizes, Tile, WholeRows, distillation_order
 
@@ -11,16 +11,9 @@ ORDERS = ("rows", "tiles")
 RAGGED = 32
 
 
-class Interpreted(TorchTriton):
-    """The kernel of whole rows on CPU tensors."""
-
-    dtypes = ("float32", "bfloat16", "float16")
-
-
-EVERY = [*ALL, pytest.param(Interpreted(), id="torch_triton", marks=interpreted)]
-DISTILLING = pytest.mark.parametrize("impl", EVERY)
+DISTILLING = and_interpreted
 # For tests whose subject is not the dtype: they take ``impl.dtype``.
-DISTILLING_DTYPES = pytest.mark.parametrize("impl", [*EVERY, *MORE_DTYPES])
+DISTILLING_DTYPES = pytest.mark.parametrize("impl", [*WITH_INTERPRETED, *MORE_DTYPES])
 
 
 def cut_raggedly(monkeypatch: pytest.MonkeyPatch, order: str, tokens: int, vocab: int) -> None:

@@ -172,6 +172,7 @@ class TorchTriton(TorchEager):
 
     name = "torch_triton"
     backend = "triton"
+    dtypes = ("float32", "bfloat16", "float16")
 
 
 class TorchEagerCuda(TorchEager):
@@ -440,7 +441,10 @@ if cuda_device_count():  # tests/test_gpu.py says so where there is none
     MORE_DTYPES.append(_parameter(TorchTritonCudaBfloat16(), "torch", pytest.mark.gpu))
 HAVE_BOTH = _installed("torch") and _installed("jax")
 
+WITH_INTERPRETED = [*ALL, pytest.param(TorchTriton(), id="torch_triton", marks=interpreted)]
+
 every_implementation = pytest.mark.parametrize("impl", ALL)
+and_interpreted = pytest.mark.parametrize("impl", WITH_INTERPRETED)
 # For tests whose subject is not the dtype: they take ``impl.dtype``.
 in_its_own_dtype = pytest.mark.parametrize("impl", [*ALL, *MORE_DTYPES])
 

@@ -59,7 +59,8 @@ def main(store: str) -> None:
             errors.append(float((ours.main_grad - theirs.grad).abs().max() / theirs.grad.abs().max()))
             left.append(ours.grad is not None)
     print(json.dumps({"errors": errors, "left": left}), flush=True)
-    # Megatron keeps some groups. A thread of gloo that drops a tensor while Python ends aborts the process.
+    # Megatron keeps some groups, and with them gloo's threads. If one of them drops a tensor while Python ends, the
+    # process is aborted.
     os._exit(0)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import ALL, TorchTriton, every_implementation, in_jax, in_turn, interpreted, problem_named
+from implementations import and_interpreted, every_implementation, in_jax, in_turn, problem_named
 
 from logitless import plan, reference
 from logitless.doctor import cuda_device_count
@@ -28,9 +28,6 @@ QUICK = (
     *("no_token", "all_ignored"),
 )
 GRADIENTS = ("hidden", "weight", "bias")
-with_kernels = pytest.mark.parametrize(
-    "impl", [*ALL, pytest.param(TorchTriton(), id="torch_triton", marks=interpreted)]
-)
 
 
 def options_of(problem: Problem) -> dict[str, Any]:
@@ -161,7 +158,7 @@ def test_every_problem(impl: Any, name: str, dtype: str) -> None:
 
 @pytest.mark.every_value(each="impl")
 @pytest.mark.case(45)
-@with_kernels
+@and_interpreted
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("count", [1, 1024])
 def test_one_id_and_many(impl: Any, count: int, shared: bool) -> None:
@@ -209,7 +206,7 @@ def test_a_confident_token_keeps_its_digits(impl: Any, place: int) -> None:
 
 
 @pytest.mark.case(45)
-@with_kernels
+@and_interpreted
 def test_one_id_is_linear_log_probs(impl: Any) -> None:
     problem = problem_named("odd_none")
     case = problem.case()
@@ -388,7 +385,7 @@ def test_the_largest(impl: Any, name: str, dtype: str, k: int) -> None:
 
 
 @pytest.mark.case(45)
-@with_kernels
+@and_interpreted
 def test_as_many_as_there_are(impl: Any) -> None:
     """k = V: every id once, also those at −inf."""
     check_top_k(impl, problem_named("banned"), 64)

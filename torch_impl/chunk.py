@@ -111,10 +111,12 @@ def shared_classes(shard: Shard, class_weight: Tensor | None, target: Tensor) ->
 
 def product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     """out = a b, or out += a b, accumulated in out's dtype."""
-    if a.dtype != out.dtype:  # which a CPU cannot do
-        _ = torch.addmm(out, a, b, out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
-    else:
+    if a.dtype == out.dtype:
         _ = torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def capped(z: Tensor, options: LossOptions, temperature: Tensor | None = None) -> Tensor:

@@ -169,7 +169,7 @@ def loss_gradients(
     is used up)."""
     if waiting is not None:
         with _no_autocast(arrays):
-            return _cast(waiting.finish(upstream), arrays)
+            return _cast(waiting.finish(upstream.to(accumulation_dtype(call.compute_dtype))), arrays)
     return _run_step(
         "loss_gradients", arrays, call, needs, lambda call: _known_loss(arrays, call, needs, saved, upstream, g_lse),
         *saved, upstream, g_lse,

@@ -222,7 +222,7 @@ def listed_targets(c: KernelCall, by_token: Factors) -> dict[str, Array]:
 
     rows = hopper.pair_rows()
     pairs = round_up(c.vocab, rows) // rows
-    # Counted one by one, which one kernel does; a search for each bound takes three.
+    # How many listed rows lie below each edge. XLA makes one kernel of this sum, and three of a search.
     edge = jnp.arange(pairs + 1, dtype=jnp.int32)[:, None] * rows
     fresh = lax.optimization_barrier(jnp.where(first & real, key, c.vocab + rows))
     bounds = (fresh < edge).sum(axis=1, dtype=jnp.int32)

@@ -161,12 +161,13 @@ def _rescued(c: KernelCall, rows: Rows, sums: RunningSums, extremes: bool) -> tu
 def _tiles_of(flagged: Array) -> Array:
     """[1 + tiles]: how many row tiles hold a flagged row, then which.
 
-    They are few, and counted. XLA takes four times as long to compile a sort as a sum.
+    The k-th of the list, from 0, is how many tiles have at most k flagged ones up to and with themselves: the next one
+    is flagged. There are few tiles, and XLA takes four times as long to compile a sort as such sums.
     """
     tiles = flagged.reshape(-1, HOPPER.tile_rows).any(axis=1)
     number = jnp.arange(tiles.shape[0], dtype=jnp.int32)
     so_far = (tiles & (number <= number[:, None])).sum(axis=1, dtype=jnp.int32)
-    which = (so_far[:, None] <= number).sum(axis=0, dtype=jnp.int32)  # the first behind which there are more than k
+    which = (so_far[:, None] <= number).sum(axis=0, dtype=jnp.int32)
     return jnp.concatenate([so_far[-1:], which])
 
 

@@ -108,8 +108,7 @@ class Dense:
 
     def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         block = self._read(rows, slice(start, stop))
-        # Else a copy has its source's strides. The kernels read along rows.
-        plain = torch.contiguous_format
+        plain = torch.contiguous_format  # a copy keeps its source's strides otherwise, and kernels read along rows
         tile = block.to(self.like.device, self.like.dtype, copy=True, memory_format=plain)
         return tile if self.log else tile.log_(), None
 

@@ -216,8 +216,8 @@ def arithmetic_of(dtype: torch.dtype, chip: str | None) -> str:
     return "ieee" if exact else "tf32"
 
 
-# Why the kernels are not used on a device for a dtype, though they are built for its chip: first_check.py says. True:
-# only where each token has a temperature of its own.
+# Why the kernels are not used on a device for a dtype, though they are built for its chip: first_check.py says. Under
+# True is why calls with a temperature per token do not use them, while others do.
 refused: dict[tuple[torch.device, torch.dtype, bool], str] = {}
 
 

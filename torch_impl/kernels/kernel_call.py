@@ -74,7 +74,8 @@ class KernelCall:
         self.row_target = self.empty(padded, torch.int32)
         self.anchor = self.empty(padded)
         if inputs.temperature is not None:
-            self.temperature = self.by_position(inputs.temperature, behind=1.0)  # 0 · ∞ in a row that is not there
+            # Rows behind the last token are zeros. Divided by a temperature of 0 they would be NaN.
+            self.temperature = self.by_position(inputs.temperature, behind=1.0)
 
     def on_device(self) -> Any:
         return on_device(self.device)
