@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
-from distilling import Interpreted, cut_raggedly, rows_of  # noqa: E402
-from implementations import TorchEager, in_turn  # noqa: E402
+from distilling import cut_raggedly, rows_of  # noqa: E402
+from implementations import TorchEager, TorchTriton, in_turn  # noqa: E402
 from parted_teachers import EVERY, HEADS, TOKENS, case_of, outcome_of, part_of  # noqa: E402
 from ranks import Failed, Ranks, group_of  # noqa: E402
 from test_teachers import DTYPES, ORDERS, Problem, V, assert_true  # noqa: E402
@@ -79,7 +79,7 @@ BY_KERNELS = [p for p in EVERY if p.name in ("head-0", "head-options", "head-har
 @pytest.mark.parametrize(("problem", "dtype"), in_turn(BY_KERNELS, ["float32", "bfloat16"]))
 def test_the_kernels_on_two_ranks(pool: Ranks, problem: Problem, dtype: str, order: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    result = joined(pool.run(problem_run, Interpreted(), problem, dtype, order, 2, ranks=2))
+    result = joined(pool.run(problem_run, TorchTriton(), problem, dtype, order, 2, ranks=2))
     assert_true(result, case_of(problem, dtype)[1], dtype)
 
 
