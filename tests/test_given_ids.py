@@ -293,7 +293,8 @@ def test_a_nan_token_spoils_itself_alone(impl: Any) -> None:
     hidden = case.hidden.copy()
     hidden[0, 1], hidden[2, 5] = np.nan, np.nan
     function = package(impl).linear_token_log_probs
-    made = impl.numpy(function(impl.array(hidden), impl.array(case.weight), impl.array(ids), backend=impl.backend))
+    x, w = impl.array(hidden, impl.dtype), impl.array(case.weight, impl.dtype)
+    made = impl.numpy(function(x, w, impl.array(ids), backend=impl.backend))
     bad = np.zeros(made.shape, bool)
     bad[2, 5] = True
     np.testing.assert_array_equal(np.isnan(made), bad)

@@ -419,7 +419,8 @@ def policy_constants(options: dict[str, Any]) -> tuple[str, ...]:
 def held_policy(impl: Any, options: dict[str, Any], per_sequence: bool, dtype: str) -> None:
     a = arrays(dtype)
     if per_sequence:
-        a["advantage"] = a["advantage"][:, 0]
+        first = a["advantage"][:, 0]
+        a["advantage"] = np.where(first > 0, 2 * first, first)  # so that the sequences do not cancel
     truth, constants = true(impl, a, full_policy(a, **options)), policy_constants(options)
     for key in ("hidden", *constants[2:]):
         a[key] = a[key] if a[key].ndim == 1 else poisoned(a[key], a)

@@ -144,7 +144,7 @@ def with_ignored(y: Any) -> Any:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("order", ["tokens", "vocab"])
 def test_a_loss_with_one_per_token(impl: Any, name: str, order: Any, softcap: float | None) -> None:
-    x, w, y, b = some("float32")
+    x, w, y, b = some(impl.dtype)
     y, rng, options = with_ignored(y), np.random.default_rng(2), dict(OPTIONS[name])
     tau, k = per_token(y), rng.uniform(0.2, 2.0, 60).astype(np.float32)
     t, g, h = rng.uniform(0.2, 2.0, 24).astype(np.float32), rng.standard_normal(24), rng.standard_normal(24)
@@ -162,13 +162,13 @@ def test_a_loss_with_one_per_token(impl: Any, name: str, order: Any, softcap: fl
     true = reference.linear_cross_entropy(
         x, w, y, b, softcap=softcap, temperature=tau, token_weight=t, class_weight=k, **upstreams, **options
     )
-    assert error(made.loss, true.loss) <= ON_TOP_LOSS["float32"]
+    assert error(made.loss, true.loss) <= ON_TOP_LOSS[impl.dtype]
     for argument, grad in made.grads.items():
-        assert error(grad, getattr(true, f"{argument}_grad")) <= ON_TOP_GRADIENT["float32"], argument
+        assert error(grad, getattr(true, f"{argument}_grad")) <= ON_TOP_GRADIENT[impl.dtype], argument
     if lse:
-        assert error(made.lse, true.stats.lse) <= ON_TOP_LOSS["float32"]
+        assert error(made.lse, true.stats.lse) <= ON_TOP_LOSS[impl.dtype]
     for statistic, values in zip(made.stats._fields, made.stats, strict=True) if made.stats else ():
-        assert error(values, getattr(true.stats, statistic)) <= ON_TOP_LOSS["float32"], statistic
+        assert error(values, getattr(true.stats, statistic)) <= ON_TOP_LOSS[impl.dtype], statistic
 
 
 @pytest.mark.every_value(where=in_jax)
@@ -224,7 +224,7 @@ def framework_of(impl: Any) -> Any:
 
 def value_and_gradients(impl: Any, call: Any, arrays: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     """``call(hidden, weight, bias)``, and the gradients of its sum weighted by 1, 2, 3, …"""
-    leaves = [impl.array(values, "float32") for values in arrays]
+    leaves = [impl.array(values, impl.dtype) for values in arrays]
     if impl.name.startswith("torch"):
         import torch
 
@@ -264,7 +264,7 @@ def test_one_per_sequence_is_a_call_for_each(impl: Any, name: str, softcap: floa
     is at masked places is never read."""
     function, options = CALLS[name]
     rng, module = np.random.default_rng(3), framework_of(impl)
-    x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 6, 16), (60, 16), (60,)))
+    x, w, b = (round_to(rng.standard_normal(shape), impl.dtype) for shape in ((4, 6, 16), (60, 16), (60,)))
     known: dict[str, Any] = {"target": rng.integers(0, 60, (4, 6))}
     mask = (rng.random((4, 6)) < 0.8).astype(np.int64)
     if function == "linear_token_log_probs":
@@ -272,7 +272,7 @@ def test_one_per_sequence_is_a_call_for_each(impl: Any, name: str, softcap: floa
     elif function == "linear_top_k":
         known = {}
     elif function == "distillation_loss":
-        teacher = rng.standard_normal((4, 6, 9)).astype(np.float32), rng.standard_normal((60, 9)).astype(np.float32)
+        teacher = tuple(rng.standard_normal(shape).astype(np.float32) for shape in ((4, 6, 9), (60, 9)))
         known = {"mask": mask, "teacher_hidden": teacher[0], "teacher_weight": teacher[1]}
     else:
         known["mask"] = mask
@@ -300,18 +300,18 @@ def test_one_per_sequence_is_a_call_for_each(impl: Any, name: str, softcap: floa
     values, grads = run(slice(None), impl.array(each.astype(np.float32)))
     if function == "clipped_policy_loss":
         parts = [run(rows, tau) for rows, tau in zip(pairs, taus, strict=True)]
-        assert error(values, np.mean([part[0] for part in parts], axis=0)) <= ON_TOP_LOSS["float32"]
+        assert error(values, np.mean([part[0] for part in parts], axis=0)) <= ON_TOP_LOSS[impl.dtype]
         for place in (1, 2):
             joint = np.mean([part[1][place] for part in parts], axis=0)
-            assert error(grads[place], joint) <= ON_TOP_GRADIENT["float32"]
+            assert error(grads[place], joint) <= ON_TOP_GRADIENT[impl.dtype]
         return
     wholes = [run(slice(None), tau) for tau in taus]
     groups = values.reshape(2 if function == "dpo_loss" else 4, -1)
     first = np.array([True, False]) if function == "dpo_loss" else np.isin(np.arange(4), pairs[0])
     joint = np.where(first[:, None], *(whole[0].reshape(groups.shape) for whole in wholes))
-    assert error(groups, joint) <= ON_TOP_LOSS["float32"]
+    assert error(groups, joint) <= ON_TOP_LOSS[impl.dtype]
     hidden = np.where(np.isin(np.arange(4), pairs[0])[:, None, None], *(whole[1][0] for whole in wholes))
-    assert error(grads[0], hidden) <= ON_TOP_GRADIENT["float32"]
+    assert error(grads[0], hidden) <= ON_TOP_GRADIENT[impl.dtype]
 
 
 @pytest.mark.case(9, 46)

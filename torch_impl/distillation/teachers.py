@@ -125,12 +125,15 @@ class Dense:
             source = self.source if len(self.shape) == 2 else self.source[None]
             return as_tensor(source[rows, columns])
         # The chunk's rows alone are copied: leading axes of any strides have no common one.
-        places = np.unravel_index(np.arange(rows.start, rows.stop), self.shape[:-1])
         if isinstance(self.source, np.ndarray):
+            places = np.unravel_index(np.arange(rows.start, rows.stop), self.shape[:-1])
             return as_tensor(self.source[(*places, columns)])  # type: ignore[arg-type]  # an index of several kinds
-        device = self.source.device
-        index: tuple[Tensor | slice, ...] = (*(torch.from_numpy(place).to(device) for place in places), columns)
-        return self.source[index]
+        index: list[Tensor | slice] = [columns]
+        row = torch.arange(rows.start, rows.stop, device=self.source.device)
+        for size in reversed(self.shape[:-1]):  # torch.unravel_index would wait for a copy from the host
+            index.insert(0, row % size)
+            row = row // size
+        return self.source[tuple(index)]
 
 
 def as_tensor(block: Tensor | NDArray[np.generic]) -> Tensor:

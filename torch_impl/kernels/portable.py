@@ -1019,11 +1019,15 @@ def joined(high, low):
 
 
 @triton.jit
-def add_targets(total, begin, end, entry, column, key_ptr, token_ptr, value_ptr, hidden_ptr, hidden_stride, size):
+def add_targets(
+    total, begin, end, entry, column, key_ptr, token_ptr, value_ptr, hidden_ptr, hidden_stride, size, DEEP: tl.constexpr
+):
     """total [entries, columns] + Σ value_i hidden_i over the places begin ≤ i < end of the sorted targets.
 
     value goes in as two numbers of the operands' dtype: in bfloat16 that loses 2⁻¹⁸ of it at most. hidden is exact.
+    A commonest target has as many terms as the product: they are summed as its are (:func:`add_part`).
     """
+    part = tl.zeros_like(total) if DEEP else total
     for place in range(begin, end, TARGET_STEP):
         i = place + tl.arange(0, TARGET_STEP)
         mine = i < end
@@ -1034,10 +1038,11 @@ def add_targets(total, begin, end, entry, column, key_ptr, token_ptr, value_ptr,
         value = tl.load(value_ptr + i, mask=mine, other=0.0)
         a = tl.where(entry[:, None] == key[None, :], value[None, :], 0.0)
         high = a.to(x.dtype)
-        total = dot(high, x, total, "ieee")
+        part = dot(high, x, part, "ieee")
         if x.dtype != tl.float32:
-            total = dot((a - high.to(tl.float32)).to(x.dtype), x, total, "ieee")
-    return total
+            part = dot((a - high.to(tl.float32)).to(x.dtype), x, part, "ieee")
+        total, part = add_part(total, part, (place - begin) // TARGET_STEP, DEEP)
+    return total + part if DEEP else part
 
 
 @triton.jit(do_not_specialize=["first", "chunk", "start"])
@@ -1083,7 +1088,7 @@ def weight_kernel(
             value = add_targets(
                 value, tl.load(bounds_ptr + m * (BM // TARGET_GRAIN)),
                 tl.load(bounds_ptr + (m + 1) * (BM // TARGET_GRAIN)), entry, column, key_ptr, token_ptr, value_ptr,
-                hidden_ptr, hidden_stride, size,
+                hidden_ptr, hidden_stride, size, DEEP,
             )  # fmt: skip
         mask = (entry < columns)[:, None] & (column < size)[None, :]
         row, last = start + entry, start + columns
