@@ -48,6 +48,8 @@ class Architecture:
     """Parts at most that such a tile is split into."""
     split_overhead_turns: float
     """What a split takes."""
+    idle_flops: float
+    """A product of so many is done before the host comes from a step's forward to its backward."""
 
 
 HOPPER = Architecture(
@@ -64,4 +66,5 @@ HOPPER = Architecture(
     idle_gain=0.3,
     most_parts=8,
     split_overhead_turns=0.01,
+    idle_flops=2e11,  # 0.3 ms; the host took 0.2 to 0.3
 )

@@ -126,6 +126,8 @@ class Request:
     prefer: Preference = "balanced"
     turned: bool = False
     frees: bool = False
+    early: bool = False
+    """Whether the forward may make dX of its only chunk."""
 
     def __post_init__(self) -> None:
         for name, low in (("tokens", 0), ("hidden", 1), ("vocab", 1)):
@@ -180,13 +182,20 @@ class Request:
         """Whether the exponentials of a chunk of tokens may lie in dW's memory before dW is made."""
         return self.frees and self.kind == "triton"
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the GPU would be idle between the forward and the backward, if the forward left dX to it."""
+        small = 2 * self.tokens * self.hidden * self.vocab < HOPPER.idle_flops
+        return self.early and small and self.kind == "triton"
+
     def plan(self, order: Order, one_pass: bool, token_chunk: int, vocab_chunk: int, lends: bool = False) -> ChunkPlan:
         """One of the plans to choose from."""
         sizes = (self.tokens, self.hidden, self.vocab, self.dtype)
         sum_bits = 20 if self.can_free and not self.turned else 24
-        return ChunkPlan(
+        made = ChunkPlan(
             *sizes, order, one_pass, token_chunk, vocab_chunk, self.kind, lends, self.turned, sum_bits=sum_bits
         )
+        return dataclasses.replace(made, early_hidden=True) if self.is_idle and made.holds_all else made
 
 
 def plan(

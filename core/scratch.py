@@ -109,6 +109,9 @@ class Cut:
     alone: bool = False
     """Whether this is one half of "both": dX and dW of the ``summed`` entries in the tokens order, dW of the others in
     the vocab order."""
+    early_hidden: bool = False
+    """Whether the forward makes dX of its only chunk, too, where it would leave it to the backward. It waits there for
+    the upstream scalar. (PyTorch's kernels. XLA has forward and backward in one program.)"""
 
     @property
     def kernels(self) -> bool:
@@ -202,8 +205,13 @@ class Cut:
     @property
     def waiting_bytes(self) -> int:
         """Bytes of dX's lower 8 bits, which waits for the upstream scalar; the upper 16 lie where dX will be."""
-        waits = self.one_pass and ITEMSIZE[self.dtype] < 4 and self.token_chunk < self.tokens
-        return self.tokens * self.hidden if waits else 0
+        waits = self.early_hidden or self.token_chunk < self.tokens
+        return self.tokens * self.hidden if waits and self.one_pass and ITEMSIZE[self.dtype] < 4 else 0
+
+    @property
+    def lends_waiting(self) -> bool:
+        """Whether these lower bits lie in dW's memory."""
+        return self.has_room and not self.in_place
 
     @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
@@ -334,7 +342,7 @@ def _triton(cut: Cut) -> int:
     lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * cut.token_chunk * 4
     smoothing = 3 * SMOOTHING_BLOCK * cut.hidden * 4
     vectors = 4 * (2 * _ROW_VECTORS * cut.tokens + 16 * rows + _VOCAB_VECTORS * cut.vocab + 16 * cut.hidden)
-    sums = 0 if cut.has_room else cut.waiting_bytes  # dX, which waits for the upstream gradient
+    sums = 0 if cut.lends_waiting else cut.waiting_bytes  # dX, which waits for the upstream gradient
     if cut.token_chunk < cut.tokens and cut.order == "tokens" and not cut.lends_low:
         # The lower bits of dW's sum; the upper 16 lie where dW will be.
         sums += cut.weight_entries * cut.low_bytes

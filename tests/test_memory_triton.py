@@ -7,6 +7,7 @@ measures with the kernels.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from typing import Any
@@ -60,4 +61,14 @@ def test_promise_is_what_is_needed(kind: str, dtype: str) -> None:
         assert used <= chosen.scratch_bytes
         assert chosen.scratch_bytes <= SHARE * (used + split_parts(chosen)) + SLACK
         return
+    assert_tight(used + split_parts(chosen), chosen.scratch_bytes)
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_promise_counts_a_dx_that_is_made_early(dtype: str) -> None:
+    tokens, hidden, vocab = SIZES[True]
+    one = plan(tokens=tokens, hidden=hidden, vocab=vocab, dtype=dtype, fused=True, order="tokens", chunk=tokens)
+    chosen = dataclasses.replace(one, early_hidden=True)
+    used = max(measured_scratch(IMPL, chosen, dtype, True, options) for options in greedy(chosen))
     assert_tight(used + split_parts(chosen), chosen.scratch_bytes)

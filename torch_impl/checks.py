@@ -167,6 +167,7 @@ def _chosen_plan(
     choose = functools.partial(
         planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold, lends=lends,
         prefer=preference(request), frees=_may_free(arrays, dtype, backend),
+        early=one_pass and not tracing.is_looked_at(arrays.weight),
     )  # fmt: skip
     if tracing.is_symbol(tokens):
         products_wait = backend_named(backend).PRODUCTS_WAIT

@@ -4,7 +4,8 @@ Its mirror: jax_impl/kernels/fused.py.
 
 A loss's gradients in one pass are made in two steps: the forward writes a chunk's exponentials and, for every chunk but
 the last, its products; the last chunk's products wait for the upstream scalar, so that dW is rounded once, with it, in
-the epilogue of its last product. A plan with a single chunk needs no accumulator for that at all.
+the epilogue of its last product. A plan with a single chunk needs no accumulator for that at all. In a small step the
+forward makes dX of the last chunk, too: the GPU would be idle until the host has come to the backward.
 
 Rounding: logits, exponentials and sums are float32. What is stored of a chunk is rounded to the input dtype on its way
 into the products, which accumulate in float32. e is 0 at the target. The target's element is kept in float32 beside it,
@@ -151,6 +152,8 @@ def loss_gradients(
             products.scale_operand(first, x, factors)
             if last < c.tokens:
                 products.add(first, x, e, slice(0, c.vocab), factors, None)
+            elif plan.early_hidden:
+                products.make_hidden(e, factors)
         result = sums.result()
         del sums  # its partial sums make room, and so do parts of tiles
         products.parts = None

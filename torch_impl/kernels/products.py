@@ -170,6 +170,7 @@ class GradientProducts:
         """``weight``: dW, if its memory is there already."""
         self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
         self.hidden_sum: Tensor | None = None
+        self.is_hidden_made = False
         self.waiting: Tensor | None = None
         self.waiting_low: Tensor | None = None
         self.weight_sum: Tensor | None = None
@@ -277,15 +278,22 @@ class GradientProducts:
             if entries.stop == c.vocab:
                 self._start_sum(first)
         early = c.plan.in_place  # dW is made where e lies
-        if self.needs.hidden and early:
+        wanted = self.needs.hidden and not self.is_hidden_made
+        if wanted and early:
             self.add_hidden(first, e, entries, factors, scale)
         # dW first: x may lie where dX will be.
         if self.needs.weight:
             last = scale is not None and (first + c.chunk >= c.tokens or self.needs.into is not None)
             self.add_weight(first, x, e, entries, scale if last else None, targets)
-        if self.needs.hidden and not (c.shard.split or early):
+        if wanted and not (c.shard.split or early):
             last = scale is not None and entries.stop == c.vocab
             self.add_hidden(first, e, entries, factors, scale if last else None)
+
+    def make_hidden(self, e: Tensor, factors: Factors) -> None:
+        """dX of the only chunk, before the upstream scalar is there."""
+        if self.needs.hidden and not self.call.shard.split:
+            self.add_hidden(0, e, slice(0, self.call.vocab), factors, None)
+            self.is_hidden_made = True
 
     def _start_sum(self, first: int) -> None:
         """Begin the sum over the ranks of a chunk's dX; under sequence parallelism of all of it, after the last one."""
@@ -309,7 +317,7 @@ class GradientProducts:
                 self.waiting = hidden.view(layout["waiting"][1])
                 if "waiting_low" in layout:
                     shape, dtype = layout["waiting_low"]
-                    room = self.room if c.plan.has_room else None
+                    room = self.room if c.plan.lends_waiting else None
                     self.waiting_low = c.empty(*shape, dtype) if room is None else at_end(room, c.tokens, c.size, dtype)
         elif not final and self.hidden_sum is None:
             self.hidden_sum = c.empty(c.tokens, c.size)
@@ -324,7 +332,8 @@ class GradientProducts:
     def add_hidden(self, first: int, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None) -> None:
         c, s, final = self.call, self.smoothing, scale is not None
         # A chunk's dX is whole at once, unless the next slice adds to it.
-        waits = not final and c.tokens > c.chunk and not (c.shard.split or c.plan.sums_slices)
+        several = c.tokens > c.chunk or c.plan.early_hidden
+        waits = not final and several and not (c.shard.split or c.plan.sums_slices)
         t = c.tiles(HIDDEN if final or waits else HIDDEN_SUM)
         placed = self._hidden_results(final, waits)
         target_w = c.weight if c.target_weight is None else c.target_weight
@@ -456,7 +465,7 @@ class GradientProducts:
                     self.hidden.addr_(self.smooth_rows[c.shard.tokens_of(c.tokens)], s.weighted_rows)
                 self.hidden.mul_(scale)
             else:
-                done_from = c.tokens if c.shard.split else done_from
+                done_from = c.tokens if c.shard.split or self.is_hidden_made else done_from
                 self._finish_hidden(self.hidden, scale, done_from, smooth=s is not None)
         bias = self.bias
         if bias is not None:
