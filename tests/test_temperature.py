@@ -272,8 +272,8 @@ def test_one_per_sequence_is_a_call_for_each(impl: Any, name: str, softcap: floa
     elif function == "linear_top_k":
         known = {}
     elif function == "distillation_loss":
-        teacher = tuple(rng.standard_normal(shape).astype(np.float32) for shape in ((4, 6, 9), (60, 9)))
-        known = {"mask": mask, "teacher_hidden": teacher[0], "teacher_weight": teacher[1]}
+        known = {"mask": mask, "teacher_hidden": rng.standard_normal((4, 6, 9))}
+        known["teacher_weight"] = rng.standard_normal((60, 9))
     else:
         known["mask"] = mask
     if function == "clipped_policy_loss":
@@ -281,12 +281,15 @@ def test_one_per_sequence_is_a_call_for_each(impl: Any, name: str, softcap: floa
     if function == "kto_loss":
         known |= {"desirable": np.arange(4) % 2, "reference_log_prob": rng.standard_normal(4).astype(np.float32)}
 
+    def of_dtype(key: str, value: Any) -> Any:
+        return impl.array(value, impl.dtype if key.startswith("teacher") else None)
+
     def run(rows: Any, temperature: Any) -> Any:
         cut = {key: values if key == "teacher_weight" else values[rows] for key, values in known.items()}
 
         def call(hidden: Any, weight: Any, bias: Any) -> Any:
             values = getattr(module, function)(
-                hidden, weight, bias=bias, **{key: impl.array(value) for key, value in cut.items()},
+                hidden, weight, bias=bias, **{key: of_dtype(key, value) for key, value in cut.items()},
                 softcap=softcap, temperature=temperature, backend=impl.backend, **options,
             )  # fmt: skip
             return (values[0] if isinstance(values, tuple) else values).reshape(-1)
