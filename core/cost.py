@@ -55,7 +55,9 @@ def _sum_cost(cut: Cut) -> float:
     if chunks == 1:
         return 0.0
     sums = (chunks - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
-    return sums / cut.tokens * (cut.weight_entries / cut.vocab)
+    lists = cut.one_pass and cut.low_bits < 8 and cut.weight_entries
+    listing = HOPPER.listing_flops / (6 * cut.tokens * cut.hidden * cut.vocab) if lists else 0.0
+    return sums / cut.tokens * (cut.weight_entries / cut.vocab) + listing
 
 
 def _slices_cost(cut: Cut, count: int, flops: int) -> float:

@@ -35,6 +35,8 @@ class Architecture:
     """As ACCUMULATOR_TOKENS, of a slice of the vocabulary: it adds to dX."""
     chunk_overhead_flops: float
     """What the small launches around a chunk of tokens take."""
+    listing_flops: float
+    """What it takes to find with which chunk each target enters a narrow sum."""
     slice_overhead_flops: float
     """What those around a slice of the vocabulary take."""
     tile_overhead_flops: float
@@ -60,6 +62,7 @@ HOPPER = Architecture(
     last_sum_tokens=MappingProxyType({"triton": 60, "pallas": 0}),
     accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
     chunk_overhead_flops=1e10,  # 15 µs at 680 TFLOP/s
+    listing_flops=4e10,  # 60 µs
     slice_overhead_flops=4e9,  # 6 µs
     tile_overhead_flops=2e10,  # 30 µs: nothing of one launch runs beside the next
     full_turns=0.93,

@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -129,6 +131,10 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
     ):
         problem = sized(name, small=True)
         run_case(TRITON, problem.case(), plan=plans(problem)[order], **options)
+    few = plan(tokens=40, hidden=8, vocab=60, dtype="bfloat16", fused=True, order="tokens", chunk=16, lends=True)
+    bfloat16 = {"dtype": torch.bfloat16, "requires_grad": True}
+    x, w, y = torch.randn(40, 8, **bfloat16), torch.randn(60, 8, **bfloat16), torch.arange(40)
+    linear_cross_entropy(x, w, y, plan=few, backend="triton").backward()
     linear_cross_entropy(torch.randn(6, 8), torch.randn(8, 40), torch.arange(6), weight_layout="dv", backend="triton")
     logits = torch.randn(6, 40, requires_grad=True)
     cross_entropy(logits, torch.arange(6), backend="triton").backward()
@@ -318,6 +324,37 @@ def test_tokens_are_sorted_by_target(targets: list[int]) -> None:
     assert torch.equal(token.long(), wanted.indices)
     assert torch.equal(sorted_value, value[wanted.indices])
     assert torch.equal(bounds, torch.searchsorted(wanted.values, edges.clamp(max=vocab), out_int32=True))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=150), st.integers(1, 40), st.booleans(), st.randoms())
+def test_targets_are_grouped_by_chunk(targets: list[int], chunk: int, ranked: bool, random: Any) -> None:
+    """Beside what the docstring of GroupedTargets says, in Python. Key 40 is of what is not in the vocabulary."""
+    tokens, vocab = len(targets), 40
+    order = random.sample(range(tokens), tokens)
+    key, chunks = torch.tensor(targets, dtype=torch.int32), -(-tokens // chunk)
+    c = SimpleNamespace(
+        tokens=tokens, vocab=vocab, chunk=chunk, order=torch.tensor(order, dtype=torch.int32),
+        inputs=SimpleNamespace(key=key), empty=lambda *sizes: torch.empty(sizes[:-1], dtype=sizes[-1]),
+    )  # fmt: skip
+    shared = {"order_ptr": c.order, "tokens": tokens, "vocab": vocab, "chunk": chunk, "num_warps": 4}
+    c.launch = lambda kernel, grid, **own: launch.launch_named(kernel, (grid,), shared | own)
+    with mock.patch.object(products, "MOST_RANKED", 1000 if ranked else 0):
+        made = products.GroupedTargets.of(c)
+    of_chunk = [[targets[token] for token in order[k * chunk : (k + 1) * chunk]] for k in range(chunks)]
+    groups: list[list[tuple[int, int, int]]] = [[] for _ in range(chunks)]
+    for position, token in enumerate(order):
+        k, y = position // chunk, targets[token]
+        early = y < vocab and of_chunk[k].count(y) > 1
+        groups[k if early else chunks - 1].append((y, position, token))
+    listed = [place for group in groups for place in sorted(group)]
+    assert made.key.tolist() == [y for y, _, _ in listed]
+    assert made.token.tolist() == [token for _, _, token in listed]
+    begin = 0
+    for k, group in enumerate(groups):
+        found = [begin + sum(y < min(edge * 16, vocab) for y, _, _ in group) for edge in range(made.bounds.shape[1])]
+        assert made.bounds[k].tolist() == found
+        begin += len(group)
 
 
 def test_many_tokens_are_sorted_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1180,8 +1180,56 @@ def sort_kernel(
         place += tl.sum(((other[None, :] < key[:, None]) | equal_before).to(tl.int32), 1)
     tl.store(sorted_ptr + place, key, mask=is_token)
     tl.store(token_ptr + place, i, mask=is_token)
-    tl.store(sorted_value_ptr + place, tl.load(value_ptr + i, mask=is_token, other=0.0), mask=is_token)
-    tl.store(bounds_ptr + i, place, mask=is_bound)
+    if value_ptr is not None:
+        tl.store(sorted_value_ptr + place, tl.load(value_ptr + i, mask=is_token, other=0.0), mask=is_token)
+        tl.store(bounds_ptr + i, place, mask=is_bound)
+
+
+@triton.jit(do_not_specialize=["tokens", "chunk", "late"])
+def group_kernel(
+    key_ptr, position_ptr, order_ptr, group_ptr, token_ptr, tokens, vocab, chunk, late, BLOCK: tl.constexpr
+):
+    """BLOCK places of the sorted targets: whose target each is, and its group. That is its chunk of positions, if the
+    chunk has the target twice or more and is not ``late``, the last one; else ``late``."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < tokens
+    key, position = tl.load(key_ptr + i, mask=mask, other=0), tl.load(position_ptr + i, mask=mask, other=0)
+    own, again = position // chunk, tl.zeros((BLOCK,), tl.int1)
+    for step in tl.static_range(-1, 2, 2):
+        beside = i + step
+        exists = (beside >= 0) & (beside < tokens)
+        other = tl.load(position_ptr + beside, mask=exists, other=0) // chunk
+        again = again | (exists & (other == own) & (tl.load(key_ptr + beside, mask=exists, other=0) == key))
+    group = tl.where(again & (key < vocab), own, late)
+    tl.store(group_ptr + i, group.to(tl.int32), mask=mask)
+    tl.store(token_ptr + i, tl.load(order_ptr + position, mask=mask, other=0).to(tl.int32), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "steps", "edges", "bounds"])
+def list_kernel(
+    group_ptr, place_ptr, key_ptr, token_ptr, listed_key_ptr, listed_token_ptr, bounds_ptr, tokens, vocab, steps, edges,
+    bounds, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK places of the targets sorted by group: keys and tokens from their places before. Further programs find the
+    bounds of every group, as sort_kernel's are, in 2^steps > tokens halves."""
+    first = tl.cdiv(tokens, BLOCK)
+    is_bound = tl.program_id(0) >= first
+    i = (tl.program_id(0) - tl.where(is_bound, first, 0)) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < tl.where(is_bound, 0, tokens)
+    place = tl.load(place_ptr + i, mask=mask, other=0)
+    tl.store(listed_key_ptr + i, tl.load(key_ptr + place, mask=mask, other=0), mask=mask)
+    tl.store(listed_token_ptr + i, tl.load(token_ptr + place, mask=mask, other=0), mask=mask)
+    mask = i < tl.where(is_bound, bounds, 0)
+    group, key = i // edges, tl.minimum(i % edges * TARGET_GRAIN, vocab)
+    low, high = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32) + tokens
+    for _ in range(tl.where(is_bound, steps, 0)):
+        middle = (low + high) // 2
+        open = mask & (low < high)
+        own = tl.load(group_ptr + middle, mask=open, other=0)
+        of = tl.load(key_ptr + tl.load(place_ptr + middle, mask=open, other=0), mask=open, other=0)
+        before = open & ((own < group) | ((own == group) & (of < key)))
+        low, high = tl.where(before, middle + 1, low), tl.where(open & ~before, middle, high)
+    tl.store(bounds_ptr + i, low, mask=mask)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

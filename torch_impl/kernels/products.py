@@ -95,47 +95,56 @@ class Targets:
 
 
 @dataclasses.dataclass(frozen=True)
-class EarlyTargets:
-    """The targets that enter a narrow sum with their own chunk of tokens, before their elements are known: those of all
-    chunks but the last that are some other token's of the chunk, too.
+class GroupedTargets:
+    """The targets by the chunk with which they enter a narrow sum. Those that a chunk has twice or more enter with it.
+    All others, and all of the last chunk, enter with the last one.
 
-    Without them the sum of a frequent target's row would be much larger than its result, and lose digits. Others are
-    late: a tile of dW with few targets takes as long as one with many, and a chunk has most of them once.
+    Without that the sum of a frequent target's row would be much larger than its result, and lose digits. A tile of dW
+    with few targets takes as long as one with many, so those that a chunk has once are left for the end.
     """
 
-    key: Tensor  # int32: chunk by chunk the early targets, ascending
-    token: Tensor  # whose target that is
+    key: Tensor  # [N] int32: chunk by chunk the targets that enter with it, ascending
+    token: Tensor  # [N] int32: whose target that is
     bounds: Tensor  # [chunks, edges] int32: as those of Targets, of each chunk
-    late: Tensor  # [N] int32: the late targets by token, V for an early one
 
     @classmethod
-    def of(cls, c: KernelCall) -> EarlyTargets:
-        tokens, vocab, order = c.tokens, c.vocab, c.order[: c.tokens]
-        keys, last = vocab + 1, (c.tokens - 1) // c.chunk * c.chunk  # V is the key of what is not in the vocabulary
-        before = torch.arange(tokens, device=c.device).div_(c.chunk, rounding_mode="floor").mul_(keys)
-        key, position = _sorted(before + c.inputs.key.index_select(0, order))
-        again = key[1:] == key[:-1]
-        often = torch.nn.functional.pad(again, (0, 1)) | torch.nn.functional.pad(again, (1, 0))
-        token, last_key = order.index_select(0, position).to(torch.int64), before.index_select(0, position).add_(vocab)
-        early = often & (key < last_key) & (position < last)
-        late = torch.where(early, last_key, key).remainder_(keys).to(torch.int32)
-        key, place = _sorted(torch.where(early, key, last_key))  # the early ones of each chunk first
-        edges = torch.arange(0, round_up(vocab, COLUMN_BLOCK) + 1, kernels.TARGET_GRAIN.value, device=c.device)
-        firsts = torch.arange(0, cdiv(tokens, c.chunk) * keys, keys, device=c.device)
-        bounds = torch.searchsorted(key, firsts[:, None] + edges.clamp_(max=vocab), out_int32=True)
-        by_token = torch.empty_like(late).scatter_(0, token, late)
-        return cls(key.remainder_(keys).to(torch.int32), token.index_select(0, place), bounds, by_token)
+    def of(cls, c: KernelCall) -> GroupedTargets:
+        tokens, whole, block = c.tokens, torch.int32, 256
+        chunks, edges = cdiv(tokens, c.chunk), round_up(c.vocab, COLUMN_BLOCK) // kernels.TARGET_GRAIN.value + 1
+        # Sorted by target, a chunk's tokens of one target are neighbours: sorting keeps the order of positions.
+        key, position = _sorted(c, c.inputs.key.index_select(0, c.order[:tokens]))
+        group, token = c.empty(tokens, whole), c.empty(tokens, whole)
+        c.launch(
+            kernels.group_kernel, cdiv(tokens, block), key_ptr=key, position_ptr=position, group_ptr=group,
+            token_ptr=token, late=chunks - 1, BLOCK=block,
+        )  # fmt: skip
+        group, place = _sorted(c, group)
+        made = cls(c.empty(tokens, whole), c.empty(tokens, whole), c.empty(chunks, edges, whole))
+        c.launch(
+            kernels.list_kernel, cdiv(tokens, block) + cdiv(chunks * edges, block), group_ptr=group, place_ptr=place,
+            key_ptr=key, token_ptr=token, listed_key_ptr=made.key, listed_token_ptr=made.token, bounds_ptr=made.bounds,
+            steps=tokens.bit_length(), edges=edges, bounds=chunks * edges, BLOCK=block,
+        )  # fmt: skip
+        return made
 
     def of_chunk(self, c: KernelCall, first: int, by_token: Tensor) -> Targets:
         """Those of the chunk that begins at the position ``first``; by_token: every token's element."""
         return Targets(self.key, self.token, by_token.index_select(0, self.token), self.bounds[first // c.chunk])
 
 
-def _sorted(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending, and their places before; equal ones keep their order. A repeated step needs memory that is there."""
-    found, place = torch.empty_like(values), torch.empty_like(values)
-    torch.sort(values, stable=True, out=(found, place))
-    return found, place
+def _sorted(c: KernelCall, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens' keys, ascending, and their places before; equal ones keep their order."""
+    key = torch.empty_like(keys)
+    if c.tokens > MOST_RANKED:
+        place = c.empty(c.tokens, torch.int64)
+        torch.sort(keys, stable=True, out=(key, place))  # a repeated step needs memory that is there
+        return key, place
+    place = c.empty(c.tokens, torch.int32)
+    nothing = {"value_ptr": None, "sorted_value_ptr": None, "bounds_ptr": None, "edges": 0}
+    c.launch(
+        kernels.sort_kernel, cdiv(c.tokens, 16), key_ptr=keys, sorted_ptr=key, token_ptr=place, **nothing, BI=16, BJ=512
+    )
+    return key, place
 
 
 NO_TARGETS: Mapping[str, Tensor | None] = dict.fromkeys(("key_ptr", "token_ptr", "value_ptr", "bounds_ptr"))
@@ -227,16 +236,16 @@ class GradientProducts:
         return 8 if self.turned else self.call.plan.low_bits
 
     @functools.cached_property
-    def early_targets(self) -> EarlyTargets | None:
+    def grouped_targets(self) -> GroupedTargets | None:
         """If dW is a sum of 20 bits."""
-        return EarlyTargets.of(self.call) if self.parted and self.low_bits < 8 else None
+        return GroupedTargets.of(self.call) if self.parted and self.low_bits < 8 else None
 
     def _targets(self, first: int, by_token: Tensor, last: bool) -> Targets | None:
-        """The targets that enter the sums with a chunk; ``last``: all that are left."""
-        c, early = self.call, self.early_targets
-        if last:
-            return Targets.of(c, c.inputs.key if early is None else early.late, by_token)
-        return None if early is None else early.of_chunk(c, first, by_token)
+        """The targets that enter the sums with a chunk; ``last``: it is the last one."""
+        c, grouped = self.call, self.grouped_targets
+        if grouped is not None:
+            return grouped.of_chunk(c, first, by_token)
+        return Targets.of(c, c.inputs.key, by_token) if last else None
 
     def add_smooth_x(self, first: int, x: Tensor) -> None:
         """Σ_i g_i x_i of the chunk, from x as it came."""
