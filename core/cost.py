@@ -85,12 +85,14 @@ def _block_depth(cut: Cut, rows: int, columns: int) -> float:
         whole, left = divmod(cut.hidden_tiles(rows), programs)
         parts = min(programs // left, HOPPER.most_parts) if left else 1
         hidden_turns = whole + _turn(left * parts / programs) / parts + HOPPER.split_overhead_turns
+    weight_rows = rows
     if cut.in_place:  # whole rows of tiles at a time
         beside = math.ceil(cut.hidden / HOPPER.tile[1])
         programs = programs // beside * beside
+        weight_rows += HOPPER.in_place_tokens
     logits, hidden = _turns(rows, columns) * cut.hidden, 0 if cut.knows_sums else hidden_turns * columns
     entries = min(columns, cut.weight_entries)
-    return logits + hidden + _turns(entries, cut.hidden, programs) * rows
+    return logits + hidden + _turns(entries, cut.hidden, programs) * weight_rows
 
 
 def _turns(rows: int, columns: int, programs: int = HOPPER.multiprocessors) -> float:

@@ -361,7 +361,7 @@ def test_known_plans() -> None:
 
 
 @pytest.mark.parametrize("one_pass", [True, False])
-@pytest.mark.parametrize(("tokens", "hidden", "vocab"), [(4096, 4096, 128256), (2048, 4096, 128256), (100, 512, 5000)])
+@pytest.mark.parametrize(("tokens", "hidden", "vocab"), [(4096, 4096, 128256), (2048, 4096, 128256), (400, 512, 5000)])
 def test_exponentials_in_the_rows_of_dw(tokens: int, hidden: int, vocab: int, one_pass: bool) -> None:
     sizes: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": "bfloat16", "fused": True}
     made, own = plan(**sizes, one_pass=one_pass, lends=True), plan(**sizes, order="tokens", chunk=tokens)
@@ -390,10 +390,17 @@ def test_where_they_do_not_fit(different: dict[str, Any]) -> None:
     assert not plan(**(sizes | different)).lends
 
 
+def test_few_tokens_keep_their_exponentials_beside_dw() -> None:
+    """In dW's rows they would cost more than 5 %. "lean" may."""
+    sizes: dict[str, Any] = {"tokens": 256, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16", "fused": True}
+    assert not plan(**sizes, lends=True).lends
+    assert plan(**sizes, lends=True, prefer="lean").lends
+
+
 def test_more_columns_of_tiles_than_programs() -> None:
     """All column tiles of a row are made at a time."""
     most = HOPPER.tile[1] * HOPPER.multiprocessors
-    sizes: dict[str, Any] = {"tokens": 128, "vocab": 4096, "dtype": "bfloat16", "fused": True, "lends": True}
+    sizes: dict[str, Any] = {"tokens": 2048, "vocab": 65536, "dtype": "bfloat16", "fused": True, "lends": True}
     assert plan(**sizes, hidden=most).lends
     assert not plan(**sizes, hidden=most + 1).lends
 
