@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from typing import Any
@@ -219,3 +220,27 @@ def test_a_temperature_per_token_is_new_on_every_gpu(
     monkeypatch.setattr(architecture, "chip_of", lambda index: "9.0")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert first_check.wanted(torch.device(kind, 0), each) is new
+
+
+def test_sums_of_other_bits_and_an_early_dx_are_other_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has kernels of its own. A small call has few chunks, and keeps the bits of one with many."""
+    sizes: dict[str, Any] = {"hidden": HIDDEN, "vocab": VOCAB, "dtype": "bfloat16", "fused": True, "lends": True}
+    few = plan(tokens=TOKENS, order="tokens", chunk=16, **sizes)
+    many = plan(tokens=TOKENS, order="tokens", chunk=1, **sizes)
+    one = dataclasses.replace(few, token_chunk=TOKENS, sum_bits=24)
+    plans = [few, many, one, dataclasses.replace(one, early_hidden=True)]
+    assert [chosen.low_bits for chosen in plans] == [4, 8, 8, 8]
+    checked: list[tuple[int, bool]] = []
+    compare = first_check.compare
+
+    def compared(arrays: Any, call: Any) -> str | None:
+        small = first_check._small(arrays, call)[1]
+        checked.append((small.low_bits, small.early_hidden))
+        return compare(arrays, call)
+
+    monkeypatch.setattr(first_check, "compare", compared)
+    hidden, weight, target = arrays()
+    halves = [array.detach().bfloat16().requires_grad_() for array in (hidden, weight)]
+    for chosen in (*plans, *plans):
+        linear_cross_entropy(*halves, target, plan=chosen, backend="triton")
+    assert checked == [(4, False), (8, False), (8, False), (8, True)]

@@ -97,7 +97,7 @@ def _kind(arrays: Arrays, call: Call) -> Kind:
     options = call.options
     chosen = (options.reduction, *(bool(value) for value in dataclasses.astuple(options)[2:]))
     plan, weight = call.chunk_plan, arrays.weight
-    several = (plan.chunks > 1, plan.for_weight.sums_slices, plan.summed > 0)
+    several = (plan.chunks > 1, plan.for_weight.sums_slices, plan.summed > 0, plan.low_bits, plan.early_hidden)
     flags = (plan.order, plan.one_pass, several, call.statistics, call.log_probs, call.lse, call.differentiate)
     into = None if call.into is None else call.into.dtype
     steps = tuple(stride % 16 for stride in weight.stride())
@@ -150,7 +150,7 @@ def _small(arrays: Arrays, call: Call) -> tuple[Arrays, ChunkPlan]:
     # So small a dW has no room for a chunk.
     return small, dataclasses.replace(
         plan, tokens=tokens, vocab=vocab, token_chunk=chunk, vocab_chunk=block, weight_tokens=at_a_time,
-        summed=summed, lends=plan.in_place,
+        summed=summed, lends=plan.in_place, sum_bits=plan.sum_bits if plan.low_bits < 8 else 24,
     )  # fmt: skip
 
 
