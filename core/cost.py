@@ -46,24 +46,24 @@ def _by_turns(cut: Cut) -> float:
     count, cost = len(blocks), depth / ideal
     if cut.order == "vocab":
         return cost + _slices_cost(cut, count, flops)
-    return cost + count * HOPPER.chunk_overhead_flops / flops + _sum_cost(cut)
+    return cost + count * HOPPER.chunk_overhead_flops / flops + _sum_cost(cut, flops)
 
 
-def _sum_cost(cut: Cut) -> float:
-    """What it costs that chunks of tokens add up to dW."""
+def _sum_cost(cut: Cut, flops: int) -> float:
+    """What it costs that chunks of tokens add up to dW; ``flops``: of all products."""
     chunks = len(cut.token_slices)
     if chunks == 1:
         return 0.0
     sums = (chunks - 1) * HOPPER.accumulator_tokens[cut.kind] + HOPPER.last_sum_tokens[cut.kind]
-    lists = cut.one_pass and cut.low_bits < 8 and cut.weight_entries
-    listing = HOPPER.listing_flops / (6 * cut.tokens * cut.hidden * cut.vocab) if lists else 0.0
-    return sums / cut.tokens * (cut.weight_entries / cut.vocab) + listing
+    lists = cut.one_pass and cut.low_bits < 8 and cut.weight_entries > 0
+    listing = HOPPER.listing_flops if lists else 0.0
+    return sums / cut.tokens * (cut.weight_entries / cut.vocab) + listing / flops
 
 
 def _slices_cost(cut: Cut, count: int, flops: int) -> float:
     """What slices of the vocabulary cost beside their products; ``count``: of their blocks."""
     overhead = HOPPER.tile_overhead_flops if cut.sums_slices else HOPPER.slice_overhead_flops
-    cost = (HOPPER.chunk_overhead_flops + count * overhead) / flops + _sum_cost(cut)
+    cost = (HOPPER.chunk_overhead_flops + count * overhead) / flops + _sum_cost(cut, flops)
     widths = count // len(cut.token_slices)
     return cost if cut.alone else cost + (widths - 1) * HOPPER.accumulator_entries / cut.vocab
 

@@ -183,8 +183,8 @@ class Request:
         return self.frees and self.kind == "triton"
 
     @property
-    def is_idle(self) -> bool:
-        """Whether the GPU would be idle between the forward and the backward, if the forward left dX to it."""
+    def leaves_gpu_idle(self) -> bool:
+        """Whether the GPU would be idle between the forward and the backward, if dX were left to the backward."""
         small = 2 * self.tokens * self.hidden * self.vocab < HOPPER.idle_flops
         return self.early and small and self.kind == "triton"
 
@@ -195,7 +195,7 @@ class Request:
         made = ChunkPlan(
             *sizes, order, one_pass, token_chunk, vocab_chunk, self.kind, lends, self.turned, sum_bits=sum_bits
         )
-        return dataclasses.replace(made, early_hidden=True) if self.is_idle and made.holds_all else made
+        return dataclasses.replace(made, early_hidden=True) if self.leaves_gpu_idle and made.holds_all else made
 
 
 def plan(

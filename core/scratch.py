@@ -119,6 +119,12 @@ class Cut:
         return self.kind in ("triton", "pallas")
 
     @property
+    def kernel_kind(self) -> tuple[object, ...]:
+        """What decides which forms of the kernels a call launches."""
+        several = self.chunks > 1, self.for_weight.sums_slices, self.summed > 0
+        return self.order, self.one_pass, several, self.low_bits, self.early_hidden, self.in_place
+
+    @property
     def chunks(self) -> int:
         """Number of chunks along the order's own axis; in "both", of tokens."""
         return len(self.vocab_slices) if self.order == "vocab" else len(self.token_slices)
@@ -203,10 +209,14 @@ class Cut:
         return self.has_room and self.alone and self.lent_bytes + more <= self.room_bytes
 
     @property
+    def hidden_waits(self) -> bool:
+        """Whether the forward makes some chunk's dX, which then waits for the upstream scalar."""
+        return self.one_pass and (self.early_hidden or self.token_chunk < self.tokens)
+
+    @property
     def waiting_bytes(self) -> int:
-        """Bytes of dX's lower 8 bits, which waits for the upstream scalar; the upper 16 lie where dX will be."""
-        waits = self.early_hidden or self.token_chunk < self.tokens
-        return self.tokens * self.hidden if waits and self.one_pass and ITEMSIZE[self.dtype] < 4 else 0
+        """Bytes of the lower 8 bits of dX that waits; the upper 16 lie where dX will be."""
+        return self.tokens * self.hidden if self.hidden_waits and ITEMSIZE[self.dtype] < 4 else 0
 
     @property
     def lends_waiting(self) -> bool:

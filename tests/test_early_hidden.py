@@ -8,10 +8,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from implementations import TorchTriton, assert_within, interpreted, problem_named, run_case
+from implementations import ARGUMENTS, TorchTriton, assert_within, interpreted, problem_named, run_case
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
+from logitless import reference  # noqa: E402
 from logitless.planning import Request, choose  # noqa: E402
 from logitless.tolerances import GRADIENT, error  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy  # noqa: E402
@@ -58,24 +59,25 @@ def arrays(seed: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def true(a: dict[str, Any], upstream: float = 1.0) -> dict[str, Any]:
-    """The gradients in float64, on full logits."""
-    leaves = {name: a[name].detach().double().requires_grad_() for name in ("hidden", "weight", "bias")}
-    logits = leaves["hidden"] @ leaves["weight"].T + leaves["bias"]
-    loss = torch.nn.functional.cross_entropy(logits, a["target"], label_smoothing=a.get("label_smoothing", 0.0))
-    return dict(
-        zip(leaves, torch.autograd.grad(loss, list(leaves.values()), torch.tensor(upstream).double()), strict=True)
-    )
+    """The gradients in float64."""
+    x, w, b, y = (a[name].detach().numpy() for name in (*ARGUMENTS, "target"))
+    smoothing = a.get("label_smoothing", 0.0)
+    made = reference.linear_cross_entropy(x, w, y, b, upstream=upstream, label_smoothing=smoothing)
+    return {name: getattr(made, f"{name}_grad") for name in ARGUMENTS}
 
 
 def assert_right(made: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, gradient in made.items():
-        assert error(gradient.double().numpy(), expected[name].numpy()) <= GRADIENT["float32"], name
+        assert error(gradient.numpy(), expected[name]) <= GRADIENT["float32"], name
 
 
 @interpreted
 @pytest.mark.parametrize(
     "name",
-    ["odd_bias", "odd_most", "odd_softcap", "signed_smooth", "ragged", "confident", "confident_wrong", "minus_inf"],
+    [
+        *("odd_bias", "odd_most", "odd_softcap", "signed_smooth", "ragged", "confident", "confident_wrong"),
+        *("minus_inf", "trained_bias", "trained_weights", "trained_smooth"),
+    ],
 )
 def test_within_the_rule(name: str, early: Early) -> None:
     problem = problem_named(name)
@@ -90,7 +92,7 @@ def test_any_upstream_scalar(upstream: float, smoothing: float, early: Early) ->
     a = arrays(label_smoothing=smoothing)
     linear_cross_entropy(**a).backward(torch.tensor(upstream))
     assert (early.made, early.later) == (1, 0)
-    assert_right({name: a[name].grad for name in ("hidden", "weight", "bias")}, true(a, upstream))
+    assert_right({name: a[name].grad for name in ARGUMENTS}, true(a, upstream))
     assert not a["hidden"].grad[::5].any()
 
 
@@ -98,23 +100,23 @@ def test_any_upstream_scalar(upstream: float, smoothing: float, early: Early) ->
 def test_a_second_backward_makes_it_again(early: Early) -> None:
     """What waited is used up."""
     a = arrays()
-    loss, leaves = linear_cross_entropy(**a), [a["hidden"], a["weight"], a["bias"]]
+    loss, leaves = linear_cross_entropy(**a), [a[name] for name in ARGUMENTS]
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     assert (early.made, early.later) == (1, 0)
     second = torch.autograd.grad(loss, leaves, torch.tensor(2.0))
     assert (early.made, early.later) == (1, 1)
-    assert_right(dict(zip(("hidden", "weight", "bias"), first, strict=True)), true(a))
-    assert_right(dict(zip(("hidden", "weight", "bias"), second, strict=True)), true(a, 2.0))
+    assert_right(dict(zip(ARGUMENTS, first, strict=True)), true(a))
+    assert_right(dict(zip(ARGUMENTS, second, strict=True)), true(a, 2.0))
 
 
 @interpreted
-@pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("frozen", ARGUMENTS)
 def test_some_arguments_are_frozen(frozen: str, early: Early) -> None:
     a = arrays()
     a[frozen] = a[frozen].detach()
     linear_cross_entropy(**a).backward()
     assert (early.made, early.later) == (int(frozen != "hidden"), 0)
-    assert_right({name: a[name].grad for name in ("hidden", "weight", "bias") if name != frozen}, true(a))
+    assert_right({name: a[name].grad for name in ARGUMENTS if name != frozen}, true(a))
 
 
 @interpreted
@@ -136,7 +138,7 @@ def test_compiled_calls_leave_it_to_the_backward(early: Early) -> None:
     a = arrays()
     torch.compile(lambda: linear_cross_entropy(**a), backend="aot_eager")().backward()
     assert (early.made, early.later) == (0, 1)
-    assert_right({name: a[name].grad for name in ("hidden", "weight", "bias")}, true(a))
+    assert_right({name: a[name].grad for name in ARGUMENTS}, true(a))
 
 
 def test_the_plan_says_so_and_counts_it() -> None:
@@ -160,7 +162,7 @@ def test_bfloat16_waits_with_24_bits(early: Early) -> None:
     """With 16 it would be rounded twice. So nearly all elements have the bits that a later product gives them."""
     a, b, kept, finish = arrays(), arrays(), [], GradientProducts.finish
     for each in (a, b):
-        each |= {name: each[name].detach().bfloat16().requires_grad_() for name in ("hidden", "weight", "bias")}
+        each |= {name: each[name].detach().bfloat16().requires_grad_() for name in ARGUMENTS}
 
     def finished(products: GradientProducts, *arguments: Any) -> Any:
         kept.append(products.waiting_low)
@@ -174,3 +176,51 @@ def test_bfloat16_waits_with_24_bits(early: Early) -> None:
     assert kept[1] is None
     assert (a["hidden"].grad == b["hidden"].grad).float().mean() > 0.98
     assert torch.equal(a["weight"].grad, b["weight"].grad)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["offset", "stepped", "transposed", "expanded"])
+def test_layouts(layout: str, early: Early) -> None:
+    a, memory = arrays(), torch.zeros(25, 40)
+    x = a["hidden"].detach()
+    views = {"offset": memory[1:, 3:19], "stepped": memory[:24, 1:33:2], "transposed": torch.zeros(16, 24).T}
+    laid = x[:1].expand(24, 16) if layout == "expanded" else views[layout].copy_(x)
+    a["hidden"] = laid.requires_grad_()
+    expected = true(a | {"hidden": laid.contiguous()})
+    made = torch.autograd.grad(linear_cross_entropy(**a), [a[name] for name in ARGUMENTS])
+    assert (early.made, early.later) == (1, 0)
+    assert_right(dict(zip(ARGUMENTS, made, strict=True)), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_row_that_is_no_number_leaves_the_others(value: float, early: Early) -> None:
+    """Of a sum, whose scale is 1: dX of the other tokens has the bits that it has without that row."""
+    made = []
+    for spoilt in (False, True):
+        a = arrays(reduction="sum")
+        if spoilt:
+            a["hidden"] = a["hidden"].detach().index_fill_(0, torch.tensor([3]), value).requires_grad_()
+        linear_cross_entropy(**a).backward()
+        made.append(a["hidden"].grad)
+    assert early.made == 2
+    assert not made[1][3].isfinite().any()
+    others = torch.arange(24) != 3
+    assert torch.equal(made[0][others], made[1][others])
+
+
+@interpreted
+def test_other_roads_to_a_derivative(early: Early) -> None:
+    """Checkpointing makes it in the second forward; torch.func leaves it to the backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    a = arrays()
+    checkpoint(lambda x: linear_cross_entropy(**(a | {"hidden": x})), a["hidden"], use_reentrant=False).backward()
+    assert early.later == 0
+    assert_right({name: a[name].grad for name in ARGUMENTS}, true(a))
+    made = torch.func.grad(lambda x: linear_cross_entropy(**(a | {"hidden": x})))(a["hidden"].detach())
+    assert early.later == 1
+    assert_right({"hidden": made}, true(a))
+    twice = torch.autograd.grad(linear_cross_entropy(**a), a["hidden"], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="linear_cross_entropy"):
+        twice.sum().backward()

@@ -181,10 +181,8 @@ def kto_loss(
         sequence_parallel=sequence_parallel
     )  # fmt: skip
     reference = reference_log_prob.to(log_prob.dtype)
-    if isinstance(kl, Tensor):
-        kl = kl.to(log_prob.dtype)
-    else:
-        kl = torch.full((), kl, dtype=log_prob.dtype, device=log_prob.device)  # without a copy to wait for
+    # Filled on the device, a number is no copy from the host, which would be waited for.
+    kl = kl.to(log_prob.dtype) if isinstance(kl, Tensor) else log_prob.new_full((), kl)
     sequences = numerics.KTOSequences(counted, desirable, reference, kl)
     loss, stats = numerics.kto(XP, options, sequences, log_prob, torch.nn.functional.logsigmoid)
     return (loss, KTOStats(*map(Tensor.detach, stats))) if return_stats else loss

@@ -97,8 +97,7 @@ def _kind(arrays: Arrays, call: Call) -> Kind:
     options = call.options
     chosen = (options.reduction, *(bool(value) for value in dataclasses.astuple(options)[2:]))
     plan, weight = call.chunk_plan, arrays.weight
-    several = (plan.chunks > 1, plan.for_weight.sums_slices, plan.summed > 0, plan.low_bits, plan.early_hidden)
-    flags = (plan.order, plan.one_pass, several, call.statistics, call.log_probs, call.lse, call.differentiate)
+    flags = (plan.kernel_kind, call.statistics, call.log_probs, call.lse, call.differentiate)
     into = None if call.into is None else call.into.dtype
     steps = tuple(stride % 16 for stride in weight.stride())
     layout = (weight.shape[1], steps, is_turned(weight), weight.data_ptr() % 16, arrays.hidden.requires_grad)

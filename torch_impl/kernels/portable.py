@@ -1025,7 +1025,7 @@ def add_targets(
     """total [entries, columns] + Σ value_i hidden_i over the places begin ≤ i < end of the sorted targets.
 
     value goes in as two numbers of the operands' dtype: in bfloat16 that loses 2⁻¹⁸ of it at most. hidden is exact.
-    A commonest target has as many terms as the product: they are summed as its are (:func:`add_part`).
+    A target that all tokens have is as many terms as the product adds. So these are added in parts, too.
     """
     part = tl.zeros_like(total) if DEEP else total
     for place in range(begin, end, TARGET_STEP):
@@ -1162,6 +1162,7 @@ def sort_kernel(
 ):  # fmt: skip
     """BI tokens a program: each goes to its place among the sorted keys, with its value; tokens of one key in their own
     order. Further programs find the bounds: the first place whose key is at least 0, TARGET_GRAIN, 2 · TARGET_GRAIN, …
+    Where there are no values, keys are sorted alone.
 
     A token's place is how many come before it, counted by comparing it with every other: N² comparisons, which for few
     tokens is less than the launches of a sort. A bound is the place of a key that comes before all that are equal."""

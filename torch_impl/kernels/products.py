@@ -69,8 +69,7 @@ class Targets:
         end, grain = round_up(c.vocab, COLUMN_BLOCK), kernels.TARGET_GRAIN.value  # whole tiles and blocks
         edges = end // grain + 1
         if c.tokens > MOST_RANKED:
-            key, token = c.empty(c.tokens, torch.int32), c.empty(c.tokens, torch.int64)
-            torch.sort(keys, stable=True, out=(key, token))
+            key, token = _sorted(c, keys)
             bounds = torch.arange(0, end + 1, grain, dtype=torch.int32, device=c.device)
             # What is not in the vocabulary lies behind the last bound: its hidden states may be no numbers.
             bounds = torch.searchsorted(key, bounds.clamp_(max=c.vocab), out_int32=True)
@@ -133,7 +132,7 @@ class GroupedTargets:
 
 
 def _sorted(c: KernelCall, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens' keys, ascending, and their places before; equal ones keep their order."""
+    """The tokens' keys [N] int32, ascending, and their places before; equal ones keep their order."""
     key = torch.empty_like(keys)
     if c.tokens > MOST_RANKED:
         place = c.empty(c.tokens, torch.int64)
@@ -340,9 +339,8 @@ class GradientProducts:
 
     def add_hidden(self, first: int, e: Tensor, entries: slice, factors: Factors | None, scale: Tensor | None) -> None:
         c, s, final = self.call, self.smoothing, scale is not None
-        # A chunk's dX is whole at once, unless the next slice adds to it.
-        several = c.tokens > c.chunk or c.plan.early_hidden
-        waits = not final and several and not (c.shard.split or c.plan.sums_slices)
+        # A chunk's dX is whole at once, unless the next slice or another rank adds to it.
+        waits = not final and c.plan.hidden_waits and not c.shard.split
         t = c.tiles(HIDDEN if final or waits else HIDDEN_SUM)
         placed = self._hidden_results(final, waits)
         target_w = c.weight if c.target_weight is None else c.target_weight

@@ -95,8 +95,7 @@ def _kind_of(name: str, arrays: Arrays, call: Call, needs: Needs) -> tuple[Any, 
     sizes = (arrays.target.numel(), *arrays.weight.shape, *arrays.weight.stride(), plan.vocab_chunk)
     dtypes = tuple(None if array is None else array.dtype for array in arrays)
     results = (call.statistics, call.lse)
-    several = (plan.chunks > 1, plan.for_weight.sums_slices, plan.summed > 0)
-    flags = (plan.order, plan.one_pass, several, plan.splits_hidden, plan.early_hidden, results, call.compute_dtype)
+    flags = (plan.kernel_kind, plan.splits_hidden, results, call.compute_dtype)
     chosen = (options.reduction, options.separable, *(bool(getattr(options, switch)) for switch in SWITCHES))
     ranks = (call.shard is None, call.shard is not None and call.shard.sequence_parallel)
     of_sizes = tuple((n % 16 == 0, n == 1) for n in sizes)  # what Triton compiles a kernel for
