@@ -6,7 +6,6 @@ What both frameworks' ``losses`` share. Nothing here imports an array library.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from typing import Generic, Literal, NamedTuple, get_args
@@ -49,11 +48,15 @@ MASK_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", *FLOAT_DTYPES
 # gradients stay finite in float32. verl cuts off at the same place.
 LARGEST_LOG_RATIO = 20.0
 
-# A tile of a distillation's logits has at most this many tokens and vocabulary entries.
+# A block of the vocabulary that is made or converted at a time has at most this many entries, and a tile of logits in
+# plain operations as many tokens.
 LARGEST_TILE = 2048
 # How many matrices of a tile's size, and how many copies of its rows of hidden and weight, are live at once.
-TILE_MATRICES = 8
-TILE_ROWS, KERNEL_TILE_ROWS = 2, 1
+TILE_MATRICES = 7
+TILE_ROWS = 2
+# Tokens and entries of a tile that kernels make. (Tokens that are all in one tile leave no sum over tiles, and dX's sum
+# is read and written once a tile.)
+KERNEL_TILE = 8192, 4096
 # A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
 WHOLE_ROWS = 4
 # What a distillation may take where its caller sets no budget.
@@ -272,7 +275,7 @@ class DistillationOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How many tokens and vocabulary entries of both sides' logits a distillation holds at a time.
+    """How many tokens and vocabulary entries of the logits, of both sides of a distillation, are held at a time.
 
     Of a teacher that is no head, ``teacher_hidden`` is 0.
     """
@@ -287,7 +290,11 @@ class Tile:
     """Bytes of an element of logits, sums and accumulators."""
     ids: int = 0
     """Given ids of a token, and one more for the rest; 0 where there are none."""
-    row_copies: int = TILE_ROWS
+    matrices: int = TILE_MATRICES
+    """Matrices of a tile's size that are live at once, of the itemsize."""
+    kernel_itemsize: int = 0
+    """Bytes of an element of the products' operands, the gradient among them, where a kernel makes it from both sides'
+    logits; 0: plain operations do, which need more of them."""
     ranks: int = 1
     """How many ranks share the vocabulary."""
 
@@ -307,13 +314,18 @@ class Tile:
 
     @property
     def scratch_bytes(self) -> int:
-        """A promise: bytes beyond inputs and gradients that the divergence and its gradients hold at any time."""
-        matrices = TILE_MATRICES * self.token_chunk * self.vocab_chunk
-        rows = self.row_copies * (self.token_chunk + self.vocab_chunk) * (self.hidden + self.teacher_hidden)
+        """A promise: bytes beyond inputs and gradients that the gradients, made a tile at a time, hold at any time."""
+        chunk, block, sizes = self.token_chunk, self.vocab_chunk, self.hidden + self.teacher_hidden
+        if self.kernel_itemsize:  # the products read the arrays themselves, where others copy
+            matrices = self.matrices * chunk * round_up(block, ROW_ALIGNMENT_BYTES)
+            operands = chunk * (block + self.hidden)
+            tile = self.itemsize * (matrices + block * self.hidden) + self.kernel_itemsize * operands
+        else:
+            tile = self.itemsize * (self.matrices * chunk * block + TILE_ROWS * (chunk + block) * sizes)
         vectors = 24 * self.tokens + 4 * self.vocab
-        pairs = (ALL_PAIRS * self.tokens + TILE_PAIRS * self.token_chunk) * self.ids
-        records = RANK_RECORDS * (self.ranks - 1) * self.token_chunk
-        return self.itemsize * (matrices + rows + vectors + pairs + records + self.tokens * self.hidden)
+        pairs = (ALL_PAIRS * self.tokens + TILE_PAIRS * chunk) * self.ids
+        records = RANK_RECORDS * (self.ranks - 1) * chunk
+        return tile + self.itemsize * (vectors + pairs + records + self.tokens * self.hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,39 +359,44 @@ class Rows(NamedTuple):
     """Of how many tokens at a time, the most first. Products of fewer tokens are slow."""
     matrices: int
     """Matrices [C, V] that are live at once."""
+    tile_matrices: tuple[int, int]
+    """The same of a tile that is made again: with operands of 16 bits, and with wider ones."""
     copies: int = 0
     """Copies of a block of the held gradient's columns, [N, B], that the backward makes."""
+    kernel: bool = False
+    """Whether a kernel makes losses and gradient, and the products read the weights themselves, where others copy."""
 
 
 RowsBy = Literal["kernel", "kernel, probabilities", "plain", "xla"]
 ROWS: dict[RowsBy, Rows] = {
     # PyTorch's kernel reads each of them twice or three times. Its plain operations hold more, as does what makes
     # log-probabilities of a teacher that is no head. XLA fuses them.
-    "kernel": Rows((1024, 512, 256, 128), 2),
-    "kernel, probabilities": Rows((1024, 512, 256, 128), 4),
-    "plain": Rows((256, 128), 10),
-    "xla": Rows((1024, 512, 256, 128), 6, copies=1),
+    "kernel": Rows((1024, 512, 256, 128), 2, (2, 2), kernel=True),
+    "kernel, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), kernel=True),
+    "plain": Rows((256, 128), 10, (TILE_MATRICES, TILE_MATRICES)),
+    "xla": Rows((1024, 512, 256, 128), 6, (6, 3), copies=1),
 }
+# Of how many tokens whole rows are made where a budget leaves no room for more.
+FEW_ROWS = 64, 32, 16, 8, 4, 2, 1
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
-    """Of how many tokens a distillation makes all logits at a time, of both sides, for losses and gradient together.
-
-    The gradient of the student's logits, [N, V], is held from the forward to the backward.
-    """
+    """Of how many tokens a distillation makes all logits at a time, of both sides, for the losses."""
 
     sizes: DistillationSizes
     token_chunk: int
+    by: Rows
     operand_itemsize: int
-    """Bytes of an element of the held gradient and of other operands of products; 0 where no gradient is wanted."""
-    matrices: int
-    copies: int
-    """As in :class:`Rows`."""
+    """Bytes of an element of the products' operands, the logits' gradient among them; 0 where none is wanted."""
+    again: Tile | None = None
+    """How the backward makes both sides' logits again. None: the forward makes the gradient of the student's too, [N,
+    V], which is held until the backward."""
 
     def of_part(self, vocab: int) -> WholeRows:
         """For a rank that has ``vocab`` entries, beside others that have more."""
-        return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, vocab=vocab))
+        again = self.again and self.again.of_part(vocab)
+        return dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, vocab=vocab), again=again)
 
     @property
     def token_slices(self) -> tuple[tuple[int, int], ...]:
@@ -388,7 +405,7 @@ class WholeRows:
 
     @property
     def vocab_chunk(self) -> int:
-        """Of how many vocabulary entries dW is made at a time."""
+        """Of how many vocabulary entries dW is made at a time from a held gradient."""
         return min(self.sizes.vocab, LARGEST_TILE)
 
     @property
@@ -399,63 +416,87 @@ class WholeRows:
     @property
     def scratch_bytes(self) -> int:
         """A promise: bytes beyond inputs and gradients that are held at any time."""
-        of, chunk = self.sizes, self.token_chunk
+        if self.again is not None:
+            return max(self._forward_bytes, self.again.scratch_bytes)
+        of = self.sizes
+        if not self.operand_itemsize:
+            return self._forward_bytes
         row = round_up(of.vocab, ROW_ALIGNMENT_BYTES)
         held = self.operand_itemsize * of.tokens * (row + of.hidden)
-        rows = TILE_ROWS * (chunk + LARGEST_TILE) * (of.hidden + of.teacher_hidden)
-        vectors = 24 * of.tokens + 4 * of.vocab
-        pairs = (ALL_PAIRS * of.tokens + TILE_PAIRS * chunk) * of.ids
-        matrices = max(self.matrices * chunk * row, self.copies * of.tokens * self.vocab_chunk)
+        made = of.itemsize * (self.by.copies * of.tokens * self.vocab_chunk + TILE_ROWS * self.vocab_chunk * of.hidden)
+        return held + max(self._forward_bytes, self._vector_bytes + made) + of.itemsize * of.tokens * of.hidden
+
+    @property
+    def _forward_bytes(self) -> int:
+        """Of the losses, and of a chunk's gradient."""
+        of, chunk = self.sizes, self.token_chunk
+        matrices = self.by.matrices * chunk * round_up(of.vocab, ROW_ALIGNMENT_BYTES)
+        rows = TILE_ROWS * (chunk + (0 if self.by.kernel else LARGEST_TILE)) * (of.hidden + of.teacher_hidden)
         records = RANK_RECORDS * (of.ranks - 1) * chunk
-        return held + of.itemsize * (matrices + rows + vectors + pairs + records + of.tokens * of.hidden)
+        return of.itemsize * (matrices + rows + TILE_PAIRS * chunk * of.ids + records) + self._vector_bytes
+
+    @property
+    def _vector_bytes(self) -> int:
+        """Of numbers of every token and every entry."""
+        of = self.sizes
+        return of.itemsize * (24 * of.tokens + 4 * of.vocab + ALL_PAIRS * of.tokens * of.ids)
 
 
 def distillation_order(
     sizes: DistillationSizes, *, operand_itemsize: int, by: RowsBy, memory_budget: int | None = None
-) -> WholeRows | Tile:
-    """Whole rows of the most tokens that fit the budget, or the largest tile if none fit.
+) -> WholeRows:
+    """Whole rows of the most tokens that fit the budget beside the gradient, or else without it.
 
-    Whole rows save a product of each side, or two where gradients are wanted. Arguments: bytes of an operand's element,
-    0 without gradients; what makes the rows; bytes, or None for DEFAULT_BUDGET.
+    Holding the gradient saves a product of each side. Arguments: bytes of an operand's element, 0 without gradients;
+    what makes the rows; bytes, or None for DEFAULT_BUDGET, or twice the least if that is more. Raises ValueError for a
+    budget that nothing fits.
     """
-    chunks, matrices, copies = ROWS[by]
-    for chunk in chunks:
-        rows = WholeRows(sizes, max(1, min(sizes.tokens, chunk)), operand_itemsize, matrices, copies)
-        if rows.scratch_bytes <= (memory_budget or DEFAULT_BUDGET):
-            return rows
-    return distillation_tile(sizes, memory_budget, kernel=by.startswith("kernel"))
+    rows = ROWS[by]
+
+    def order(tokens: int, again: Tile | None) -> WholeRows:
+        return WholeRows(sizes, max(1, min(sizes.tokens, tokens)), rows, operand_itemsize, again)
+
+    tiles = _tiles(sizes, rows, operand_itemsize) if operand_itemsize else []
+    leanest = min(order(FEW_ROWS[-1], tile).scratch_bytes for tile in (None, *tiles[-1:]))
+    budget = memory_budget or max(DEFAULT_BUDGET, 2 * leanest)
+    largest = next((tile for tile in tiles if tile.scratch_bytes <= budget), None)
+    found = [order(tokens, None) for tokens in rows.tokens]
+    found += [order(tokens, largest) for tokens in (*rows.tokens, *FEW_ROWS) if largest]
+    found += [order(tokens, None) for tokens in FEW_ROWS]
+    for each in found:
+        if each.scratch_bytes <= budget:
+            return each
+    teacher = f", teacher's hidden={sizes.teacher_hidden}" * bool(sizes.teacher_hidden)
+    ids = f", {sizes.ids} ids a token" * bool(sizes.ids)
+    raise ValueError(
+        f"memory_budget: got {memory_budget} bytes, allowed for tokens={sizes.tokens}, hidden={sizes.hidden}{teacher}"
+        f"{ids}, vocab={sizes.vocab} is at least {leanest}"
+    )
 
 
-def distillation_tile(sizes: DistillationSizes, memory_budget: int | None = None, *, kernel: bool = False) -> Tile:
-    """The largest tile, up to LARGEST_TILE each way, whose ``scratch_bytes`` fit the budget.
-
-    ``kernel``: the GPU's products read the arrays themselves, where others copy. Raises ValueError for a budget that
-    the smallest tile does not fit.
-    """
-    tokens, vocab, copies = sizes.tokens, sizes.vocab, KERNEL_TILE_ROWS if kernel else TILE_ROWS
+def _tiles(sizes: DistillationSizes, by: Rows, operand_itemsize: int) -> list[Tile]:
+    """From the largest to the smallest."""
+    tokens, vocab, matrices = sizes.tokens, sizes.vocab, by.tile_matrices[operand_itemsize > 2]
+    side, width = KERNEL_TILE if by.kernel else (LARGEST_TILE, LARGEST_TILE)
 
     def tile(side: int, width: int) -> Tile:
         block = vocab if sizes.whole_rows else min(vocab, max(width, VOCAB_TILE))
         rows = WHOLE_ROWS * LARGEST_TILE * side // vocab if sizes.whole_rows else side
-        chunk = min(max(1, tokens), max(min(rows, LARGEST_TILE), TOKEN_TILE))
+        chunk = min(max(1, tokens), max(min(rows, LARGEST_TILE) if sizes.whole_rows else rows, TOKEN_TILE))
         return Tile(
-            tokens, vocab, chunk, block, sizes.hidden, sizes.teacher_hidden, sizes.itemsize, sizes.ids, copies,
-            sizes.ranks,
+            tokens, vocab, chunk, block, sizes.hidden, sizes.teacher_hidden, sizes.itemsize, sizes.ids, matrices,
+            operand_itemsize if by.kernel else 0, sizes.ranks,
         )  # fmt: skip
 
-    sides = [LARGEST_TILE >> step for step in range(int(math.log2(LARGEST_TILE // TOKEN_TILE)) + 1)]
-    tiles = [tile(side, width) for side in sides for width in (side, side // 2)]
-    if memory_budget is None:
-        return tiles[0]
-    for candidate in tiles:
-        if candidate.scratch_bytes <= memory_budget:
-            return candidate
-    teacher = f", teacher's hidden={sizes.teacher_hidden}" * bool(sizes.teacher_hidden)
-    ids = f", {sizes.ids} ids a token" * bool(sizes.ids)
-    raise ValueError(
-        f"memory_budget: got {memory_budget} bytes, allowed for tokens={tokens}, hidden={sizes.hidden}{teacher}{ids}, "
-        f"vocab={vocab} is at least {tiles[-1].scratch_bytes}"
-    )
+    tiles = [tile(side, width)]
+    while side > TOKEN_TILE or width > VOCAB_TILE:  # the longer side is halved
+        if side > width:
+            side //= 2
+        else:
+            tiles.append(tile(side, width * 3 // 4))
+            width //= 2
+        tiles.append(tile(side, width))
+    return tiles
 
 
 def check_pairs(target: ArrayInfo) -> None:

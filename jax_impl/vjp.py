@@ -262,16 +262,6 @@ def _halves_gradients(call: Call, kept: Halves, needs: Needs, upstream: Array | 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
-def _logsumexp(call: Call, arrays: Arrays[Array]) -> Array:
-    """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest.
-
-    Both are 0 where a token does not count.
-    """
-    inputs = _inputs(call, arrays)
-    sums = backend_named(call.backend).token_sums(inputs, call.options, call.plan.forward, False)
-    return jnp.where(inputs.valid, jnp.stack([sums.anchor, sums.log_total]), 0.0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Log-probs and entropy
 
@@ -343,4 +333,3 @@ _log_probs.defvjp(_log_probs_forward, _log_probs_backward, symbolic_zeros=True)
 # Compiled once for a Call and shapes, also when the caller does not use jax.jit.
 loss_and_stats = jax.jit(_loss, static_argnums=0)
 log_probs_and_stats = jax.jit(_log_probs, static_argnums=0)
-logsumexp = jax.jit(_logsumexp, static_argnums=0)

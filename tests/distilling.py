@@ -1,13 +1,13 @@
-"""Who distils in the tests, and in which order: by whole rows or by tiles."""
+"""Who distils in the tests, and in which order: with a gradient of the logits that is held, or made again."""
 
 from __future__ import annotations
 
 import pytest
 from implementations import MORE_DTYPES, WITH_INTERPRETED, and_interpreted
 
-from logitless.objectives import ROWS, DistillationSizes, Tile, WholeRows, distillation_order
+from logitless.objectives import ROWS, DistillationSizes, distillation_order
 
-ORDERS = ("rows", "tiles")
+ORDERS = ("held", "again")
 RAGGED = 32
 
 
@@ -17,19 +17,22 @@ DISTILLING_DTYPES = pytest.mark.parametrize("impl", [*WITH_INTERPRETED, *MORE_DT
 
 
 def cut_raggedly(monkeypatch: pytest.MonkeyPatch, order: str, tokens: int, vocab: int) -> None:
-    """Rows or tiles of RAGGED tokens, tiles of as many entries, of which the last are fewer."""
+    """Rows and tiles of RAGGED tokens, tiles of as many entries, of which the last are fewer."""
     for name in ("LARGEST_TILE", "TOKEN_TILE", "VOCAB_TILE"):
         monkeypatch.setattr(f"logitless.objectives.{name}", RAGGED)
-    rows_of(monkeypatch, *(RAGGED,) * (order == "rows"))
+    monkeypatch.setattr("logitless.objectives.KERNEL_TILE", (RAGGED, RAGGED))
+    take_order(monkeypatch, order, RAGGED)
     for by in ROWS:
         cut = distillation_order(DistillationSizes(tokens, 12, vocab, "float32"), operand_itemsize=4, by=by)
-        assert isinstance(cut, WholeRows if order == "rows" else Tile)
-        assert (len(cut.token_slices), len(cut.vocab_slices)) == (-(-tokens // RAGGED), -(-vocab // RAGGED))
-        assert len(cut.token_slices) > 1
+        assert (cut.again is None) == (order == "held")
+        for tiles in (cut, cut.again or cut):
+            assert (len(tiles.token_slices), len(tiles.vocab_slices)) == (-(-tokens // RAGGED), -(-vocab // RAGGED))
+            assert len(tiles.token_slices) > 1
 
 
 def rows_of(monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
-    """Whole rows of one of these numbers of tokens at a time, whoever makes them; of none: no whole rows."""
+    """Whole rows of one of these numbers of tokens at a time beside a held gradient, whoever makes them; of none: the
+    gradient is made again."""
     for by, rows in ROWS.items():
         monkeypatch.setitem(ROWS, by, rows._replace(tokens=tokens))
 
@@ -37,7 +40,7 @@ def rows_of(monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
 IN_EITHER_ORDER = pytest.mark.parametrize("order", ORDERS)
 
 
-def take_order(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    """Of :data:`IN_EITHER_ORDER`: whole rows are the default."""
-    if order == "tiles":
-        rows_of(monkeypatch)
+def take_order(monkeypatch: pytest.MonkeyPatch, order: str, tokens: int = 64) -> None:
+    """Of :data:`IN_EITHER_ORDER`, with whole rows of so many tokens."""
+    rows_of(monkeypatch, *(tokens,) * (order == "held"))
+    monkeypatch.setattr("logitless.objectives.FEW_ROWS", (tokens,))

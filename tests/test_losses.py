@@ -622,7 +622,7 @@ def full_distillation(
 def test_distillation(
     impl: Any, run: tuple[str, float], dtype: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against full logits, on rows or tiles that cut tokens and vocabulary raggedly."""
+    """Against full logits, on rows and tiles that cut tokens and vocabulary raggedly."""
     name, beta = run
     cut_raggedly(monkeypatch, order, SEQUENCES * T, V)
     a, options = arrays(dtype), DISTILLATIONS[name]

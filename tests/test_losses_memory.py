@@ -10,9 +10,8 @@ import pytest
 from distilling import rows_of
 from implementations import every_implementation, in_turn
 
-from logitless import plan
 from logitless.doctor import cuda_device_count
-from logitless.objectives import DistillationSizes, WholeRows, distillation_order, distillation_tile
+from logitless.objectives import DistillationSizes, RowsBy, WholeRows, distillation_order
 
 B, T, D, D_TEACHER = 4, 128, 64, 96
 V = 65536 if cuda_device_count() else 8192  # the kernels' smallest slice of the vocabulary is 16384 wide
@@ -128,27 +127,46 @@ def test_within_a_budget_below_the_logits(impl: Any, dtype: str, name: str) -> N
     assert used >= 0.02 * budget
 
 
-def tiles(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
-    """Tiles of up to this many tokens and entries, and no whole rows."""
+WAYS = pytest.mark.parametrize("way", ["head", "class", "spread", "dense"])
+
+
+def order_of(impl: Any, way: str, dtype: str, *, gradients: bool = True) -> WholeRows:
+    """What a call takes that sets no budget."""
+    in_torch = impl.name.startswith("torch")
+    operand = 2 if dtype == "bfloat16" and (impl.on_gpu or not in_torch) else 4
+    sparse = way in ("class", "spread", "drop")
+    by: RowsBy = "xla"
+    if in_torch:
+        kernels: dict[str, RowsBy] = {"head": "kernel", "class": "plain", "drop": "plain"}
+        by = kernels.get(way, "kernel, probabilities") if impl.fused else "plain"
+    sizes = DistillationSizes(N, D, V, dtype, D_TEACHER * (way == "head"), (K + 1) * sparse, whole_rows=way == "rows")
+    return distillation_order(sizes, operand_itemsize=operand * gradients, by=by)
+
+
+def scratch_of(impl: Any, way: str, dtype: str, **more: Any) -> int:
+    rest: dict[str, Any] = {"rest": way} if way in ("class", "spread", "drop") else {}
+    name = SPARSE if rest else "distillation_loss" if way == "head" else DENSE
+    teacher = {"teacher": generated(impl)} if way == "rows" else {}
+    return scratch(impl, name, dtype, **rest, **teacher, **more)
+
+
+def again(monkeypatch: pytest.MonkeyPatch, side: int, tokens: int = 4) -> None:
+    """No held gradient: so many whole rows at a time, and tiles of up to ``side`` tokens and entries."""
     monkeypatch.setattr("logitless.objectives.LARGEST_TILE", side)
+    monkeypatch.setattr("logitless.objectives.KERNEL_TILE", (side, side))
+    monkeypatch.setattr("logitless.objectives.FEW_ROWS", (tokens,))
     rows_of(monkeypatch)
 
 
+@pytest.mark.every_value
 @pytest.mark.late(where=lambda p: p["side"] in (512, 1024))
 @every_implementation
 @pytest.mark.parametrize(("side", "dtype"), in_turn([256, 512, 1024, 2048], ["float32", "bfloat16"]))
 def test_a_distillation_holds_its_tile(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The promise of the tile. The pass for the logsumexps has its own plan and gets the same budget here. On a GPU the
-    kernels' smallest plan needs more than the smallest tiles."""
-    sizes = DistillationSizes(N, D, V, dtype, D_TEACHER)
-    kernels = {"fused": impl.fused, "padded": impl.padded}
-    sums = plan(tokens=N, hidden=D_TEACHER, vocab=V, dtype=dtype, one_pass=False, **kernels).scratch_bytes
-    tiles(monkeypatch, side)
-    promised = distillation_tile(sizes).scratch_bytes
-    budget = None if impl.on_gpu else promised
-    used = scratch(impl, "distillation_loss", dtype, memory_budget=budget)
-    allowed = max(promised, sums) if impl.on_gpu else promised
-    assert used <= allowed, f"{used / 2**20:.2f} MiB of {allowed / 2**20:.2f} promised"
+    again(monkeypatch, side)
+    promised = order_of(impl, "head", dtype).scratch_bytes
+    used = scratch_of(impl, "head", dtype, memory_budget=promised)
+    assert used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
 
 
 @pytest.mark.every_value
@@ -160,17 +178,10 @@ def test_a_distillation_from_targets_holds_its_tile(
     impl: Any, way: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the hard loss beside it. A function's rows are generated a chunk of tokens at a time."""
-    kernels = {"fused": impl.fused, "padded": impl.padded}
-    sums = plan(tokens=N, hidden=D, vocab=V, dtype=dtype, one_pass=False, **kernels).scratch_bytes
-    tiles(monkeypatch, 512)
-    sparse = way in ("class", "spread", "drop")
-    sizes = DistillationSizes(N, D, V, dtype, ids=(K + 1) * sparse, whole_rows=way == "rows")
-    promised = distillation_tile(sizes).scratch_bytes
-    options: dict[str, Any] = {"rest": way} if sparse else {"teacher": generated(impl)} if way == "rows" else {}
-    budget = None if impl.on_gpu else promised
-    used = scratch(impl, SPARSE if sparse else DENSE, dtype, memory_budget=budget, **options)
-    allowed = max(promised, sums) if impl.on_gpu else promised
-    assert 0.1 * promised <= used <= allowed, f"{used / 2**20:.2f} MiB of {allowed / 2**20:.2f} promised"
+    again(monkeypatch, 512)
+    promised = order_of(impl, way, dtype).scratch_bytes
+    used = scratch_of(impl, way, dtype, memory_budget=promised)
+    assert 0.1 * promised <= used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
 
 
 def generated(impl: Any) -> Callable[..., Any]:
@@ -185,14 +196,13 @@ def generated(impl: Any) -> Callable[..., Any]:
     return lambda start, count: jnp.full((count, V), 1.0 / V) + 0.0 * start
 
 
-# What the tile's promise may be of the peak, beside 1 MiB, by backend and dtype. It is one number of matrices for both
-# frameworks and both devices: PyTorch's own operations hold seven of the eight on a CPU, and fewer copies of rows. XLA
-# fuses more there, most in float32, where nothing is converted.
+# What the tile's promise may be of the peak, beside 1 MiB, by backend and dtype. One number of matrices is for all
+# kinds of teachers and both devices. PyTorch's own operations hold up to all seven, and fewer copies of rows.
 TILE_SHARE = {
     ("eager", "float32"): 1.35,
     ("eager", "bfloat16"): 1.35,
-    ("xla", "float32"): 2.32,
-    ("xla", "bfloat16"): 1.67,
+    ("xla", "float32"): 1.75,
+    ("xla", "bfloat16"): 1.35,
 }
 
 
@@ -200,17 +210,15 @@ TILE_SHARE = {
 @pytest.mark.case(31)
 @every_implementation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("side", [512, 2048])
+@pytest.mark.parametrize("side", [2048, 4096])
 def test_a_tiles_promise_is_from_both_sides(impl: Any, side: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if impl.on_gpu:
-        pytest.skip("on a GPU the pass for the logsumexps, which has a plan of its own, may need more than the tile")
-    tiles(monkeypatch, side)
-    sizes = DistillationSizes(N, D, V, dtype, D_TEACHER)
-    promised, used = distillation_tile(sizes).scratch_bytes, scratch(impl, "distillation_loss", dtype)
+    again(monkeypatch, side)
+    promised, used = order_of(impl, "head", dtype).scratch_bytes, scratch_of(impl, "head", dtype)
     told = f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
     assert used <= promised, told
-    assert promised >= 8 * 2**20, "too small a tile: the slack would hide a wrong promise"
-    assert promised <= TILE_SHARE[impl.backend, dtype] * used + 2**20, told
+    if not impl.fused:  # of rows without a bias, which end on a boundary, a kernel's tile takes less
+        assert promised >= 8 * 2**20, "too small a tile: the slack would hide a wrong promise"
+        assert promised <= TILE_SHARE[impl.backend, dtype] * used + 2**20, told
 
 
 @pytest.mark.case(31)
@@ -219,36 +227,18 @@ def test_a_tiles_promise_is_from_both_sides(impl: Any, side: int, dtype: str, mo
 def test_rows_of_hidden_and_weight_are_in_a_tiles_promise(
     impl: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they are most of it: copies of a tile's rows, and sums."""
-    if impl.on_gpu:
-        pytest.skip("on a GPU the pass for the logsumexps, which has a plan of its own, may need more than the tile")
+    """Where they are most of it: copies of a tile's rows, and sums. (On a GPU 16-bit operands are not converted.)"""
     for name, value in {"D": 512, "D_TEACHER": 768, "V": 1024, "N": 128, "B": 1}.items():
         monkeypatch.setitem(globals(), name, value)
-    tiles(monkeypatch, 128)
-    promised = distillation_tile(DistillationSizes(N, D, V, dtype, D_TEACHER)).scratch_bytes
-    used = scratch(impl, "distillation_loss", dtype)
-    assert promised / 3 <= used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
+    again(monkeypatch, 128)
+    promised, used = order_of(impl, "head", dtype).scratch_bytes, scratch_of(impl, "head", dtype)
+    told = f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
+    assert used <= promised, told
+    assert impl.on_gpu or promised / 3 <= used, told
 
 
 # What the promise of whole rows may be of the peak, beside 1 MiB.
 ROWS_SHARE = {"eager": 1.35, "xla": 1.3}
-WAYS = pytest.mark.parametrize("way", ["head", "class", "spread", "dense"])
-
-
-def rows_promise(impl: Any, way: str, dtype: str, *, gradients: bool = True) -> int:
-    """Of whole rows, where nothing but their number is patched."""
-    in_torch = impl.name.startswith("torch")
-    operand = 2 if dtype == "bfloat16" and (impl.on_gpu or not in_torch) else 4
-    sizes = DistillationSizes(N, D, V, dtype, D_TEACHER if way == "head" else 0, (K + 1) * (way in ("class", "spread")))
-    kernel = {"head": "kernel", "class": "plain"}.get(way, "kernel, probabilities") if impl.fused else "plain"
-    order = distillation_order(sizes, operand_itemsize=operand * gradients, by=kernel if in_torch else "xla")
-    assert isinstance(order, WholeRows)
-    return order.scratch_bytes
-
-
-def rows_scratch(impl: Any, way: str, dtype: str, **more: Any) -> int:
-    rest = {"rest": way} if way in ("class", "spread") else {}
-    return scratch(impl, SPARSE if rest else DENSE if way == "dense" else "distillation_loss", dtype, **rest, **more)
 
 
 @pytest.mark.case(31)
@@ -258,8 +248,8 @@ def rows_scratch(impl: Any, way: str, dtype: str, **more: Any) -> int:
 def test_a_distillation_holds_its_rows(impl: Any, way: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The promise of whole rows, from both sides. The kernel makes fewer matrices, and not of every kind."""
     rows_of(monkeypatch, 192)
-    promised = rows_promise(impl, way, dtype)
-    used = rows_scratch(impl, way, dtype, memory_budget=promised)
+    promised = order_of(impl, way, dtype).scratch_bytes
+    used = scratch_of(impl, way, dtype, memory_budget=promised)
     told = f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
     assert used <= promised, told
     if not impl.on_gpu and way != "class":  # which has no log-probabilities of a teacher
@@ -271,8 +261,8 @@ def test_a_distillation_holds_its_rows(impl: Any, way: str, dtype: str, monkeypa
 @WAYS
 def test_a_value_alone_has_no_gradient_of_the_logits(impl: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows_of(monkeypatch, 64)
-    promised = rows_promise(impl, way, impl.dtype, gradients=False)
-    used = rows_scratch(impl, way, impl.dtype, gradients=False)
+    promised = order_of(impl, way, impl.dtype, gradients=False).scratch_bytes
+    used = scratch_of(impl, way, impl.dtype, gradients=False)
     assert used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
     # The promise is less than what such a gradient would make of the peak. (On a GPU XLA holds fewer matrices.)
     assert impl.on_gpu or promised < used + N * V * (2 if impl.dtype == "bfloat16" else 4)

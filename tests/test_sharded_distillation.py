@@ -16,7 +16,7 @@ from parted_teachers import EVERY, HEADS, TOKENS, case_of, outcome_of, part_of  
 from ranks import Failed, Ranks, group_of  # noqa: E402
 from test_teachers import DTYPES, ORDERS, Problem, V, assert_true  # noqa: E402
 
-from logitless.objectives import DistillationSizes, WholeRows, distillation_order  # noqa: E402
+from logitless.objectives import DistillationSizes, distillation_order  # noqa: E402
 from logitless.tolerances import ON_TOP_GRADIENT, ON_TOP_LOSS, error  # noqa: E402
 from logitless.torch_impl import (  # noqa: E402
     dense_distillation_loss,
@@ -184,7 +184,6 @@ def test_a_rank_holds_its_rows(pool: Ranks, way: str, dtype: str, monkeypatch: p
     ids = (K + 1) * (way in ("class", "spread"))
     sizes = DistillationSizes(N, D, max(VOCABS), dtype, D_TEACHER * (way == "head"), ids, ranks=2)
     order = distillation_order(sizes, operand_itemsize=4, by="plain")
-    assert isinstance(order, WholeRows)
     promised = order.scratch_bytes
     for used, own in zip(pool.run(scratch_run, way, dtype, (64,), promised, ranks=2), VOCABS, strict=True):
         told = f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"

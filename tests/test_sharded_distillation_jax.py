@@ -11,7 +11,7 @@ import pytest
 jax = pytest.importorskip("jax", reason="these tests are about JAX")
 
 import jax.numpy as jnp  # noqa: E402
-from distilling import cut_raggedly, rows_of  # noqa: E402
+from distilling import cut_raggedly, rows_of, take_order  # noqa: E402
 from implementations import JaxXla  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
@@ -23,7 +23,7 @@ from test_teachers import DTYPES, ORDERS, QUICK, Problem, V, assert_true  # noqa
 from logitless import jax_impl, reference  # noqa: E402
 from logitless.jax_impl.distributed.parallel import Shard  # noqa: E402
 from logitless.jax_impl.memory import temp_bytes  # noqa: E402
-from logitless.objectives import DistillationSizes, WholeRows, distillation_order, distillation_tile  # noqa: E402
+from logitless.objectives import DistillationSizes, distillation_order  # noqa: E402
 from logitless.tolerances import ON_TOP_GRADIENT, ON_TOP_LOSS, error  # noqa: E402
 
 XLA = JaxXla()
@@ -102,8 +102,7 @@ def test_equal_to_the_truth_and_to_one_device(
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_function_of_columns_and_tokens_that_are_cut_too(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device has its own tokens and its own columns. dW and db are summed over the axis of the tokens."""
-    if order == "tiles":
-        rows_of(monkeypatch)
+    take_order(monkeypatch, order)
     rng = np.random.default_rng(0)
     x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 12), (V, 12), (V,)))
     p, y = rng.dirichlet(np.ones(V), 8).astype(np.float32), rng.integers(0, V, 8).astype(np.int32)
@@ -234,7 +233,6 @@ def test_a_device_holds_its_rows(way: str, dtype: str, monkeypatch: pytest.Monke
     ids, itemsize = (K + 1) * (way in ("class", "spread")), jnp.dtype(dtype).itemsize
     sizes = DistillationSizes(N, D, COLUMNS, dtype, D_TEACHER * (way == "head"), ids)
     order = distillation_order(sizes, operand_itemsize=itemsize, by="xla")
-    assert isinstance(order, WholeRows)
     promised = order.scratch_bytes + Shard("vocab", 2, COLUMNS, 2 * COLUMNS).scratch_bytes(N, D, itemsize)
     used = scratch(way, dtype, promised)
     assert itemsize * N * COLUMNS <= used <= promised, f"{used / 2**20:.2f} MiB of {promised / 2**20:.2f} promised"
@@ -243,8 +241,9 @@ def test_a_device_holds_its_rows(way: str, dtype: str, monkeypatch: pytest.Monke
 @pytest.mark.case(9, 31)
 def test_the_smallest_budget_counts_what_is_exchanged() -> None:
     beyond = Shard("vocab", 2, COLUMNS, 2 * COLUMNS).scratch_bytes(N, D, 4)
+    sizes = DistillationSizes(N, D, COLUMNS, "float32", ids=K + 1)
     with pytest.raises(ValueError, match="is at least") as raised:
-        distillation_tile(DistillationSizes(N, D, COLUMNS, "float32", ids=K + 1), 1000)
+        distillation_order(sizes, operand_itemsize=4, by="xla", memory_budget=1000)
     least = int(str(raised.value).split()[-1])
     assert scratch("class", "float32", beyond + least) <= beyond + least
     with pytest.raises(ValueError, match=f"memory_budget: got {least - 1} bytes, allowed for tokens={N}, "):

@@ -258,8 +258,6 @@ def test_the_rest_of_a_sure_student(impl: Any, nats: float, order: str, monkeypa
 def test_the_hard_loss_of_a_sure_student(impl: Any, nats: float, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher that agrees with the student leaves the hard loss alone, whose values are far below float32's 1."""
     take_order(monkeypatch, order)
-    if (order, impl.backend, nats) == ("tiles", "triton", 25.0):
-        pytest.skip("the kernels anchor lse up to RESCUE_NATS below the largest logit, whose rounding shows here")
     a = sure(nats)
     z = a["hidden"] @ a["weight"].T + a["bias"]
     teacher = np.exp(z - z.max(1, keepdims=True)).astype(np.float64)
@@ -351,8 +349,8 @@ def test_generated_rows(impl: Any, beta: float, order: str) -> None:
     rows = Rows(impl.array(a["teacher"], "float32"))
     assert_true(dense(impl, a, rows.of(impl), beta=beta), truth(problem, a), "float32")
     tokens = int(np.prod(SHAPE))
-    if impl.name.startswith("torch"):  # every chunk once in the forward, and of tiles once in the backward
-        assert rows.calls == [(0, 32), (32, tokens - 32)] * (1 if order == "rows" else 2)
+    if impl.name.startswith("torch"):  # every chunk once in the forward, and again in the backward
+        assert rows.calls == [(0, 32), (32, tokens - 32)] * (1 if order == "held" else 2)
     wrong = Rows(impl.array(a["teacher"], "float32"), shift=1)
     with pytest.raises(
         ValueError, match=r"teacher: got a function that returns \(\d+, 69\) of float32, allowed is \[c"
@@ -397,7 +395,7 @@ def test_a_teacher_of_any_layout() -> None:
 
 
 def test_a_teacher_that_the_host_computes(order: str) -> None:
-    """What the page says of files: a callback of JAX, inside of jax.jit. Whole rows are made once, tiles twice."""
+    """What the page says of files: a callback of JAX, inside of jax.jit. A held gradient has its rows made once."""
     jax = pytest.importorskip("jax", reason="this is about JAX")
     from logitless.jax_impl import dense_distillation_loss
 
@@ -419,7 +417,7 @@ def test_a_teacher_that_the_host_computes(order: str) -> None:
         return dense_distillation_loss(hidden, a["weight"], rows, a["bias"], mask=a["mask"])
 
     value, grad = jax.block_until_ready(jax.value_and_grad(loss)(a["hidden"]))
-    assert calls == [(0, 32), (32, len(flat) - 32)] * (1 if order == "rows" else 2)
+    assert calls == [(0, 32), (32, len(flat) - 32)] * (1 if order == "held" else 2)
     assert error(value, truth(problem, a).loss) <= ON_TOP_LOSS["float32"]
     assert error(grad, truth(problem, a).hidden_grad) <= ON_TOP_GRADIENT["float32"]
 

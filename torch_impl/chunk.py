@@ -193,21 +193,25 @@ def tile_gradients(
     dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=dtype) if needs[0] else None
     dw = empty_like_weight(inputs.weight, weight_dtype) if needs[1] else None
     db = inputs.weight.new_zeros(vocab, dtype=dtype) if needs[2] else None
+    x = rows_of(inputs, slice(0, tile.token_chunk))
     for start, stop in tile.vocab_slices:
         part = inputs.weight.new_zeros((stop - start, size), dtype=dtype)
         for first, last in tile.token_slices:
             rows = slice(first, last)
-            x = rows_of(inputs, rows)
+            if len(tile.token_slices) > 1:
+                x = rows_of(inputs, rows)
             dz = logit_gradient(rows, x, start, stop)
             if db is not None:
-                db[start:stop] += dz.sum(dim=0)
-            operand = dz.to(inputs.operand_dtype)
+                db[start:stop] += dz.sum(dim=0, dtype=dtype)
+            dz = dz.to(inputs.operand_dtype)
             if dx is not None:
-                product(operand, inputs.weight[start:stop].to(operand.dtype), dx[rows], add=True)
+                product(dz, inputs.weight[start:stop].to(dz.dtype), dx[rows], add=True)
             if dw is not None:
-                product(operand.t(), x, part, add=True)
+                product(dz.t(), x, part, add=True)
+            del dz  # which makes room
         if dw is not None:
             dw[start:stop] = part.mul_(unit)
+        del part
     return [dx if dx is None else dx.mul_(unit), dw, db if db is None else db.mul_(unit)]
 
 

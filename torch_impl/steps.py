@@ -25,7 +25,6 @@ from logitless.spec import Statistics, TokenStats, differentiable_statistics, lo
 from logitless.torch_impl import backend as backends
 from logitless.torch_impl.backend import Waiting, adds_in_one_pass, backend_named
 from logitless.torch_impl.call import (
-    NO_GRADIENTS,
     XP,
     Arrays,
     Call,
@@ -211,19 +210,6 @@ def held_gradients(arrays: Arrays, call: Call, needs: Needs, held: list[Tensor],
         plan = cast(ChunkPlan, call.plan)  # a LatePlan if no products wait: then nobody reads it
         gradients = backend.held_gradients(inputs, arrays, call.options, dtype, plan, needs, held, upstream)
         return _cast(gradients, arrays)
-
-
-def logsumexp(arrays: Arrays, call: Call) -> Tensor:
-    """log Σ_j exp(z_j) of every token in two parts, [2, N]: a logit not far below the largest, and the rest."""
-    return _run_step("logsumexp", arrays, call, NO_GRADIENTS, lambda call: _logsumexp(arrays, call))
-
-
-def _logsumexp(arrays: Arrays, call: Call) -> Tensor:
-    backend = backend_named(call.backend)
-    with _no_autocast(arrays):
-        inputs = _prepare(arrays, call)
-        sums = backend.token_sums(inputs, call.options, call.chunk_plan.forward, False)
-        return torch.stack([sums.anchor, sums.log_total]).masked_fill(~inputs.valid, 0.0)
 
 
 def log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:

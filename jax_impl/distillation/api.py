@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from logitless import numerics, objectives, spec
-from logitless.jax_impl import checks, vjp
+from logitless.jax_impl import checks
 from logitless.jax_impl.call import (
     XP,
     Arrays,
@@ -39,7 +39,8 @@ from logitless.jax_impl.distillation.steps import (
 )
 from logitless.jax_impl.distillation.teachers import DenseRows, Program
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
-from logitless.objectives import DistillationOptions, DistillationSizes, Rest, Tile, WholeRows
+from logitless.objectives import DistillationOptions, DistillationSizes, Rest, WholeRows
+from logitless.planning import check_plan_argument
 from logitless.spec import LossOptions, Reduction
 
 
@@ -83,8 +84,8 @@ def distillation_loss(
 
     Whole rows of both sides' logits exist for up to 1024 tokens at a time: 2·N·V·(D + D_teacher) flops, then 4·N·D·V,
     with the gradient of the student's logits, N·V numbers, between forward and backward. Where these do not fit the
-    memory_budget, both logsumexps come first, then tiles of the logits, in the forward and again in the backward:
-    4·N·V·(D + D_teacher) flops, then 2·N·V·(3 D + D_teacher).
+    memory_budget, a few numbers of every token are held instead, and the backward makes both sides' logits again, a
+    tile at a time: 2·N·V·(D + D_teacher) flops more.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
@@ -100,10 +101,9 @@ def distillation_loss(
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant array without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: 8 GiB for whole rows, and if they take more,
-            tiles of up to 2048 × 2048. A value without gradients is counted as one with them.
-        backend: as for :func:`linear_cross_entropy`, of the pass for the logsumexps, which tiles need; the rest is
-            plain operations.
+        memory_budget: bytes of scratch beyond inputs and gradients; None: 8 GiB, or twice what it takes at least if
+            that is more. A value without gradients is counted as one with them.
+        backend: as for :func:`linear_cross_entropy`. It is checked; XLA makes everything, whichever is named.
         axis_name, vocab: of the devices that share the vocabulary, as for :func:`linear_cross_entropy`. weight, bias,
             teacher_weight and teacher_bias are this device's rows, of the same ids; all else is the same on all of
             them. dX is summed over the devices.
@@ -285,10 +285,8 @@ class _Student(NamedTuple):
 
     raw: RawArrays
     """As they came. Their target says which tokens count: 0, or −100 where not."""
-    plain: Arrays[Array]
-    """As a backend reads them, without gradient."""
     call: Call
-    """Of the pass for the logsumexps."""
+    """Of the logits' logsumexp: backend and devices."""
     counted: Array
     """[...]"""
     wrong: Array
@@ -307,7 +305,7 @@ class _Student(NamedTuple):
         """Of sums and losses."""
         return accumulation_dtype(self.raw.hidden.dtype)
 
-    def order(self, teacher: _Teacher, memory_budget: int | None) -> WholeRows | Tile:
+    def order(self, teacher: _Teacher, memory_budget: int | None) -> WholeRows:
         (vocab, size), dtype, tokens = self.raw.weight.shape, self.raw.hidden.dtype, math.prod(self.counted.shape)
         sizes = teacher.sizes(DistillationSizes(tokens, size, vocab, str(dtype)))
         if memory_budget is not None:
@@ -318,12 +316,8 @@ class _Student(NamedTuple):
 
     def without(self, wrong: Array) -> _Student:
         """The student, with more wrong tokens."""
-        target = jnp.where(wrong, -100, self.plain.target)
-        raw, plain = self.raw._replace(target=target), self.plain._replace(target=target)
-        return self._replace(raw=raw, plain=plain, wrong=self.wrong | wrong)
-
-    def lse(self) -> Array:
-        return _logsumexp(self.plain, self.call)
+        raw = self.raw._replace(target=jnp.where(wrong, -100, jnp.asarray(self.raw.target)))
+        return self._replace(raw=raw, wrong=self.wrong | wrong)
 
 
 class _Known(NamedTuple):
@@ -343,8 +337,8 @@ class _Teacher(Protocol):
     def check(self, given: _Given, shard: Shard) -> Array | None:
         """Check it beside the student's arrays. Of which tokens it knows something, [...]; None: of all."""
 
-    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
-        """What the losses need of it: of tiles logsumexps too."""
+    def known(self, student: _Student, limits: _Limits, order: WholeRows) -> _Known:
+        """What the losses need of it."""
 
 
 def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits: _Limits) -> Array:
@@ -397,31 +391,21 @@ def _student(given: _Given, options: DistillationOptions, about: Array | None, l
     wrong = (ids < 0) | (ids >= vocab)
     scored = jnp.where(counted & ~wrong, jnp.asarray(zero), -100)
     raw: RawArrays = Arrays(hidden, given.weight, given.bias, scored, temperature=given.temperature)
-    plain, call = _ready(raw, options.logits(teacher=False), limits)
+    call = _checked(raw, options.logits(teacher=False), limits)
     hard = None if given.target is None else jnp.where(wrong, 0, ids).reshape(-1)
-    return _Student(raw, plain, call, counted, wrong, given.ignore_index, hard)
+    return _Student(raw, call, counted, wrong, given.ignore_index, hard)
 
 
-def _logsumexp(plain: Arrays[Array], call: Call) -> Array:
-    """log Σ_j exp(z_j) of every token in two parts, [2, N], without gradient; 0 where it does not count.
-
-    The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
-    divergences need, and so would parts from a logit far below the largest.
-    """
-    parts: Array = vjp.logsumexp(call, plain)
-    return parts
-
-
-def _ready(raw: RawArrays, options: LossOptions, limits: _Limits) -> tuple[Arrays[Array], Call]:
-    """The checked call of the pass for the logsumexps, and its arrays, without gradient."""
+def _checked(raw: RawArrays, options: LossOptions, limits: _Limits) -> Call:
+    """A side's arrays and options checked, as for the logits' logsumexp."""
+    check_plan_argument(None, limits.memory_budget)
     checks.check_arrays(raw, limits.shard)
     bias = None if raw.bias is None else checks.stopped(raw.bias)
     raw = raw._replace(hidden=checks.stopped(raw.hidden), weight=checks.stopped(raw.weight), bias=bias)
     request = Request(
-        reduction="none", logit_scale=options.logit_scale, softcap=options.softcap, memory_budget=limits.memory_budget,
-        backend=limits.backend,
+        reduction="none", logit_scale=options.logit_scale, softcap=options.softcap, backend=limits.backend
     )  # fmt: skip
-    return checks.ready(raw, request, limits.shard)
+    return checks.ready(raw, request, limits.shard)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,15 +426,14 @@ class _HeadTeacher(NamedTuple):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, teacher_hidden=self.hidden.shape[-1])
 
-    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
+    def known(self, student: _Student, limits: _Limits, order: WholeRows) -> _Known:
         raw: RawArrays = student.raw._replace(hidden=self.hidden, weight=self.weight, bias=self.bias)
         try:
-            plain, call = _ready(raw, self.options, limits)
+            _checked(raw, self.options, limits)
         except (TypeError, ValueError) as error:
             raise type(error)(objectives.of_teacher(str(error))) from None
         head = jax.tree.map(checks.stopped, raw)
-        lse = (_logsumexp(plain, call).astype(student.dtype), student.lse()) if isinstance(order, Tile) else ()
-        return _Known(FromHead(self.options), (head, *lse), student)
+        return _Known(FromHead(self.options), (head,), student)
 
 
 class _SparseTeacher(NamedTuple):
@@ -468,7 +451,7 @@ class _SparseTeacher(NamedTuple):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)
 
-    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
+    def known(self, student: _Student, limits: _Limits, order: WholeRows) -> _Known:
         vocab, count = student.vocab, self.ids.shape[-1]
         ids = jnp.where(student.counted[..., None], checks.narrow(self.ids), student.ignore_index)
         checks.check_ids(ids, vocab, student.ignore_index, name="ids")
@@ -487,8 +470,7 @@ class _SparseTeacher(NamedTuple):
         student = student.without(repeated | no_sum | (~ignored & ~known).any(axis=-1))
         spread, flat = self.rest == "spread", jnp.where(known, ids, -1).reshape(-1, count)
         log_p, log_rest = numerics.sparse_teacher(XP, probs.reshape(-1, count), flat >= 0, self.rest, vocab)
-        lse = (student.lse(),) if spread and isinstance(order, Tile) else ()
-        return _Known(FromIds(spread), (flat, log_p, log_rest, *lse), student)
+        return _Known(FromIds(spread), (flat, log_p, log_rest), student)
 
 
 class _DenseTeacher(NamedTuple):
@@ -508,11 +490,11 @@ class _DenseTeacher(NamedTuple):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, whole_rows=callable(self.source))
 
-    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
-        vocab, lse = student.raw.weight.shape[0], (student.lse(),) if isinstance(order, Tile) else ()
+    def known(self, student: _Student, limits: _Limits, order: WholeRows) -> _Known:
+        vocab = student.raw.weight.shape[0]
         if callable(self.source):
-            counts = sorted({stop - start for start, stop in order.token_slices})
-            program, values = Program.of(self.source, counts, vocab)
-            return _Known(FromDense(program, self.log), (values, *lse), student)
+            cuts = order.token_slices + (order.again.token_slices if order.again else ())
+            program, values = Program.of(self.source, sorted({stop - start for start, stop in cuts}), vocab)
+            return _Known(FromDense(program, self.log), (values,), student)
         flat = checks.stopped(self.source).reshape(-1, vocab)
-        return _Known(FromDense(None, self.log), (flat, *lse), student)
+        return _Known(FromDense(None, self.log), (flat,), student)

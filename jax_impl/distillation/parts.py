@@ -1,4 +1,5 @@
-"""The losses of a tile of the student's logits, and their gradients. Mirror of torch_impl/distillation/parts.py.
+"""The losses of whole rows of the student's logits, and the gradient of a tile. Mirror of
+torch_impl/distillation/parts.py.
 
 With p the teacher's and q the student's probabilities of a token and m = β p + (1 − β) q:
 
@@ -12,12 +13,12 @@ With p the teacher's and q the student's probabilities of a token and m = β p +
 
 The terms − p + q (or − q + p) have the sum 0: with them the error of lse enters in second order.
 
-A divergence between whole distributions takes the student's lse, which is known before the tiles. One between K given
-ids and one class for all others takes the ids' logits and the logsumexp of the others, which come from the tiles: no
-1 − Σ_k q_k cancels. The hard loss is the same with the target as the only id.
+A divergence between whole distributions takes the student's lse. One between K given ids and one class for all others
+takes the ids' logits and the logsumexp of the others: no 1 − Σ_k q_k cancels. The hard loss is the same with the target
+as the only id.
 
-Where devices share the vocabulary, each adds up its own entries. A token's sums are exchanged when its tiles are done,
-before the first gradient: that needs Σ_k over all entries. In padding z is −inf.
+Where devices share the vocabulary, each adds up its own entries. A token's sums are exchanged before the first
+gradient: that needs Σ_k over all entries. In padding z is −inf.
 """
 
 from __future__ import annotations
@@ -28,43 +29,34 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array
 
+from logitless.jax_impl.call import Inputs
 from logitless.jax_impl.chunk import unpadded
 from logitless.jax_impl.distillation.teachers import (
     Teacher,
     columns_of,
     id_of,
     normalized,
-    of_all_devices,
     put_columns,
     row_lse,
+    row_sums,
 )
 from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.slices import Index, take
-from logitless.spec import LOWEST_ANCHOR
+from logitless.objectives import WholeRows
+from logitless.spec import LossOptions
 
-Sums = tuple[Array, ...]
-"""What is added up over the tiles of a chunk of tokens, [C, ...] each."""
 Kept = tuple[Array, ...]
 """What the gradient needs, [C, ...] each, of one chunk or of all."""
 
 
 class Part(Protocol):
-    """A loss on the student's logits z, a tile [C, B] at a time."""
+    """A loss on the student's logits z."""
 
-    def start(self, first: Index, tokens: int) -> Sums:
-        """The sums before the first tile."""
-
-    def add(self, sums: Sums, z: Array, first: Index, start: Index) -> Sums:
-        """The sums with a tile."""
-
-    def finish(self, sums: Sums, first: Index) -> tuple[Array, Kept]:
-        """The losses [C], and what the gradient needs."""
+    def of_rows(self, z: Array, first: Index) -> tuple[Array, Kept, Array]:
+        """Of whole rows [C, V] the losses [C], what the gradient needs, and the gradient itself, for who wants it."""
 
     def gradient(self, kept: Kept, z: Array, first: Index, start: Index) -> Array:
-        """∂ loss / ∂z of a tile."""
-
-    def of_rows(self, z: Array, first: Index) -> tuple[Array, Array]:
-        """The losses [C] and ∂ loss / ∂z [C, V] of whole rows."""
+        """∂ loss / ∂z of a tile [C, B]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,37 +64,23 @@ class Divergence:
     """From a teacher of the whole vocabulary."""
 
     teacher: Teacher
-    lse: Array | None  # [2, N], the student's; None where rows are whole
     beta: float
     shard: Shard
 
-    def start(self, first: Index, tokens: int) -> Sums:
-        assert self.lse is not None
-        zero = jnp.zeros(tokens, self.lse.dtype)
-        return zero, zero
-
-    def add(self, sums: Sums, z: Array, first: Index, start: Index) -> Sums:
-        total, mean = divergence_rows(self._log_p(z, first, start), self._log_q(z, first), self.beta)
-        return sums[0] + total, sums[1] + mean
-
-    def finish(self, sums: Sums, first: Index) -> tuple[Array, Kept]:
-        losses, mean = self.shard.total((sums[0], sums[1]))
-        return losses, (mean,)
+    def of_rows(self, z: Array, first: Index) -> tuple[Array, Kept, Array]:
+        lse, t = row_lse(z, self.shard), self._teacher_tile(z, first, 0)
+        teacher_lse = row_lse(t, self.shard) if self.teacher.has_logits else ()
+        log_p, log_q = normalized(t, teacher_lse), normalized(z, lse)
+        losses, mean = self.shard.total(divergence_rows(log_p, log_q, self.beta))
+        return losses, (*lse, *teacher_lse, mean), divergence_gradient(log_p, log_q, mean, self.beta)
 
     def gradient(self, kept: Kept, z: Array, first: Index, start: Index) -> Array:
-        return divergence_gradient(self._log_p(z, first, start), self._log_q(z, first), kept[0], self.beta)
+        *lses, mean = kept
+        log_p = normalized(self._teacher_tile(z, first, start), tuple(lses[2:]))
+        return divergence_gradient(log_p, normalized(z, tuple(lses[:2])), mean, self.beta)
 
-    def of_rows(self, z: Array, first: Index) -> tuple[Array, Array]:
-        log_p, log_q = self._log_p(z, first, 0), normalized(z, row_lse(z, self.shard))
-        losses, mean = self.shard.total(divergence_rows(log_p, log_q, self.beta))
-        return losses, divergence_gradient(log_p, log_q, mean, self.beta)
-
-    def _log_p(self, z: Array, first: Index, start: Index) -> Array:
-        return unpadded(self.teacher.log_probs(first, z.shape[0], start, z.shape[1]), self.shard.limit(), start)
-
-    def _log_q(self, z: Array, first: Index) -> Array:
-        assert self.lse is not None
-        return normalized(z, take(self.lse, first, z.shape[0], axis=1))
+    def _teacher_tile(self, z: Array, first: Index, start: Index) -> Array:
+        return unpadded(self.teacher.tile(first, z.shape[0], start, z.shape[1]), self.shard.limit(), start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +88,7 @@ class GivenIds:
     """Of a few ids of every token, and one class for all others: what both losses of such classes share."""
 
     ids: Array  # [N, K] int32, −1 where not known
-    dtype: jnp.dtype
     shard: Shard
-
-    def start(self, first: Index, tokens: int) -> Sums:
-        """The ids' logits; the largest logit of the others, and Σ exp(z − largest) over them."""
-        zero = jnp.zeros(tokens, self.dtype)
-        return jnp.zeros((tokens, self.ids.shape[1]), self.dtype), jnp.full_like(zero, LOWEST_ANCHOR), zero
 
     def scaled(self, z: Array, first: Index) -> Array:
         """The logits that the loss is of."""
@@ -126,36 +98,34 @@ class GivenIds:
         """The losses [C], and their gradients in the logits of the classes [C, K + 1], the last one the others'."""
         raise NotImplementedError
 
-    def add(self, sums: Sums, z: Array, first: Index, start: Index) -> Sums:
-        logits, highest, total = sums
+    def of_rows(self, z: Array, first: Index) -> tuple[Array, Kept, Array]:
         (tokens, width), z = z.shape, self.scaled(z, first)
-        columns = columns_of(self.ids, first, tokens, id_of(self.shard, start), width)
-        found = jnp.take_along_axis(z, jnp.minimum(columns, width - 1), axis=1)
+        columns = self._columns(z, first, 0)
+        logits = jnp.take_along_axis(z, jnp.minimum(columns, width - 1), axis=1)
+        logits = self.shard.total(jnp.where(columns < width, logits, 0.0))
+        logits = jnp.where(take(self.ids, first, tokens) < 0, -jnp.inf, logits)
         others = put_columns(z, columns, -jnp.inf)
-        above = jnp.maximum(highest, others.max(axis=1))
-        total = total * jnp.exp(highest - above) + jnp.exp(others - above[:, None]).sum(axis=1)
-        return logits + jnp.where(columns < width, found, 0.0), above, total
-
-    def finish(self, sums: Sums, first: Index) -> tuple[Array, Kept]:
-        logits, highest, total = sums
-        logits, (highest, total) = self.shard.total(logits), of_all_devices(self.shard, highest, total)
-        logits = jnp.where(take(self.ids, first, logits.shape[0]) < 0, -jnp.inf, logits)
+        highest, total = row_sums(others, self.shard)
         anchor = jnp.maximum(highest, logits.max(axis=1))
-        others = (highest - anchor) + jnp.log(total)
-        log_q = _log_softmax(jnp.concatenate([logits - anchor[:, None], others[:, None]], axis=1))
+        rest = (highest - anchor) + jnp.log(total)
+        log_q = _log_softmax(jnp.concatenate([logits - anchor[:, None], rest[:, None]], axis=1))
         losses, slopes = self.judged(log_q, first)
-        return losses, (highest, jnp.log(jnp.where(total > 0, total, 1.0)), slopes)
+        kept = highest, jnp.log(jnp.where(total > 0, total, 1.0)), slopes
+        return losses, kept, _others_gradient(kept, others, columns)
 
     def gradient(self, kept: Kept, z: Array, first: Index, start: Index) -> Array:
-        highest, log_total, slopes = kept
-        columns = columns_of(self.ids, first, z.shape[0], id_of(self.shard, start), z.shape[1])
-        others = put_columns(self.scaled(z, first), columns, -jnp.inf)
-        dz = jnp.exp((others - highest[:, None]) - log_total[:, None]) * slopes[:, -1:]
-        return put_columns(dz, columns, slopes[:, :-1])
+        columns = self._columns(z, first, start)
+        return _others_gradient(kept, put_columns(self.scaled(z, first), columns, -jnp.inf), columns)
 
-    def of_rows(self, z: Array, first: Index) -> tuple[Array, Array]:
-        losses, kept = self.finish(self.add(self.start(first, z.shape[0]), z, first, 0), first)
-        return losses, self.gradient(kept, z, first, 0)
+    def _columns(self, z: Array, first: Index, start: Index) -> Array:
+        return columns_of(self.ids, first, z.shape[0], id_of(self.shard, start), z.shape[1])
+
+
+def _others_gradient(kept: Kept, others: Array, columns: Array) -> Array:
+    """From the others' logits, −inf at the ids."""
+    highest, log_total, slopes = kept
+    dz = jnp.exp((others - highest[:, None]) - log_total[:, None]) * slopes[:, -1:]
+    return put_columns(dz, columns, slopes[:, :-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +163,18 @@ class Hard(GivenIds):
         return take(self.temperature, first, tokens)[:, None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """The losses on the student's logits, and what makes them."""
+
+    inputs: Inputs
+    """The student's."""
+    parts: list[Part]
+    """The hard loss, if there is one, and the divergence."""
+    options: LossOptions
+    order: WholeRows
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The mathematics, on tiles and on classes
 
@@ -218,7 +200,7 @@ def _log_ratios(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Array]:
 
 
 def divergence_rows(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Array]:
-    """The tile's share of each row's divergence, and of Σ_j q (log q − log m) (0 where β is 0)."""
+    """This device's share of each row's divergence, and of Σ_j q (log q − log m) (0 where β is 0)."""
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     if beta == 0:
         total = (_weighted(p, log_p - log_q) - p + q).sum(axis=1)

@@ -1,4 +1,6 @@
-"""What a teacher says of a tile: log-probabilities [C, B]. Mirror of torch_impl/distillation/teachers.py."""
+"""What a teacher says of a tile, [C, B]: logits or log-probabilities. Mirror of
+torch_impl/distillation/teachers.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,6 @@ from logitless.jax_impl.chunk import (
     product,
     rows_of,
     temperature_column,
-    unpadded,
 )
 from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.slices import Index, for_slices, put, take, take_tile
@@ -32,26 +33,32 @@ DenseRows = Callable[[Index, int], Array]
 
 
 class Teacher(Protocol):
-    """A teacher's log-probabilities, a tile at a time or whole rows."""
+    """A teacher, a tile at a time."""
 
-    def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
-        """log p of a tile, [C, B]; in padding anything."""
+    @property
+    def has_logits(self) -> bool:
+        """Whether it has logits, not log-probabilities."""
+
+    def tile(self, first: Index, tokens: int, start: Index, width: int) -> Array:
+        """Its logits or log-probabilities, [C, B]; in padding anything."""
 
 
 class Head(NamedTuple):
-    """A linear softmax: its arrays, and its logsumexps."""
+    """A linear softmax."""
 
     inputs: Inputs
     options: LossOptions
-    lse: Array | None  # [2, N]: two parts, whose sum it is; None where tiles are whole rows
     dtype: jnp.dtype
 
-    def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
-        if self.lse is None:
-            z = unpadded(whole_logits(self.inputs, first, tokens, self.options), self.inputs.shard.limit(), 0)
-            return normalized(z, row_lse(z, self.inputs.shard)).astype(self.dtype)
-        z = logits_block(rows_of(self.inputs, first, tokens), self.inputs, first, start, width, self.options)
-        return normalized(z, take(self.lse, first, tokens, axis=1)).astype(self.dtype)
+    @property
+    def has_logits(self) -> bool:
+        return True
+
+    def tile(self, first: Index, tokens: int, start: Index, width: int) -> Array:
+        if width == self.inputs.weight.shape[0]:
+            return whole_logits(self.inputs, first, tokens, self.options).astype(self.dtype)
+        x = rows_of(self.inputs, first, tokens)
+        return logits_block(x, self.inputs, first, start, width, self.options).astype(self.dtype)
 
 
 class Spread(NamedTuple):
@@ -62,7 +69,11 @@ class Spread(NamedTuple):
     log_rest: Array  # [N]
     shard: Shard
 
-    def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
+    @property
+    def has_logits(self) -> bool:
+        return False
+
+    def tile(self, first: Index, tokens: int, start: Index, width: int) -> Array:
         tile = jnp.broadcast_to(take(self.log_rest, first, tokens)[:, None], (tokens, width))
         columns = columns_of(self.ids, first, tokens, id_of(self.shard, start), width)
         return put_columns(tile, columns, take(self.log_p, first, tokens))
@@ -110,7 +121,11 @@ class Dense(NamedTuple):
     """Whether it has log-probabilities."""
     dtype: jnp.dtype
 
-    def log_probs(self, first: Index, tokens: int, start: Index, width: int) -> Array:
+    @property
+    def has_logits(self) -> bool:
+        return False
+
+    def tile(self, first: Index, tokens: int, start: Index, width: int) -> Array:
         if self.program is not None:
             tile = self.program.rows(self.source, first, tokens)  # type: ignore[arg-type]
         else:
@@ -143,19 +158,23 @@ def whole_logits(inputs: Inputs, first: Index, tokens: int, options: LossOptions
     return capped(z, options, temperature_column(inputs, first, tokens))
 
 
-def row_lse(z: Array, shard: Shard) -> Array:
-    """log Σ_j exp(z_j) of whole rows in two parts, [2, C], of which the first is the largest logit."""
+def row_sums(z: Array, shard: Shard) -> tuple[Array, Array]:
+    """Of whole rows the largest logit, and Σ_j exp(z_j − largest), [C] each."""
     anchor = jnp.maximum(z.max(axis=1), LOWEST_ANCHOR)
-    anchor, total = of_all_devices(shard, anchor, jnp.exp(z - anchor[:, None]).sum(axis=1))
-    return jnp.stack([anchor, jnp.log(total)])
-
-
-def of_all_devices(shard: Shard, anchor: Array, total: Array) -> tuple[Array, Array]:
-    """The devices' largest anchor, and their sums Σ exp(z − anchor) relative to it, [C] each."""
+    total = jnp.exp(z - anchor[:, None]).sum(axis=1)
     if not shard.active:
         return anchor, total
     highest = shard.largest(anchor)
     return highest, shard.total(total * jnp.exp(anchor - highest))
+
+
+def row_lse(z: Array, shard: Shard) -> tuple[Array, Array]:
+    """log Σ_j exp(z_j) of whole rows in two parts, [C] each, of which the first is the largest logit.
+
+    Where logits are large, the sum of the parts would lose what divergences need.
+    """
+    anchor, total = row_sums(z, shard)
+    return anchor, jnp.log(total)
 
 
 def id_of(shard: Shard, start: Index) -> Index:
@@ -163,10 +182,11 @@ def id_of(shard: Shard, start: Index) -> Index:
     return shard.first() + start if shard.active else start
 
 
-def normalized(z: Array, lse: Array) -> Array:
-    """log softmax(z) of a tile's logits, [C, B], with lse [2, C]."""
-    anchor, rest = lse[0][:, None], lse[1][:, None]
-    return (z - anchor) - rest
+def normalized(z: Array, lse: tuple[Array, ...]) -> Array:
+    """log softmax(z) of a tile's logits, [C, B]; without lse: they are log-probabilities already."""
+    for part in lse:
+        z = z - part[:, None]
+    return z
 
 
 def columns_of(ids: Array, first: Index, tokens: int, start: Index, width: int) -> Array:

@@ -1,66 +1,81 @@
-"""A distillation's losses by whole rows: a few tokens' logits of both sides at a time, and the gradient at once.
+"""A distillation's losses by whole rows: a few tokens' logits of both sides at a time. Mirror of
+torch_impl/distillation/whole_rows.py.
 
-Mirror of torch_impl/distillation/whole_rows.py. No logit is made twice: 2·N·V·(D + D_teacher) flops forward and 4·N·D·V
-backward. The gradient of the student's logits lies between them, [N, V], in the dtype of the products' operands.
+The gradient of the student's logits [N, V] is made with the losses and held, in the dtype of the products' operands: no
+logit is made twice, 2·N·V·(D + D_teacher) flops forward and 4·N·D·V backward. Where it may not be held, the forward
+keeps a few numbers of every token, and the backward makes both sides' logits again, a tile at a time:
+2·N·V·(D + D_teacher) flops more.
 
-Rounding: as in xla.py. The gradient is rounded to the student's dtype. dX is made of it and then multiplied by the
-upstream gradient; for dW the hidden states are multiplied, which rounds nothing where all tokens have the same.
+Rounding: as in xla.py. The gradient is rounded to the student's dtype. A held one is multiplied by the upstream
+gradient after the product for dX; for dW the hidden states are multiplied, which rounds nothing where all tokens have
+the same. One that is made again has the upstream gradient in it before it is rounded.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from logitless import numerics
 from logitless.jax_impl.call import XP, Gradients, Inputs, Needs
-from logitless.jax_impl.chunk import by_blocks_on_cpu, product, rows_of, slope, temperature_column, unpadded
-from logitless.jax_impl.distillation.parts import Part
+from logitless.jax_impl.chunk import (
+    by_blocks_on_cpu,
+    logits_block,
+    product,
+    rows_of,
+    slope,
+    temperature_column,
+    tile_gradients,
+    unpadded,
+)
+from logitless.jax_impl.distillation.parts import Kept, Losses
 from logitless.jax_impl.distillation.teachers import whole_logits
 from logitless.jax_impl.slices import Index, for_slices, put, take
 from logitless.objectives import WholeRows
 from logitless.spec import LossOptions
 
-Carry = tuple[Array, Array | None]
+Carry = tuple[Array, list[Kept]]
 
 
-def forward(
-    inputs: Inputs, parts: list[Part], options: LossOptions, order: WholeRows, *, differentiate: bool
-) -> tuple[Array, Array | None]:
-    """The losses of every token, 0 where it does not count; the gradient of the logits, but for logit_scale."""
-    tokens, vocab = order.sizes.tokens, order.sizes.vocab
+def forward(of: Losses, *, differentiate: bool) -> tuple[Array, list[Kept]]:
+    """The losses of every token, 0 where it does not count, and what the backward needs of each part: nothing, or of
+    all together the gradient of the logits, but for logit_scale."""
+    inputs, order, size = of.inputs, of.order, of.order.sizes.tokens
+
+    def made(first: Index, tokens: int) -> Carry:
+        losses, kept, dz = _row_losses(of, first, tokens)
+        if not differentiate:
+            return losses, []
+        return losses, [(dz.astype(inputs.hidden.dtype),)] if order.again is None else kept
 
     def chunk(carry: Carry, first: Index, tokens: int) -> Carry:
-        losses, gradient = carry
-        own, dz = _row_losses(inputs, parts, options, first, tokens)
-        if gradient is not None:
-            gradient = put(gradient, dz.astype(gradient.dtype), first)
-        return put(losses, own, first), gradient
+        whole: Carry = jax.tree.map(lambda array, own: put(array, own, first), carry, made(first, tokens))
+        return whole
 
-    losses = jnp.zeros(tokens, inputs.accumulation_dtype)
-    gradient = jnp.zeros((tokens, vocab), inputs.hidden.dtype) if differentiate else None
-    return for_slices(tokens, order.token_chunk, chunk, (losses, gradient))
+    shapes = jax.eval_shape(lambda: made(0, order.token_chunk))
+    zeros: Carry = jax.tree.map(lambda like: jnp.zeros((size, *like.shape[1:]), like.dtype), shapes)
+    return for_slices(size, order.token_chunk, chunk, zeros)
 
 
-def _row_losses(
-    inputs: Inputs, parts: list[Part], options: LossOptions, first: Index, tokens: int
-) -> tuple[Array, Array]:
-    """The losses of a chunk, [C], and the gradient of its logits, [C, V]."""
+def _row_losses(of: Losses, first: Index, tokens: int) -> tuple[Array, list[Kept], Array]:
+    """The losses of a chunk, [C], what the gradient needs, and the gradient of its logits, [C, V]."""
+    inputs, options = of.inputs, of.options
     z = unpadded(whole_logits(inputs, first, tokens, options), inputs.shard.limit(), 0)
-    losses, slopes = zip(*(part.of_rows(z, first) for part in parts), strict=True)
+    losses, kept, slopes = zip(*(part.of_rows(z, first) for part in of.parts), strict=True)
     dz = sum(slopes[1:], slopes[0])
     if options.softcap is not None:
         dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
     valid, dz = take(inputs.valid, first, tokens), unpadded(dz, inputs.shard.limit(), 0, 0.0)
-    return jnp.where(valid, sum(losses[1:], losses[0]), 0.0), jnp.where(valid[:, None], dz, 0.0)
+    return jnp.where(valid, sum(losses[1:], losses[0]), 0.0), list(kept), jnp.where(valid[:, None], dz, 0.0)
 
 
 def gradients(
     inputs: Inputs, options: LossOptions, order: WholeRows, gradient: Array, upstream: Array,
     weight_dtype: DTypeLike, needs: Needs,
 ) -> Gradients:  # fmt: skip
-    """dX, dW and db, each None unless wanted: 4·N·D·V flops."""
+    """From a held gradient dX, dW and db, each None unless wanted: 4·N·D·V flops."""
     factor = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
     (vocab, size), dtype = inputs.weight.shape, inputs.accumulation_dtype
     unit = numerics.largest_factor(XP, factor)
@@ -99,3 +114,26 @@ def _hidden_gradient(inputs: Inputs, order: WholeRows, gradient: Array) -> Array
         return for_slices(vocab, order.vocab_chunk, block, jnp.zeros((gradient.shape[0], size), dtype))
 
     return by_blocks_on_cpu(whole, by_blocks, gradient, inputs.weight)
+
+
+def gradients_again(of: Losses, kept: list[Kept], upstream: Array, needs: Needs) -> Gradients:
+    """From what the forward kept dX, dW and db, each None unless wanted: 6·N·D·V + 2·N·D_teacher·V flops."""
+    inputs, options, tile = of.inputs, of.options, of.order.again
+    assert tile is not None
+    factor = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
+    # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
+    unit = numerics.largest_factor(XP, factor)
+    factor = factor / unit
+
+    def logit_gradient(x: Array, first: Index, start: Index, columns: int) -> Array:
+        tokens = x.shape[0]
+        z = unpadded(logits_block(x, inputs, first, start, columns, options), inputs.shard.limit(), start)
+        own = jax.tree.map(lambda values: take(values, first, tokens), kept)
+        slopes = [part.gradient(each, z, first, start) for part, each in zip(of.parts, own, strict=True)]
+        dz = sum(slopes[1:], slopes[0])
+        if options.softcap is not None:
+            dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
+        dz = unpadded(dz * take(factor, first, tokens)[:, None], inputs.shard.limit(), start, 0.0)
+        return jnp.where(take(inputs.valid, first, tokens)[:, None], dz, 0.0)
+
+    return tile_gradients(inputs, tile, needs, unit, logit_gradient)

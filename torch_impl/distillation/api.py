@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from logitless import numerics, objectives, spec
-from logitless.objectives import DistillationOptions, DistillationSizes, Rest, RowsBy, Tile, WholeRows
+from logitless.objectives import DistillationOptions, DistillationSizes, Rest, RowsBy, WholeRows
 from logitless.planning import check_plan_argument
 from logitless.spec import ArrayInfo, LossOptions, Reduction
-from logitless.torch_impl import checks, steps
+from logitless.torch_impl import checks
 from logitless.torch_impl.backend import BACKENDS
 from logitless.torch_impl.call import XP, Arrays, Call, Request, accumulation_dtype, operand_dtype, temperatures
 from logitless.torch_impl.compiled import tracing
@@ -73,8 +73,8 @@ def distillation_loss(
 
     Whole rows of both sides' logits exist for up to 1024 tokens at a time: 2·N·V·(D + D_teacher) flops, then 4·N·D·V,
     with the gradient of the student's logits, N·V numbers, between forward and backward. Where these do not fit the
-    memory_budget, both logsumexps come first, then tiles of the logits, in the forward and again in the backward:
-    4·N·V·(D + D_teacher) flops, then 2·N·V·(3 D + D_teacher).
+    memory_budget, a few numbers of every token are held instead, and the backward makes both sides' logits again, a
+    tile at a time: 2·N·V·(D + D_teacher) flops more.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
@@ -90,10 +90,9 @@ def distillation_loss(
         reduction: "mean" over the tokens that count (0 if none), "sum", or "none": [...].
         normalizer: replaces mean's denominator: a number, or a constant tensor without axes.
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
-        memory_budget: bytes of scratch beyond inputs and gradients; None: 8 GiB for whole rows, and if they take more,
-            tiles of up to 2048 × 2048.
-        backend: as for :func:`linear_cross_entropy`: whether kernels make losses and gradient, and of tiles the
-            logsumexps.
+        memory_budget: bytes of scratch beyond inputs and gradients; None: 8 GiB, or twice what it takes at least if
+            that is more.
+        backend: as for :func:`linear_cross_entropy`: whether kernels make losses and gradient.
         process_group: the ranks that share the vocabulary, as for :func:`linear_cross_entropy`. weight, bias,
             teacher_weight and teacher_bias are this rank's rows, of the same ids; all else is the same on every rank.
             dX is summed over the ranks.
@@ -277,10 +276,8 @@ class _Student(NamedTuple):
 
     given: Arrays
     """As autograd sees them. Their target says which tokens count: 0, or −100 where not."""
-    plain: Arrays
-    """As a backend reads them."""
     call: Call
-    """Of the pass for the logsumexps."""
+    """Of the logits' logsumexp: dtypes, backend and ranks."""
     counted: Tensor
     """[...]"""
     wrong: Tensor
@@ -310,7 +307,7 @@ class _Student(NamedTuple):
         arrays = self.given.hidden, self.given.weight, self.given.bias
         return self.call.differentiate and any(array is not None and array.requires_grad for array in arrays)
 
-    def order(self, teacher: _Teacher, memory_budget: int | None) -> WholeRows | Tile:
+    def order(self, teacher: _Teacher, memory_budget: int | None) -> WholeRows:
         (own, size), dtype, shard = self.given.weight.shape, self.call.compute_dtype, self.call.shard
         operand = operand_dtype(dtype, self.given.hidden.device).itemsize if self.differentiate else 0
         vocab, ranks = (own, 1) if shard is None else (shard.largest, shard.ranks)
@@ -321,12 +318,8 @@ class _Student(NamedTuple):
 
     def without(self, wrong: Tensor) -> _Student:
         """The student, with more wrong tokens."""
-        target = self.plain.target.masked_fill(wrong, -100)
-        given, plain = self.given._replace(target=target), self.plain._replace(target=target)
-        return self._replace(given=given, plain=plain, wrong=self.wrong | wrong)
-
-    def lse(self) -> Tensor:
-        return _logsumexp(self.plain, self.call)
+        given = self.given._replace(target=self.given.target.masked_fill(wrong, -100))
+        return self._replace(given=given, wrong=self.wrong | wrong)
 
 
 class _Known(NamedTuple):
@@ -353,8 +346,8 @@ class _Teacher(Protocol):
     def facts(self, counted: Tensor) -> tuple[object, object]:
         """What of it must be the same on every rank: options and shapes, and the numbers of tokens that count."""
 
-    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
-        """What the losses need of it: of tiles logsumexps too."""
+    def known(self, student: _Student, limits: _Limits) -> _Known:
+        """What the losses need of it."""
 
 
 @tracing.outside_graphs
@@ -367,7 +360,7 @@ def _loss(name: str, given: _Given, options: DistillationOptions, teacher: _Teac
         facts = _facts(name, given, options, teacher, counted)
     student = _student(given, options, counted, limits, facts)
     order = student.order(teacher, limits.memory_budget)
-    known = teacher.known(student, limits, order)
+    known = teacher.known(student, limits)
     student, own = known.student, options.logits(teacher=False)
     call = Distillation(
         known.soft, options.beta, options.nll_coef, float(options.temperature), own, student.call.compute_dtype, order,
@@ -434,8 +427,8 @@ def _student(
 ) -> _Student:
     target = torch.zeros_like(counted, dtype=torch.long).masked_fill_(~counted, -100)
     arrays = Arrays(given.hidden, given.weight, given.bias, target, temperature=given.temperature)
-    plain, call = _ready(arrays, options.logits(teacher=False), limits, facts)
-    student = _Student(arrays, plain, call, counted, torch.zeros_like(counted), given.ignore_index)
+    call = _checked(arrays, options.logits(teacher=False), limits, facts)
+    student = _Student(arrays, call, counted, torch.zeros_like(counted), given.ignore_index)
     if given.target is None:
         return student
     ids = given.target.long().masked_fill(~counted, 0)
@@ -444,8 +437,8 @@ def _student(
     return student.without(wrong)._replace(hard=ids.masked_fill(wrong, 0).reshape(-1))
 
 
-def _ready(arrays: Arrays, options: LossOptions, limits: _Limits, facts: dict[str, object]) -> tuple[Arrays, Call]:
-    """The checked call of the pass for the logsumexps, and its arrays as a backend reads them."""
+def _checked(arrays: Arrays, options: LossOptions, limits: _Limits, facts: dict[str, object]) -> Call:
+    """A side's arrays and options checked, as for the logits' logsumexp."""
     with sharding.refusing(limits.group, arrays.hidden.device, len(facts)):
         if checks.is_placed(arrays.hidden) or checks.is_placed(arrays.weight):
             raise NotImplementedError(
@@ -456,27 +449,11 @@ def _ready(arrays: Arrays, options: LossOptions, limits: _Limits, facts: dict[st
         check_plan_argument(None, limits.memory_budget)
     request = Request(
         "none", -100, 0.0, 0.0, options.logit_scale, options.softcap, temperature=1.0, plan=None,
-        memory_budget=limits.memory_budget, backend=limits.backend, statistics=False, group=limits.group,
+        memory_budget=None, backend=limits.backend, statistics=False, group=limits.group,
     )  # fmt: skip
     if limits.group is None:
-        return first_check.checked(lambda: checks.ready(arrays, None, request))
-    placed, call = sharding.ready(arrays, None, request, facts)
-    return placed.arrays, call
-
-
-@torch.no_grad()
-def _logsumexp(plain: Arrays, call: Call) -> Tensor:
-    """log Σ_j exp(z_j) of every token in two parts, [2, N], 0 where it does not count.
-
-    The first is a logit not far below the largest: where logits are large, the sum of the parts would lose what
-    divergences need, and so would parts from a logit far below the largest.
-    """
-    return steps.logsumexp(plain._replace(**_detached(plain)), call)
-
-
-def _detached(arrays: Arrays) -> dict[str, Tensor]:
-    """The arrays by name, without gradient: from forward mode, too."""
-    return {name: array.detach() for name, array in arrays._asdict().items() if array is not None}
+        return first_check.checked(lambda: checks.ready(arrays, None, request))[1]
+    return sharding.ready(arrays, None, request, facts)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -504,16 +481,15 @@ class _HeadTeacher(NamedTuple):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, teacher_hidden=self.hidden.shape[-1])
 
-    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
+    def known(self, student: _Student, limits: _Limits) -> _Known:
         target, temperature = student.given.target, student.given.temperature
         try:
             arrays = Arrays(self.hidden, self.weight, self.bias, target, temperature=temperature)
-            plain, call = _ready(arrays, self.options, limits, {})
+            call = _checked(arrays, self.options, limits, {})
         except (TypeError, ValueError) as error:
             raise type(error)(objectives.of_teacher(str(error))) from None
         head = (None if array is None else array.detach() for array in arrays.head)
-        lse = (_logsumexp(plain, call).to(student.dtype), student.lse()) if isinstance(order, Tile) else ()
-        return _Known(FromHead(self.options, call.compute_dtype), (*head, *lse), student)
+        return _Known(FromHead(self.options, call.compute_dtype), tuple(head), student)
 
 
 class _SparseTeacher(NamedTuple):
@@ -543,7 +519,7 @@ class _SparseTeacher(NamedTuple):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)
 
-    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
+    def known(self, student: _Student, limits: _Limits) -> _Known:
         vocab, count = student.vocab, self.ids.shape[-1]
         ids = self.ids.long().masked_fill(~student.counted.unsqueeze(-1), student.ignore_index)
         checks.check_ids(ids, vocab, student.ignore_index, name="ids")
@@ -562,10 +538,8 @@ class _SparseTeacher(NamedTuple):
         log_p, log_rest = numerics.sparse_teacher(
             XP, probs.reshape(-1, count), known.reshape(-1, count), self.rest, vocab
         )
-        spread = self.rest == "spread"
-        lse = (student.lse(),) if spread and isinstance(order, Tile) else ()
-        constants = (ids.masked_fill(~known, -1).reshape(-1, count), log_p, log_rest, *lse)
-        return _Known(FromIds(spread), constants, student)
+        constants = (ids.masked_fill(~known, -1).reshape(-1, count), log_p, log_rest)
+        return _Known(FromIds(self.rest == "spread"), constants, student)
 
 
 class _DenseTeacher(NamedTuple):
@@ -601,9 +575,8 @@ class _DenseTeacher(NamedTuple):
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, whole_rows=callable(self.source))
 
-    def known(self, student: _Student, limits: _Limits, order: WholeRows | Tile) -> _Known:
+    def known(self, student: _Student, limits: _Limits) -> _Known:
         shape = (*student.counted.shape, student.given.weight.shape[0])
-        lse = (student.lse(),) if isinstance(order, Tile) else ()
         if isinstance(self.source, Tensor):
-            return _Known(FromDense(None, self.log, shape), (self.source.detach(), *lse), student)
-        return _Known(FromDense(self.source, self.log, shape), lse, student)
+            return _Known(FromDense(None, self.log, shape), (self.source.detach(),), student)
+        return _Known(FromDense(self.source, self.log, shape), (), student)

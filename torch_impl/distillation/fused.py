@@ -7,12 +7,10 @@ import contextlib
 import torch
 from torch import Tensor
 
-from logitless.spec import LossOptions
-from logitless.torch_impl.call import Inputs
-from logitless.torch_impl.distillation.parts import Divergence, Hard, Part, Sums, TeacherTile
-from logitless.torch_impl.distillation.teachers import raw_rows
+from logitless.torch_impl.distillation.parts import Divergence, Hard, Kept, Losses, TeacherTile
+from logitless.torch_impl.distillation.teachers import Head, Raw
 from logitless.torch_impl.kernels.kernel_call import column_block
-from logitless.torch_impl.kernels.launch import cdiv, launch
+from logitless.torch_impl.kernels.launch import cdiv, launch, launch_named
 from logitless.torch_impl.kernels.rows import on_device
 
 with contextlib.suppress(ImportError):  # without triton no call chooses the kernel
@@ -21,34 +19,101 @@ with contextlib.suppress(ImportError):  # without triton no call chooses the ker
 BLOCK, WARPS = 2048, 8  # 8 logits a thread, of both sides
 
 
-def row_losses(
-    inputs: Inputs, parts: list[Part], options: LossOptions, rows: slice, losses: Tensor, gradient: Tensor | None
-) -> None:
-    """The losses [C] of the tokens ``rows``, and the logits' gradient [C, V] but for logit_scale, if it is wanted."""
-    divergence, hard = parts[-1], parts[0] if len(parts) > 1 else None
+def row_losses(of: Losses, rows: slice, losses: Tensor, gradient: Tensor | None) -> list[Kept]:
+    """The losses [C] of the tokens ``rows``, the logits' gradient [C, V] but for logit_scale, if it is wanted, and what
+    :func:`tile_gradient_of_raw` needs, if the order makes it again."""
+    divergence, hard = _parts(of)
+    student, teacher = (side.raw(rows, 0, of.inputs.weight.shape[0]) for side in (_student(of), divergence.teacher))
+    keep = of.order.again is not None
+    kept = student.r.new_empty((student.r.shape[0], row_kernels.KEPT.value)) if keep else losses
+    with on_device(losses.device):
+        values = _both_sides(of, student, teacher, rows) | {
+            "loss_ptr": losses,
+            "kept_ptr": kept,
+            "gradient_ptr": losses if gradient is None else gradient,
+            "gradient_stride": 0 if gradient is None else gradient.stride(0),
+            "vocab": student.r.shape[1],
+            "nll_coef": 0.0 if hard is None else float(hard.coef),
+            "KEEP": keep,
+            "STORE": gradient is not None,
+        }
+        launch_named(row_kernels.row_losses_kernel, (losses.shape[0],), values)
+    return [(kept,)]
+
+
+def tile_gradient_of_raw(
+    of: Losses, kept: list[Kept], factor: Tensor, rows: slice, x: Tensor, start: int, stop: int
+) -> Tensor:
+    """The gradient of a tile of raw logits [C, B], but for logit_scale, times ``factor`` [C], in the operands' dtype.
+    x: the student's hidden states."""
+    student, teacher = (side.raw(rows, start, stop) for side in (_student(of), _parts(of)[0].teacher))
+    gradient = x.new_empty(student.r.shape)
+    with on_device(x.device):
+        values = _both_sides(of, student, teacher, rows) | {
+            "factor_ptr": factor,
+            "kept_ptr": kept[0][0],
+            "gradient_ptr": gradient,
+            "gradient_stride": gradient.stride(0),
+            "first": start,
+            "width": stop - start,
+        }
+        launch_named(row_kernels.tile_gradient_kernel, (x.shape[0],), values)
+    return gradient
+
+
+def _parts(of: Losses) -> tuple[Divergence, Hard | None]:
+    divergence, hard = of.parts[-1], of.parts[0] if len(of.parts) > 1 else None
     assert isinstance(divergence, Divergence)
     assert hard is None or isinstance(hard, Hard)
-    student, teacher = raw_rows(inputs, rows), divergence.teacher.raw(rows)
-    each = None if inputs.temperature is None else inputs.temperature[rows]
+    return divergence, hard
+
+
+def _student(of: Losses) -> Head:
+    return Head(of.inputs, of.options, of.inputs.accumulation_dtype)
+
+
+def _both_sides(of: Losses, student: Raw, teacher: Raw, rows: slice) -> dict[str, object]:
+    """What the kernels of raw logits take of both sides, by its name there."""
+    divergence, hard = _parts(of)
     temperature = hard.temperature if hard is not None and isinstance(hard.temperature, float) else 1.0
-    bias, teacher_bias = (None if b is None else b.contiguous() for b in (inputs.bias, teacher.bias))
-    with on_device(student.device):
-        launch(row_kernels.row_losses_kernel, student.shape[0])(
-            student, teacher.r, bias, teacher_bias, inputs.valid[rows].view(torch.int8),
-            None if hard is None else hard.ids[rows], each, losses, losses if gradient is None else gradient,
-            student.shape[1], student.stride(0), teacher.r.stride(0), 0 if gradient is None else gradient.stride(0),
-            *_scales(options), *_scales(teacher.options), float(divergence.beta),
-            0.0 if hard is None else float(hard.coef), temperature,
-            **_flags("", bias, options, each), **_flags("TEACHER_", teacher_bias, teacher.options, each),
-            HAS_TEMPERATURE=each is not None, NORMALIZE=teacher.options is not None,
-            KIND=_kind(divergence.beta), HARD=hard is not None, STORE=gradient is not None,
-            BLOCK=column_block(student.shape[1], BLOCK), num_warps=WARPS,
-        )  # fmt: skip
+    each = None if of.inputs.temperature is None else of.inputs.temperature[rows]
+    return {
+        "valid_ptr": of.inputs.valid[rows].view(torch.int8),
+        "hard_ptr": None if hard is None else hard.ids[rows],
+        "temperature_ptr": each,
+        "hard_temperature": temperature,
+        "beta": float(divergence.beta),
+        **_side("student", "", student, each),
+        **_side("teacher", "teacher_", teacher, each),
+        "HAS_TEMPERATURE": each is not None,
+        "NORMALIZE": teacher.options is not None,
+        "KIND": _kind(divergence.beta),
+        "HARD": hard is not None,
+        "BLOCK": column_block(student.r.shape[1], BLOCK),
+        "num_warps": WARPS,
+    }
 
 
-def tile_sums(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, sums: Sums) -> None:
+def _side(name: str, prefix: str, raw: Raw, each: Tensor | None) -> dict[str, object]:
+    """``each``: the tokens' own temperatures, which divide the scale."""
+    options, bias, flag = raw.options, raw.bias, prefix.upper()
+    return {
+        f"{name}_ptr": raw.r,
+        f"{name}_stride": raw.r.stride(0),
+        f"{prefix}bias_ptr": None if bias is None else bias.contiguous(),
+        f"{prefix}scale": 1.0 if options is None else float(options.logit_scale),
+        f"{prefix}cap": 1.0 if options is None else float(options.softcap or 1.0),
+        f"HAS_{flag}BIAS": bias is not None,
+        f"HAS_{flag}SCALE": options is not None and (options.logit_scale != 1.0 or each is not None),
+        f"HAS_{flag}CAP": options is not None and options.softcap is not None,
+    }
+
+
+def tile_sums(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float) -> tuple[Tensor, Tensor]:
     """:meth:`TileFunctions.tile_sums`."""
-    _tile(z, lse, teacher, beta, sums[0], sums[1], store=False)
+    losses, mean = z.new_empty(2, z.shape[0])
+    _tile(z, lse, teacher, beta, losses, mean, store=False)
+    return losses, mean
 
 
 def tile_gradient(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, mean: Tensor) -> Tensor:
@@ -79,16 +144,3 @@ def scaled(values: Tensor, unit: Tensor, out: Tensor) -> None:
         launch(row_kernels.scaled_kernel, cdiv(values.numel(), BLOCK))(
             values, unit, out, values.numel(), BLOCK=BLOCK, num_warps=WARPS
         )
-
-
-def _scales(options: LossOptions | None) -> tuple[float, float]:
-    return (1.0, 1.0) if options is None else (float(options.logit_scale), float(options.softcap or 1.0))
-
-
-def _flags(side: str, bias: Tensor | None, options: LossOptions | None, each: Tensor | None) -> dict[str, bool]:
-    """What a side's logits are made with; ``each``: the tokens' own temperatures, which divide the scale."""
-    return {
-        f"HAS_{side}BIAS": bias is not None,
-        f"HAS_{side}SCALE": options is not None and (options.logit_scale != 1.0 or each is not None),
-        f"HAS_{side}CAP": options is not None and options.softcap is not None,
-    }

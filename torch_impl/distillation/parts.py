@@ -1,4 +1,5 @@
-"""The losses of a tile of the student's logits, and their gradients. Mirror of jax_impl/distillation/parts.py.
+"""The losses of whole rows of the student's logits, and the gradient of a tile. Mirror of
+jax_impl/distillation/parts.py.
 
 With p the teacher's and q the student's probabilities of a token and m = β p + (1 − β) q:
 
@@ -12,12 +13,12 @@ With p the teacher's and q the student's probabilities of a token and m = β p +
 
 The terms − p + q (or − q + p) have the sum 0: with them the error of lse enters in second order.
 
-A divergence between whole distributions takes the student's lse, which is known before the tiles. One between K given
-ids and one class for all others takes the ids' logits and the logsumexp of the others, which come from the tiles: no
-1 − Σ_k q_k cancels. The hard loss is the same with the target as the only id.
+A divergence between whole distributions takes the student's lse. One between K given ids and one class for all others
+takes the ids' logits and the logsumexp of the others: no 1 − Σ_k q_k cancels. The hard loss is the same with the target
+as the only id.
 
-Where ranks share the vocabulary, each adds up its own entries. A token's sums are exchanged when its tiles are done,
-before the first gradient: that needs Σ_k over all entries.
+Where ranks share the vocabulary, each adds up its own entries. A token's sums are exchanged before the first gradient:
+that needs Σ_k over all entries.
 """
 
 from __future__ import annotations
@@ -28,51 +29,36 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from logitless.spec import LOWEST_ANCHOR
-from logitless.torch_impl.distillation.teachers import (
-    Teacher,
-    columns_of,
-    log_probs,
-    normalized,
-    of_all_ranks,
-    row_lse,
-)
+from logitless.objectives import WholeRows
+from logitless.spec import LossOptions
+from logitless.torch_impl.call import Inputs
+from logitless.torch_impl.distillation.teachers import Teacher, columns_of, normalized, row_lse, row_sums
 from logitless.torch_impl.distributed.parallel import Shard
 
-Sums = tuple[Tensor, ...]
-"""What is added up over the tiles of a chunk of tokens, [C, ...] each."""
 Kept = tuple[Tensor, ...]
 """What the gradient needs, [C, ...] each, of one chunk or of all."""
-
-
 TeacherTile = tuple[Tensor, Tensor | None]
-"""What :meth:`Teacher.tile` gives."""
+"""Logits of a tile, [C, B], and their logsumexps in two parts, [2, C]; or log-probabilities and None."""
 
 
 class Part(Protocol):
-    """A loss on the student's logits z, a tile [C, B] at a time."""
+    """A loss on the student's logits z."""
 
-    def start(self, rows: slice) -> Sums:
-        """The sums before the first tile."""
+    def of_rows(self, z: Tensor, rows: slice, differentiate: bool) -> tuple[Tensor, Kept, Tensor | None]:
+        """Of whole rows [C, V] the losses [C], what the gradient needs, and if it is wanted the gradient itself.
 
-    def add(self, sums: Sums, z: Tensor, rows: slice, start: int) -> Sums:
-        """The sums with a tile. The last part of a call may write to z."""
-
-    def finish(self, sums: Sums, rows: slice) -> tuple[Tensor, Kept]:
-        """The losses [C], and what the gradient needs."""
+        The last part of a call may write to z.
+        """
 
     def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
-        """∂ loss / ∂z of a tile. The last part of a call may write to z."""
-
-    def of_rows(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """The losses [C] and ∂ loss / ∂z [C, V] of whole rows. The last part of a call may write to z."""
+        """∂ loss / ∂z of a tile [C, B]. The last part of a call may write to z."""
 
 
 class TileFunctions(Protocol):
     """What a kernel does of a tile of logits whose logsumexps, [2, C], are known."""
 
-    def tile_sums(self, z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, sums: Sums, /) -> None:
-        """:func:`divergence_rows`, added to the sums."""
+    def tile_sums(self, z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, /) -> tuple[Tensor, Tensor]:
+        """:func:`divergence_rows`, which leaves the tile as it is."""
 
     def tile_gradient(self, z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, mean: Tensor, /) -> Tensor:
         """:func:`divergence_gradient`, in place of z."""
@@ -83,46 +69,35 @@ class Divergence:
     """From a teacher of the whole vocabulary."""
 
     teacher: Teacher
-    lse: Tensor | None  # [2, N], the student's; None where rows are whole
     beta: float
     shard: Shard
     by_tile: TileFunctions | None = None
     """None for plain operations."""
 
-    def start(self, rows: slice) -> Sums:
-        assert self.lse is not None
-        return self.lse.new_zeros(rows.stop - rows.start), self.lse.new_zeros(rows.stop - rows.start)
-
-    def add(self, sums: Sums, z: Tensor, rows: slice, start: int) -> Sums:
-        assert self.lse is not None
-        lse, stop = self.lse[:, rows], start + z.shape[1]
+    def of_rows(self, z: Tensor, rows: slice, differentiate: bool) -> tuple[Tensor, Kept, Tensor | None]:
+        lse, t = row_lse(z, self.shard), self.teacher.tile(rows, 0, z.shape[1])
+        teacher_lse = row_lse(t, self.shard) if self.teacher.has_logits else None
+        dz = None
         if self.by_tile is not None:
-            self.by_tile.tile_sums(z, lse, self.teacher.tile(rows, start, stop), self.beta, sums)
-            return sums
-        total, mean = divergence_rows(log_probs(self.teacher, rows, start, stop), normalized(z, lse), self.beta)
-        return sums[0] + total, sums[1] + mean
-
-    def finish(self, sums: Sums, rows: slice) -> tuple[Tensor, Kept]:
-        losses, mean = self._of_all_ranks(*sums)
-        return losses, (mean,)
+            teacher = t, teacher_lse
+            losses, mean = self._of_all_ranks(*self.by_tile.tile_sums(z, lse, teacher, self.beta))
+            if differentiate:
+                dz = self.by_tile.tile_gradient(z, lse, teacher, self.beta, mean)
+        else:
+            log_p, log_q = normalized(t, teacher_lse), normalized(z, lse)
+            own = divergence_rows(log_p, log_q.clone() if differentiate else log_q, self.beta)
+            losses, mean = self._of_all_ranks(*own)
+            if differentiate:
+                dz = divergence_gradient(log_p, log_q, mean, self.beta)
+        return losses, (*lse, *(() if teacher_lse is None else teacher_lse), mean), dz
 
     def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
-        assert self.lse is not None
-        lse, stop = self.lse[:, rows], start + z.shape[1]
+        *lses, mean = kept
+        lse, teacher_lse = torch.stack(lses[:2]), torch.stack(lses[2:]) if lses[2:] else None
+        t = self.teacher.tile(rows, start, start + z.shape[1])
         if self.by_tile is not None:
-            return self.by_tile.tile_gradient(z, lse, self.teacher.tile(rows, start, stop), self.beta, kept[0])
-        return divergence_gradient(log_probs(self.teacher, rows, start, stop), normalized(z, lse), kept[0], self.beta)
-
-    def of_rows(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        lse = row_lse(z, self.shard)
-        if self.by_tile is not None:
-            teacher, sums = self.teacher.tile(rows, 0, z.shape[1]), tuple(z.new_zeros(2, z.shape[0]))
-            self.by_tile.tile_sums(z, lse, teacher, self.beta, sums)
-            losses, mean = self._of_all_ranks(*sums)
-            return losses, self.by_tile.tile_gradient(z, lse, teacher, self.beta, mean)
-        log_p, log_q = log_probs(self.teacher, rows, 0, z.shape[1]), normalized(z, lse)
-        losses, mean = self._of_all_ranks(*divergence_rows(log_p, log_q.clone(), self.beta))
-        return losses, divergence_gradient(log_p, log_q, mean, self.beta)
+            return self.by_tile.tile_gradient(z, lse, (t, teacher_lse), self.beta, mean)
+        return divergence_gradient(normalized(t, teacher_lse), normalized(z, lse), mean, self.beta)
 
     def _of_all_ranks(self, losses: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
         if not self.shard.split:
@@ -136,14 +111,7 @@ class GivenIds:
     """Of a few ids of every token, and one class for all others: what both losses of such classes share."""
 
     ids: Tensor  # [N, K] int64, −1 where not known
-    dtype: torch.dtype
     shard: Shard
-
-    def start(self, rows: slice) -> Sums:
-        """The ids' logits; the largest logit of the others, and Σ exp(z − largest) over them."""
-        ids = self.ids[rows]
-        logits, zero = ids.new_zeros(ids.shape, dtype=self.dtype), ids.new_zeros(ids.shape[0], dtype=self.dtype)
-        return logits, torch.full_like(zero, LOWEST_ANCHOR), zero
 
     def scaled(self, z: Tensor, rows: slice) -> Tensor:
         """The logits that the loss is of."""
@@ -153,35 +121,27 @@ class GivenIds:
         """The losses [C], and their gradients in the logits of the classes [C, K + 1], the last one the others'."""
         raise NotImplementedError
 
-    def add(self, sums: Sums, z: Tensor, rows: slice, start: int) -> Sums:
-        logits, highest, total = sums
-        columns, padded = self._padded(z, rows, start)
-        found = padded.gather(1, columns)
-        others = padded.scatter_(1, columns, -torch.inf)[:, : z.shape[1]]
-        above = torch.maximum(highest, others.amax(dim=1))
-        total = total * torch.exp(highest - above) + others.sub_(above.unsqueeze(1)).exp_().sum(dim=1)
-        return logits + found, above, total
-
-    def finish(self, sums: Sums, rows: slice) -> tuple[Tensor, Kept]:
-        logits, highest, total = sums
-        logits, (highest, total) = self.shard.sum(logits), of_all_ranks(self.shard, highest, total)
-        logits = logits.masked_fill(self.ids[rows] < 0, -torch.inf)
+    def of_rows(self, z: Tensor, rows: slice, differentiate: bool) -> tuple[Tensor, Kept, Tensor | None]:
+        columns, padded = self._padded(z, rows, 0)
+        logits = self.shard.sum(padded.gather(1, columns)).masked_fill_(self.ids[rows] < 0, -torch.inf)
+        highest, total = row_sums(padded.scatter_(1, columns, -torch.inf)[:, : z.shape[1]], self.shard)
         anchor = torch.maximum(highest, logits.amax(dim=1))
         others = (highest - anchor) + total.log()
         losses, slopes = self.judged(_log_softmax(torch.cat([logits - anchor[:, None], others[:, None]], dim=1)), rows)
-        return losses, (highest, torch.where(total > 0, total, 1.0).log(), slopes)
+        kept = highest, torch.where(total > 0, total, 1.0).log(), slopes
+        return losses, kept, self._gradient(kept, columns, padded) if differentiate else None
 
     def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
-        highest, log_total, slopes = kept
         columns, padded = self._padded(z, rows, start)
-        others = padded.scatter_(1, columns, -torch.inf)[:, : z.shape[1]]
+        return self._gradient(kept, columns, padded.scatter_(1, columns, -torch.inf))
+
+    def _gradient(self, kept: Kept, columns: Tensor, padded: Tensor) -> Tensor:
+        """From and in place of the others' logits, −inf at the ids."""
+        highest, log_total, slopes = kept
+        others = padded[:, :-1]
         dz = others.sub_(highest.unsqueeze(1)).sub_(log_total.unsqueeze(1)).exp_().mul_(slopes[:, -1:])
         padded.scatter_(1, columns, slopes[:, :-1])
         return dz
-
-    def of_rows(self, z: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        losses, kept = self.finish(self.add(self.start(rows), z, rows, 0), rows)
-        return losses, self.gradient(kept, z, rows, 0)
 
     def _padded(self, z: Tensor, rows: slice, start: int) -> tuple[Tensor, Tensor]:
         """The ids' columns in the tile, [C, K], and a copy of its logits with one column more, of 0, for the ids that
@@ -220,6 +180,25 @@ class Hard(GivenIds):
         return self.coef * nll, torch.stack([-gone * factor, gone * factor], dim=1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """The losses on the student's logits, and what makes them."""
+
+    inputs: Inputs
+    """The student's."""
+    parts: list[Part]
+    """The hard loss, if there is one, and the divergence."""
+    options: LossOptions
+    order: WholeRows
+    kernel: bool
+    """Whether kernels may make them."""
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel makes losses and gradient. (Of several ranks the sums are exchanged in between.)"""
+        return self.kernel and isinstance(self.parts[-1], Divergence) and not self.inputs.shard.split
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The mathematics, on tiles and on classes
 
@@ -245,7 +224,7 @@ def _log_ratios(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tens
 
 
 def divergence_rows(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """The tile's share of each row's divergence, and of Σ_j q (log q − log m) (0 where β is 0). Writes to log_q."""
+    """This rank's share of each row's divergence, and of Σ_j q (log q − log m) (0 where β is 0). Writes to log_q."""
     p = log_p.exp()
     if beta == 0:
         terms = _weighted(p, log_p - log_q).sub_(p).add_(log_q.exp_())

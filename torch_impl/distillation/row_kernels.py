@@ -2,8 +2,9 @@
 
 One program of row_losses_kernel owns one token: a row of V raw logits of the student and one of the teacher, in
 float32. It goes over them in blocks, once for the logsumexps and once or twice for the divergence and its gradient.
-Every lane keeps sums of its own. They are added at the end of the row, in a fixed order. tile_kernel does the same of a
-tile whose logsumexps are known. The formulas are those of parts.py.
+Every lane keeps sums of its own. They are added at the end of the row, in a fixed order. tile_gradient_kernel makes the
+gradient of a tile of such rows from what was kept of them. tile_kernel makes sums and gradient of a tile of logits
+whose logsumexps are known. The formulas are those of parts.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from logitless.torch_impl.kernels.portable import LOG2E, LOWEST_ANCHOR, capped, 
 
 # Which divergence: β = 0, between 0 and 1, 1.
 FORWARD, MIXED, REVERSE = (tl.constexpr(kind) for kind in range(3))
+# How many numbers of a token its gradient needs.
+KEPT = tl.constexpr(8)
 
 
 @triton.jit
@@ -149,16 +152,43 @@ def whole_gradient(
 
 
 @triton.jit
+def store_gradient(
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, gradient_ptr, width, stop, target, scale, cap, teacher_scale,
+    teacher_cap, beta, hard_temperature, factor, anchor, log_total, teacher_anchor, teacher_log_total, mean,
+    others_anchor, others_log, gone,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr,
+    HAS_TEACHER_SCALE: tl.constexpr, HAS_TEACHER_CAP: tl.constexpr, NORMALIZE: tl.constexpr, KIND: tl.constexpr,
+    HARD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``width`` columns of a row times ``factor``; zeros from the column ``stop`` on."""
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < stop
+        z, log_q, log_p = both_sides(
+            student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, column, mask, scale, cap, teacher_scale, teacher_cap,
+            anchor, log_total, teacher_anchor, teacher_log_total, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_TEACHER_BIAS,
+            HAS_TEACHER_SCALE, HAS_TEACHER_CAP, NORMALIZE,
+        )  # fmt: skip
+        dz = whole_gradient(
+            divergence_slope(log_p, log_q, mean, beta, KIND), z, column == target, gone, others_anchor, others_log,
+            hard_temperature, cap, HARD, HAS_CAP,
+        )  # fmt: skip
+        dz = tl.where(mask, dz * factor, 0.0).to(gradient_ptr.dtype.element_ty)
+        tl.store(gradient_ptr + column, dz, mask=column < width)
+
+
+@triton.jit
 def row_losses_kernel(
-    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, valid_ptr, hard_ptr, temperature_ptr, loss_ptr, gradient_ptr,
-    vocab, student_stride, teacher_stride, gradient_stride, scale, cap, teacher_scale, teacher_cap, beta, nll_coef,
-    hard_temperature,
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, valid_ptr, hard_ptr, temperature_ptr, loss_ptr, kept_ptr,
+    gradient_ptr, vocab, student_stride, teacher_stride, gradient_stride, scale, cap, teacher_scale, teacher_cap, beta,
+    nll_coef, hard_temperature,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr,
     HAS_TEACHER_SCALE: tl.constexpr, HAS_TEACHER_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    NORMALIZE: tl.constexpr, KIND: tl.constexpr, HARD: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALIZE: tl.constexpr, KIND: tl.constexpr, HARD: tl.constexpr, KEEP: tl.constexpr, STORE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's loss and, if STORE, the gradient of the student's r + b but for logit_scale; zeros for a token that
-    does not count, of which nothing is read.
+    """A token's loss; if STORE, the gradient of the student's r + b but for logit_scale, and if KEEP, what
+    tile_gradient_kernel needs. For a token that does not count, of which nothing is read, loss and gradient are zeros.
 
     NORMALIZE: the teacher's rows are raw logits, else log-probabilities. HARD: nll_coef times the hard loss is added,
     of the logits times hard_temperature. HAS_TEMPERATURE: temperature_ptr has the token's own, in place of it.
@@ -228,22 +258,56 @@ def row_losses_kernel(
             dz = tl.where(mask, dz, 0.0).to(gradient_ptr.dtype.element_ty)
             tl.store(gradient_ptr + column, dz, mask=column < vocab)
     tl.store(loss_ptr + row, tl.where(valid, loss + tl.sum(divergence, 0), 0.0))
+    mean = tl.sum(student_sum, 0)
     if STORE and KIND != FORWARD:
-        mean = tl.sum(student_sum, 0)
-        for start in range(0, vocab, BLOCK):
-            column = start + lanes
-            mask = column < stop
-            z, log_q, log_p = both_sides(
-                student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, column, mask, scale, cap, teacher_scale,
-                teacher_cap, anchor, log_total, teacher_anchor, teacher_log_total, HAS_BIAS, HAS_SCALE, HAS_CAP,
-                HAS_TEACHER_BIAS, HAS_TEACHER_SCALE, HAS_TEACHER_CAP, NORMALIZE,
-            )  # fmt: skip
-            dz = whole_gradient(
-                divergence_slope(log_p, log_q, mean, beta, KIND), z, column == target, gone, others_anchor, others_log,
-                hard_temperature, cap, HARD, HAS_CAP,
-            )  # fmt: skip
-            dz = tl.where(mask, dz, 0.0).to(gradient_ptr.dtype.element_ty)
-            tl.store(gradient_ptr + column, dz, mask=column < vocab)
+        store_gradient(
+            student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, gradient_ptr, vocab, stop, target, scale, cap,
+            teacher_scale, teacher_cap, beta, hard_temperature, 1.0, anchor, log_total, teacher_anchor,
+            teacher_log_total, mean, others_anchor, others_log, gone, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_TEACHER_BIAS,
+            HAS_TEACHER_SCALE, HAS_TEACHER_CAP, NORMALIZE, KIND, HARD, BLOCK,
+        )  # fmt: skip
+    if KEEP:
+        kept_ptr += row * KEPT
+        tl.store(kept_ptr, anchor)
+        tl.store(kept_ptr + 1, log_total)
+        tl.store(kept_ptr + 2, teacher_anchor)
+        tl.store(kept_ptr + 3, teacher_log_total)
+        tl.store(kept_ptr + 4, mean)
+        tl.store(kept_ptr + 5, others_anchor)
+        tl.store(kept_ptr + 6, others_log)
+        tl.store(kept_ptr + 7, gone)
+
+
+@triton.jit
+def tile_gradient_kernel(
+    student_ptr, teacher_ptr, bias_ptr, teacher_bias_ptr, valid_ptr, hard_ptr, temperature_ptr, factor_ptr, kept_ptr,
+    gradient_ptr, first, width, student_stride, teacher_stride, gradient_stride, scale, cap, teacher_scale,
+    teacher_cap, beta, hard_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEACHER_BIAS: tl.constexpr,
+    HAS_TEACHER_SCALE: tl.constexpr, HAS_TEACHER_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    NORMALIZE: tl.constexpr, KIND: tl.constexpr, HARD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token's row of a tile from the entry ``first`` on: the gradient of row_losses_kernel times the token's factor,
+    from what that kernel has kept."""
+    row = tl.program_id(0).to(tl.int64)
+    valid = tl.load(valid_ptr + row) != 0
+    stop = tl.where(valid, width, 0)
+    scale, cap = tempered(temperature_ptr, row, valid, scale, cap, HAS_TEMPERATURE)
+    teacher_scale, teacher_cap = tempered(temperature_ptr, row, valid, teacher_scale, teacher_cap, HAS_TEMPERATURE)
+    if HAS_TEMPERATURE:
+        hard_temperature = tl.load(temperature_ptr + row)
+    target = width
+    if HARD:
+        target = tl.load(hard_ptr + row) - first
+    kept_ptr += row * KEPT
+    store_gradient(
+        student_ptr + row * student_stride, teacher_ptr + row * teacher_stride, bias_ptr, teacher_bias_ptr,
+        gradient_ptr + row * gradient_stride, width, stop, target, scale, cap, teacher_scale, teacher_cap, beta,
+        hard_temperature, tl.load(factor_ptr + row), tl.load(kept_ptr), tl.load(kept_ptr + 1), tl.load(kept_ptr + 2),
+        tl.load(kept_ptr + 3), tl.load(kept_ptr + 4), tl.load(kept_ptr + 5), tl.load(kept_ptr + 6),
+        tl.load(kept_ptr + 7), HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_TEACHER_BIAS, HAS_TEACHER_SCALE, HAS_TEACHER_CAP,
+        NORMALIZE, KIND, HARD, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -253,7 +317,7 @@ def tile_kernel(
     NORMALIZE: tl.constexpr, KIND: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row of a tile of logits, whose logsumexps are known in two parts: its share of the token's divergence and of
-    Σ_j q (log q − log m) is added to the sums; or, if STORE, the gradient is written in place of the student's logits.
+    Σ_j q (log q − log m); or, if STORE, with the whole of the latter, the gradient in place of the student's logits.
 
     NORMALIZE: the teacher's are logits, else log-probabilities.
     """
@@ -265,7 +329,9 @@ def tile_kernel(
     if NORMALIZE:
         teacher_anchor = tl.load(teacher_lse_ptr + row)
         teacher_log_total = tl.load(teacher_lse_ptr + teacher_rest_stride + row)
-    mean = tl.load(mean_ptr + row)
+    mean = 0.0
+    if STORE:
+        mean = tl.load(mean_ptr + row)
     divergence = tl.zeros((BLOCK,), tl.float32)
     student_sum = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
@@ -281,8 +347,8 @@ def tile_kernel(
             divergence += tl.where(mask, terms, 0.0)
             student_sum += tl.where(mask, own, 0.0)
     if not STORE:
-        tl.store(loss_ptr + row, tl.load(loss_ptr + row) + tl.sum(divergence, 0))
-        tl.store(mean_ptr + row, mean + tl.sum(student_sum, 0))
+        tl.store(loss_ptr + row, tl.sum(divergence, 0))
+        tl.store(mean_ptr + row, tl.sum(student_sum, 0))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What a teacher says of a tile: log-probabilities [C, B]. Mirror of jax_impl/distillation/teachers.py."""
+"""What a teacher says of a tile, [C, B]: logits or log-probabilities. Mirror of jax_impl/distillation/teachers.py."""
 
 from __future__ import annotations
 
@@ -24,52 +24,45 @@ DenseRows = Callable[[int, int], Tensor]
 """rows(start, count) → [count, V], the teacher's rows of ``count`` tokens from ``start`` on."""
 
 
-class RawRows(NamedTuple):
-    """Whole rows of r, [C, V], and what makes logits f(r + b) of them, or log-probabilities if they are none yet."""
+class Raw(NamedTuple):
+    """A tile of r, [C, B], and what makes logits f(r + b) of them, or log-probabilities if they are none yet."""
 
     r: Tensor
-    bias: Tensor | None = None  # [V]
+    bias: Tensor | None = None  # [B]
     options: LossOptions | None = None
     """Of logits. None: r are log-probabilities."""
 
 
 class Teacher(Protocol):
-    """A teacher's log-probabilities, a tile at a time or whole rows."""
+    """A teacher, a tile at a time."""
 
-    def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Logits of a tile, [C, B], which the caller may write to, and their logsumexps in two parts, [2, C]; or
-        log-probabilities and None."""
+    @property
+    def has_logits(self) -> bool:
+        """Whether it has logits, not log-probabilities."""
 
-    def raw(self, rows: slice) -> RawRows:
-        """What the kernel makes log p of, of the tokens ``rows``."""
+    def tile(self, rows: slice, start: int, stop: int) -> Tensor:
+        """Its logits or log-probabilities, [C, B], which the caller may write to."""
 
-
-def log_probs(teacher: Teacher, rows: slice, start: int, stop: int) -> Tensor:
-    """log p of a tile, [C, B], which the caller may write to."""
-    z, lse = teacher.tile(rows, start, stop)
-    return z if lse is None else normalized(z, lse)
+    def raw(self, rows: slice, start: int, stop: int) -> Raw:
+        """What the kernel makes log p of. Of a token that does not count, which it does not read, anything."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A linear softmax: its arrays, and its logsumexps."""
+    """A linear softmax."""
 
     inputs: Inputs
     options: LossOptions
-    lse: Tensor | None  # [2, N]: two parts, whose sum it is; None where tiles are whole rows
     dtype: torch.dtype
+    has_logits = True
 
-    def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        if self.lse is None:
-            z = whole_logits(self.inputs, rows, self.options).to(self.dtype)
-            return z, row_lse(z, self.inputs.shard)
-        x = chunk.rows_of(self.inputs, rows)
-        out = x.new_empty((x.shape[0], stop - start), dtype=self.inputs.accumulation_dtype)
-        z = chunk.logits_block(x, self.inputs, rows, start, stop, self.options, out)
-        return z.to(self.dtype), self.lse[:, rows]
+    def tile(self, rows: slice, start: int, stop: int) -> Tensor:
+        return logits(self.inputs, rows, start, stop, self.options).to(self.dtype)
 
-    def raw(self, rows: slice) -> RawRows:
-        return RawRows(raw_rows(self.inputs, rows).to(self.dtype), self.inputs.bias, self.options)
+    def raw(self, rows: slice, start: int, stop: int) -> Raw:
+        bias = None if self.inputs.bias is None else self.inputs.bias[start:stop]
+        x = self.inputs.hidden[rows].to(self.inputs.operand_dtype)
+        return Raw(raw_logits(x, self.inputs, start, stop).to(self.dtype), bias, self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +74,16 @@ class Spread:
     log_rest: Tensor  # [N]
     first: int
     """The id of this rank's first entry."""
-    vocab: int
-    """This rank's entries."""
+    has_logits = False
 
-    def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def tile(self, rows: slice, start: int, stop: int) -> Tensor:
         width = stop - start
         tile = self.log_rest[rows].unsqueeze(1).repeat(1, width + 1)
         columns = columns_of(self.ids[rows], self.first + start, width)
-        return tile.scatter_(1, columns, self.log_p[rows])[:, :width], None
+        return tile.scatter_(1, columns, self.log_p[rows])[:, :width]
 
-    def raw(self, rows: slice) -> RawRows:
-        return RawRows(self.tile(rows, 0, self.vocab)[0])
+    def raw(self, rows: slice, start: int, stop: int) -> Raw:
+        return Raw(self.tile(rows, start, stop))
 
 
 @dataclasses.dataclass
@@ -105,15 +97,16 @@ class Dense:
     """[..., V], of this rank's V"""
     like: Tensor
     """A tensor of the device and dtype of the result."""
+    has_logits = False
 
-    def tile(self, rows: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def tile(self, rows: slice, start: int, stop: int) -> Tensor:
         block = self._read(rows, slice(start, stop))
         plain = torch.contiguous_format  # a copy keeps its source's strides otherwise, and kernels read along rows
         tile = block.to(self.like.device, self.like.dtype, copy=True, memory_format=plain)
-        return tile if self.log else tile.log_(), None
+        return tile if self.log else tile.log_()
 
-    def raw(self, rows: slice) -> RawRows:
-        return RawRows(self.tile(rows, 0, self.shape[-1])[0])
+    def raw(self, rows: slice, start: int, stop: int) -> Raw:
+        return Raw(self.tile(rows, start, stop))
 
     def _read(self, rows: slice, columns: slice) -> Tensor:
         if not isinstance(self.source, Tensor | np.ndarray):
@@ -146,44 +139,52 @@ def as_tensor(block: Tensor | NDArray[np.generic]) -> Tensor:
     return torch.tensor(block)
 
 
-def raw_rows(inputs: Inputs, rows: slice) -> Tensor:
-    """r of the tokens ``rows``, [C, V], in the accumulation dtype, in rows that start on a boundary.
+def raw_logits(x: Tensor, inputs: Inputs, start: int, stop: int) -> Tensor:
+    """r of tokens with the hidden states x, [C, B], in the accumulation dtype, in rows that start on a boundary.
 
     A weight of another dtype than the products' is converted a block at a time.
     """
-    x, weight = chunk.rows_of(inputs, rows), inputs.weight
-    vocab, dtype = weight.shape[0], inputs.accumulation_dtype
-    out = x.new_empty((x.shape[0], row_stride(vocab, dtype.itemsize)), dtype=dtype)[:, :vocab]
-    for start, stop in slices(vocab, vocab if weight.dtype == x.dtype else LARGEST_TILE):
-        chunk.product(x, weight[start:stop].to(x.dtype).t(), out[:, start:stop], add=False)
+    weight, dtype, width = inputs.weight[start:stop], inputs.accumulation_dtype, stop - start
+    out = x.new_empty((x.shape[0], row_stride(width, dtype.itemsize)), dtype=dtype)[:, :width]
+    if weight.dtype == x.dtype:
+        chunk.product(x, weight.t(), out, add=False)
+        return out
+    for first, last in slices(width, LARGEST_TILE):
+        chunk.product(x, weight[first:last].to(x.dtype).t(), out[:, first:last], add=False)
     return out
 
 
-def whole_logits(inputs: Inputs, rows: slice, options: LossOptions) -> Tensor:
-    """z of the tokens ``rows``, [C, V]."""
-    z = raw_rows(inputs, rows)
+def logits(inputs: Inputs, rows: slice, start: int, stop: int, options: LossOptions) -> Tensor:
+    """z of the tokens ``rows``, [C, B]."""
+    z = raw_logits(chunk.rows_of(inputs, rows), inputs, start, stop)
     if inputs.bias is not None:
-        z.add_(inputs.bias.to(z.dtype))
+        z.add_(inputs.bias[start:stop].to(z.dtype))
     return chunk.capped(z, options, inputs.temperature_column(rows))
 
 
-def row_lse(z: Tensor, shard: Shard) -> Tensor:
-    """log Σ_j exp(z_j) of whole rows in two parts, [2, C], of which the first is the largest logit."""
+def row_sums(z: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Of whole rows the largest logit, and Σ_j exp(z_j − largest), [C] each."""
     anchor = z.amax(dim=1).clamp(min=LOWEST_ANCHOR)
-    anchor, total = of_all_ranks(shard, anchor, (z - anchor.unsqueeze(1)).exp_().sum(dim=1))
-    return torch.stack([anchor, total.log()])
-
-
-def of_all_ranks(shard: Shard, anchor: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """The ranks' largest anchor, and their sums Σ exp(z − anchor) relative to it, [C] each."""
+    total = (z - anchor.unsqueeze(1)).exp_().sum(dim=1)
     if not shard.split:
         return anchor, total
     lines = parallel.exchange(shard, {"anchor": anchor, "s": total})
     return lines.anchor, lines.merged()["s"]
 
 
-def normalized(z: Tensor, lse: Tensor) -> Tensor:
-    """log softmax(z) in place of a tile's logits, [C, B], with lse [2, C]."""
+def row_lse(z: Tensor, shard: Shard) -> Tensor:
+    """log Σ_j exp(z_j) of whole rows in two parts, [2, C], of which the first is the largest logit.
+
+    Where logits are large, the sum of the parts would lose what divergences need.
+    """
+    anchor, total = row_sums(z, shard)
+    return torch.stack([anchor, total.log()])
+
+
+def normalized(z: Tensor, lse: Tensor | None) -> Tensor:
+    """log softmax(z) in place of a tile's logits, [C, B], with lse [2, C]; None: they are log-probabilities already."""
+    if lse is None:
+        return z
     anchor, rest = lse.unsqueeze(2)
     return z.sub_(anchor).sub_(rest)
 

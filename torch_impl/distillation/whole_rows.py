@@ -1,10 +1,14 @@
-"""A distillation's losses by whole rows: a few tokens' logits of both sides at a time, and the gradient at once.
+"""A distillation's losses by whole rows: a few tokens' logits of both sides at a time. Mirror of
+jax_impl/distillation/whole_rows.py.
 
-Mirror of jax_impl/distillation/whole_rows.py. No logit is made twice: 2·N·V·(D + D_teacher) flops forward and 4·N·D·V
-backward. The gradient of the student's logits lies between them, [N, V], in the dtype of the products' operands.
+The gradient of the student's logits [N, V] is made with the losses and held, in the dtype of the products' operands: no
+logit is made twice, 2·N·V·(D + D_teacher) flops forward and 4·N·D·V backward. Where it may not be held, the forward
+keeps a few numbers of every token, and the backward makes both sides' logits again, a tile at a time:
+2·N·V·(D + D_teacher) flops more.
 
-Rounding: as in eager.py. On a GPU the gradient is rounded to the student's dtype. dX is made of it and then multiplied
-by the upstream gradient; for dW the hidden states are multiplied, which rounds nothing where all tokens have the same.
+Rounding: as in eager.py. On a GPU the gradient is rounded to the student's dtype. A held one is multiplied by the
+upstream gradient after the product for dX; for dW the hidden states are multiplied, which rounds nothing where all
+tokens have the same. One that is made again has the upstream gradient in it before it is rounded.
 """
 
 from __future__ import annotations
@@ -18,54 +22,59 @@ from logitless.scratch import row_stride, slices
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import XP, Inputs, empty_like_weight
-from logitless.torch_impl.distillation.parts import Divergence, Part
-from logitless.torch_impl.distillation.teachers import whole_logits
+from logitless.torch_impl.distillation.parts import Kept, Losses
+from logitless.torch_impl.distillation.teachers import logits
 
 
-def forward(
-    inputs: Inputs, parts: list[Part], options: LossOptions, order: WholeRows, *, kernel: bool, differentiate: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The losses of every token, 0 where it does not count; the gradient of the logits, but for logit_scale."""
-    dtype, vocab = inputs.accumulation_dtype, inputs.weight.shape[0]
-    losses, gradient = inputs.hidden.new_zeros(inputs.tokens, dtype=dtype), None
-    if differentiate:
+def forward(of: Losses, *, differentiate: bool) -> tuple[Tensor, list[Kept]]:
+    """The losses of every token, 0 where it does not count, and what the backward needs of each part: nothing, or of
+    all together the gradient of the logits, but for logit_scale."""
+    inputs, order = of.inputs, of.order
+    losses, gradient = inputs.hidden.new_zeros(inputs.tokens, dtype=inputs.accumulation_dtype), None
+    if differentiate and order.again is None:
+        vocab = inputs.weight.shape[0]
         shape = inputs.tokens, row_stride(vocab, inputs.operand_dtype.itemsize)
         gradient = inputs.hidden.new_empty(shape, dtype=inputs.operand_dtype)[:, :vocab]
     of_rows = _row_losses
-    # The kernel makes lse and losses in one pass. Of several ranks lse is exchanged between the two.
-    if kernel and isinstance(parts[-1], Divergence) and not inputs.shard.split:
+    if of.by_kernel:
         from logitless.torch_impl.distillation import fused  # imports Triton
 
         of_rows = fused.row_losses
+    kept = []
     for first, last in order.token_slices:
         rows = slice(first, last)
-        of_rows(inputs, parts, options, rows, losses[rows], None if gradient is None else gradient[rows])
-    return losses, gradient
+        kept.append(of_rows(of, rows, losses[rows], None if gradient is None else gradient[rows]))
+    if gradient is not None:
+        return losses, [(gradient,)]
+    if not differentiate or not kept:
+        return losses, []
+    return losses, [tuple(map(torch.cat, zip(*each, strict=True))) for each in zip(*kept, strict=True)]
 
 
-def _row_losses(
-    inputs: Inputs, parts: list[Part], options: LossOptions, rows: slice, losses: Tensor, gradient: Tensor | None
-) -> None:
+def _row_losses(of: Losses, rows: slice, losses: Tensor, gradient: Tensor | None) -> list[Kept]:
     """:func:`fused.row_losses` in plain operations."""
-    z = whole_logits(inputs, rows, options)
-    slope = None if options.softcap is None else chunk.slope(z, options, inputs.temperature_column(rows))
-    dz = None
-    for part in parts:
-        own, slopes = part.of_rows(z, rows)
+    inputs, options, dz, kept = of.inputs, of.options, None, []
+    z = logits(inputs, rows, 0, inputs.weight.shape[0], options)
+    capped = gradient is not None and options.softcap is not None
+    slope = chunk.slope(z, options, inputs.temperature_column(rows)) if capped else None
+    for part in of.parts:
+        own, own_kept, slopes = part.of_rows(z, rows, gradient is not None)
         losses += own
-        dz = slopes if dz is None else slopes.add_(dz)
+        kept.append(own_kept)
+        dz = slopes if dz is None or slopes is None else slopes.add_(dz)
     losses.masked_fill_(~inputs.valid[rows], 0.0)
     if gradient is not None:
         assert dz is not None
         dz = dz if slope is None else dz.mul_(slope)
         gradient.copy_(dz.masked_fill_(~inputs.valid[rows].unsqueeze(1), 0.0))
+    return kept
 
 
 def gradients(
     inputs: Inputs, options: LossOptions, order: WholeRows, gradient: Tensor, upstream: Tensor,
     weight_dtype: torch.dtype, needs: tuple[bool, ...], kernel: bool,
 ) -> list[Tensor | None]:  # fmt: skip
-    """dX, dW and db, each None unless wanted: 4·N·D·V flops."""
+    """From a held gradient dX, dW and db, each None unless wanted: 4·N·D·V flops."""
     factor = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
     (vocab, _), dtype = inputs.weight.shape, inputs.accumulation_dtype
     dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=dtype) if needs[0] else None
@@ -96,3 +105,43 @@ def gradients(
 def _scaled(values: Tensor, unit: Tensor, out: Tensor) -> None:
     """:func:`fused.scaled` in plain operations."""
     torch.mul(values, unit, out=out)
+
+
+def gradients_again(
+    of: Losses, kept: list[Kept], upstream: Tensor, weight_dtype: torch.dtype, needs: tuple[bool, bool, bool]
+) -> list[Tensor | None]:
+    """From what the forward kept dX, dW and db, each None unless wanted: 6·N·D·V + 2·N·D_teacher·V flops."""
+    inputs, tile = of.inputs, of.order.again
+    assert tile is not None
+    factor = numerics.row_upstream(XP, inputs, of.options, inputs.wide(upstream))
+    # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
+    unit = numerics.largest_factor(XP, factor)
+    of_tile, factor = _tile_gradient, factor / unit
+    if of.by_kernel:
+        from logitless.torch_impl.distillation import fused  # imports Triton
+
+        of_tile = fused.tile_gradient_of_raw
+
+    def logit_gradient(rows: slice, x: Tensor, start: int, stop: int) -> Tensor:
+        own = [tuple(values[rows] for values in each) for each in kept]
+        return of_tile(of, own, factor[rows], rows, x, start, stop)
+
+    return chunk.tile_gradients(inputs, tile, needs, weight_dtype, unit, logit_gradient)
+
+
+def _tile_gradient(
+    of: Losses, kept: list[Kept], factor: Tensor, rows: slice, x: Tensor, start: int, stop: int
+) -> Tensor:
+    """:func:`fused.tile_gradient_of_raw` in plain operations."""
+    inputs, options = of.inputs, of.options
+    z = x.new_empty((x.shape[0], stop - start), dtype=factor.dtype)
+    chunk.logits_block(x, inputs, rows, start, stop, options, z)
+    slope = None if options.softcap is None else chunk.slope(z, options, inputs.temperature_column(rows))
+    dz = None
+    for part, own in zip(of.parts, kept, strict=True):
+        slopes = part.gradient(own, z, rows, start)
+        dz = slopes if dz is None else slopes.add_(dz)
+    assert dz is not None
+    if slope is not None:
+        dz.mul_(slope)
+    return dz.mul_(factor.unsqueeze(1)).masked_fill_(~inputs.valid[rows].unsqueeze(1), 0.0)
