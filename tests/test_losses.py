@@ -659,6 +659,29 @@ def test_distillation_subsets_of_gradients(impl: Any, wrt: tuple[str, ...]) -> N
         assert error(some[name], every[name]) <= GRADIENT[impl.dtype]
 
 
+@IN_EITHER_ORDER
+@DISTILLING_DTYPES
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_distillation_with_an_upstream_gradient_per_token(
+    impl: Any, beta: float, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all signs and sizes, in ragged rows and tiles."""
+    cut_raggedly(monkeypatch, order, SEQUENCES * T, V)
+    a = arrays(impl.dtype)
+    upstream = np.random.default_rng(7).standard_normal((SEQUENCES, T)) * 10.0 ** -np.arange(T)
+    truth = true(impl, a, full_distillation(a, beta, lambda d, m: (d * m * impl.array(upstream, "float64")).sum()))
+    package, _, framework, context = tools(impl)
+    with context(impl.dtype):
+        known = {key: impl.array(a[key], impl.dtype) for key in DISTILLATION_CONSTANTS if key.startswith("teacher")}
+        known |= {"mask": impl.array(a["mask"]), "beta": beta, "reduction": "none", "backend": impl.backend}
+        weights = impl.array(upstream, "float64" if impl.dtype == "float64" else "float32")
+        result = framework.value_and_grads(
+            impl, lambda given: (package.distillation_loss(**given, **known) * weights).sum(),
+            {key: a[key] for key in ARGUMENTS}, impl.dtype,
+        )  # fmt: skip
+    assert_close(result, truth, impl.dtype)
+
+
 @DISTILLING_DTYPES
 def test_distillation_reductions_and_normalizer(impl: Any) -> None:
     a = arrays(impl.dtype)
