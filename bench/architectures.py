@@ -55,6 +55,8 @@ CHIPS = {
 
 TOKENS, HIDDEN, VOCAB = 512, 256, 2048
 PER_CHUNK, PER_SLICE = {"order": "tokens", "chunk": 128}, {"order": "vocab", "chunk": 512}
+# A budget that a held gradient of a distillation does not fit.
+SMALL = 7 * 2**19
 EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3, "logit_scale": 2.0, "return_stats": True}
 # Options of linear_cross_entropy, or of another "function". Of them "plan" makes one of logitless.plan's,
 # "class_weight" and "bias" make arrays, "into" a buffer of that dtype, "layout" a weight that lies so in memory, and
@@ -93,6 +95,12 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "a distillation of a mixture": {"function": "distillation_loss", "beta": 0.5, "bias": True, "softcap": 30.0},
     "a distillation by reverse KL": {"function": "distillation_loss", "beta": 1.0, "teacher_softcap": 30.0},
+    "a distillation made again": {"function": "distillation_loss", "nll_coef": 0.5, "memory_budget": SMALL},
+    "a distillation from ids": {"function": "sparse_distillation_loss", "nll_coef": 0.5},
+    "a distillation from ids made again": {
+        "function": "sparse_distillation_loss", "softcap": 30.0, "temperature": True, "bias": True,
+        "memory_budget": SMALL,
+    },
 }  # fmt: skip
 
 
@@ -202,10 +210,11 @@ def call(options: dict[str, Any], dtype: Any) -> None:
     if wanted is not None:
         sizes = {"tokens": TOKENS, "hidden": size, "vocab": VOCAB, "dtype": str(dtype).removeprefix("torch.")}
         options["plan"] = plan(**sizes, **wanted, fused=True)
-    if name != "distillation_loss":
+    if "distillation" not in name:
         arrays.append(target)
     else:  # a teacher, and a target where there is a hard loss
-        arrays += [array.detach() for array in arrays]
+        ids = torch.arange(8).expand(TOKENS, 8)
+        arrays += [ids, ids / 32] if "sparse" in name else [array.detach() for array in arrays]
         options |= {"target": target} if "nll_coef" in options else {}
     result = getattr(torch_impl, name)(*arrays, backend="triton", **options)
     results = result if isinstance(result, tuple) else (result,)

@@ -367,12 +367,13 @@ class Rows(NamedTuple):
     """Whether a kernel makes losses and gradient, and the products read the weights themselves, where others copy."""
 
 
-RowsBy = Literal["kernel", "kernel, probabilities", "plain", "xla"]
+RowsBy = Literal["kernel", "kernel, probabilities", "kernel, ids", "plain", "xla"]
 ROWS: dict[RowsBy, Rows] = {
-    # PyTorch's kernel reads each of them twice or three times. Its plain operations hold more, as does what makes
-    # log-probabilities of a teacher that is no head. XLA fuses them.
+    # PyTorch's kernels read each of them twice or three times; a teacher of a few ids has none. Plain operations hold
+    # more, as does what makes log-probabilities of a teacher that is no head. XLA fuses them.
     "kernel": Rows((1024, 512, 256, 128), 2, (2, 2), kernel=True),
     "kernel, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), kernel=True),
+    "kernel, ids": Rows((1024, 512, 256, 128), 1, (1, 1), kernel=True),
     "plain": Rows((256, 128), 10, (TILE_MATRICES, TILE_MATRICES)),
     "xla": Rows((1024, 512, 256, 128), 6, (6, 3), copies=1),
 }

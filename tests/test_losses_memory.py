@@ -137,7 +137,7 @@ def order_of(impl: Any, way: str, dtype: str, *, gradients: bool = True) -> Whol
     sparse = way in ("class", "spread", "drop")
     by: RowsBy = "xla"
     if in_torch:
-        kernels: dict[str, RowsBy] = {"head": "kernel", "class": "plain", "drop": "plain"}
+        kernels: dict[str, RowsBy] = {"head": "kernel", "class": "kernel, ids", "drop": "kernel, ids"}
         by = kernels.get(way, "kernel, probabilities") if impl.fused else "plain"
     sizes = DistillationSizes(N, D, V, dtype, D_TEACHER * (way == "head"), (K + 1) * sparse, whole_rows=way == "rows")
     return distillation_order(sizes, operand_itemsize=operand * gradients, by=by)

@@ -514,7 +514,7 @@ class _SparseTeacher(NamedTuple):
 
     @property
     def rows_by(self) -> RowsBy:
-        return "kernel, probabilities" if self.rest == "spread" else "plain"
+        return "kernel, probabilities" if self.rest == "spread" else "kernel, ids"
 
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)

@@ -20,8 +20,7 @@ BLOCK, WARPS = 2048, 8  # 8 logits a thread, of both sides
 
 
 def row_losses(of: Losses, rows: slice, losses: Tensor, gradient: Tensor | None) -> list[Kept]:
-    """The losses [C] of the tokens ``rows``, the logits' gradient [C, V] but for logit_scale, if it is wanted, and what
-    :func:`tile_gradient_of_raw` needs, if the order makes it again."""
+    """:meth:`RowFunctions.row_losses`, of a teacher of the whole vocabulary."""
     divergence, hard = _parts(of)
     student, teacher = (side.raw(rows, 0, of.inputs.weight.shape[0]) for side in (_student(of), divergence.teacher))
     keep = of.order.again is not None
@@ -41,11 +40,10 @@ def row_losses(of: Losses, rows: slice, losses: Tensor, gradient: Tensor | None)
     return [(kept,)]
 
 
-def tile_gradient_of_raw(
+def tile_gradient(
     of: Losses, kept: list[Kept], factor: Tensor, rows: slice, x: Tensor, start: int, stop: int
 ) -> Tensor:
-    """The gradient of a tile of raw logits [C, B], but for logit_scale, times ``factor`` [C], in the operands' dtype.
-    x: the student's hidden states."""
+    """:meth:`RowFunctions.tile_gradient`, of a teacher of the whole vocabulary."""
     student, teacher = (side.raw(rows, start, stop) for side in (_student(of), _parts(of)[0].teacher))
     gradient = x.new_empty(student.r.shape)
     with on_device(x.device):
@@ -62,10 +60,9 @@ def tile_gradient_of_raw(
 
 
 def _parts(of: Losses) -> tuple[Divergence, Hard | None]:
-    divergence, hard = of.parts[-1], of.parts[0] if len(of.parts) > 1 else None
+    divergence = of.parts[-1]
     assert isinstance(divergence, Divergence)
-    assert hard is None or isinstance(hard, Hard)
-    return divergence, hard
+    return divergence, of.hard
 
 
 def _student(of: Losses) -> Head:
@@ -73,29 +70,30 @@ def _student(of: Losses) -> Head:
 
 
 def _both_sides(of: Losses, student: Raw, teacher: Raw, rows: slice) -> dict[str, object]:
-    """What the kernels of raw logits take of both sides, by its name there."""
-    divergence, hard = _parts(of)
-    temperature = hard.temperature if hard is not None and isinstance(hard.temperature, float) else 1.0
-    each = None if of.inputs.temperature is None else of.inputs.temperature[rows]
+    """What the kernels take of both sides, by its name there."""
+    beta = _parts(of)[0].beta
+    both = of_student(of, student, rows) | _side("teacher", "teacher_", teacher, of.inputs.temperature is not None)
+    return both | {"beta": float(beta), "NORMALIZE": teacher.options is not None, "KIND": _kind(beta)}
+
+
+def of_student(of: Losses, student: Raw, rows: slice) -> dict[str, object]:
+    """What the kernels take of the tokens ``rows`` and of the student, by its name there."""
+    hard, each = of.hard, None if of.inputs.temperature is None else of.inputs.temperature[rows]
     return {
         "valid_ptr": of.inputs.valid[rows].view(torch.int8),
         "hard_ptr": None if hard is None else hard.ids[rows],
         "temperature_ptr": each,
-        "hard_temperature": temperature,
-        "beta": float(divergence.beta),
-        **_side("student", "", student, each),
-        **_side("teacher", "teacher_", teacher, each),
+        "hard_temperature": hard.temperature if hard and isinstance(hard.temperature, float) else 1.0,
+        **_side("student", "", student, each is not None),
         "HAS_TEMPERATURE": each is not None,
-        "NORMALIZE": teacher.options is not None,
-        "KIND": _kind(divergence.beta),
         "HARD": hard is not None,
         "BLOCK": column_block(student.r.shape[1], BLOCK),
         "num_warps": WARPS,
     }
 
 
-def _side(name: str, prefix: str, raw: Raw, each: Tensor | None) -> dict[str, object]:
-    """``each``: the tokens' own temperatures, which divide the scale."""
+def _side(name: str, prefix: str, raw: Raw, tempered: bool) -> dict[str, object]:
+    """``tempered``: the tokens' own temperatures divide the scale."""
     options, bias, flag = raw.options, raw.bias, prefix.upper()
     return {
         f"{name}_ptr": raw.r,
@@ -104,20 +102,20 @@ def _side(name: str, prefix: str, raw: Raw, each: Tensor | None) -> dict[str, ob
         f"{prefix}scale": 1.0 if options is None else float(options.logit_scale),
         f"{prefix}cap": 1.0 if options is None else float(options.softcap or 1.0),
         f"HAS_{flag}BIAS": bias is not None,
-        f"HAS_{flag}SCALE": options is not None and (options.logit_scale != 1.0 or each is not None),
+        f"HAS_{flag}SCALE": options is not None and (options.logit_scale != 1.0 or tempered),
         f"HAS_{flag}CAP": options is not None and options.softcap is not None,
     }
 
 
-def tile_sums(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float) -> tuple[Tensor, Tensor]:
-    """:meth:`TileFunctions.tile_sums`."""
+def logits_sums(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float) -> tuple[Tensor, Tensor]:
+    """:meth:`TileFunctions.logits_sums`."""
     losses, mean = z.new_empty(2, z.shape[0])
     _tile(z, lse, teacher, beta, losses, mean, store=False)
     return losses, mean
 
 
-def tile_gradient(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, mean: Tensor) -> Tensor:
-    """:meth:`TileFunctions.tile_gradient`."""
+def logits_gradient(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, mean: Tensor) -> Tensor:
+    """:meth:`TileFunctions.logits_gradient`."""
     _tile(z, lse, teacher, beta, mean, mean, store=True)
     return z
 

@@ -57,10 +57,10 @@ class Part(Protocol):
 class TileFunctions(Protocol):
     """What a kernel does of a tile of logits whose logsumexps, [2, C], are known."""
 
-    def tile_sums(self, z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, /) -> tuple[Tensor, Tensor]:
+    def logits_sums(self, z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, /) -> tuple[Tensor, Tensor]:
         """:func:`divergence_rows`, which leaves the tile as it is."""
 
-    def tile_gradient(self, z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, mean: Tensor, /) -> Tensor:
+    def logits_gradient(self, z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, mean: Tensor, /) -> Tensor:
         """:func:`divergence_gradient`, in place of z."""
 
 
@@ -80,9 +80,9 @@ class Divergence:
         dz = None
         if self.by_tile is not None:
             teacher = t, teacher_lse
-            losses, mean = self._of_all_ranks(*self.by_tile.tile_sums(z, lse, teacher, self.beta))
+            losses, mean = self._of_all_ranks(*self.by_tile.logits_sums(z, lse, teacher, self.beta))
             if differentiate:
-                dz = self.by_tile.tile_gradient(z, lse, teacher, self.beta, mean)
+                dz = self.by_tile.logits_gradient(z, lse, teacher, self.beta, mean)
         else:
             log_p, log_q = normalized(t, teacher_lse), normalized(z, lse)
             own = divergence_rows(log_p, log_q.clone() if differentiate else log_q, self.beta)
@@ -96,7 +96,7 @@ class Divergence:
         lse, teacher_lse = torch.stack(lses[:2]), torch.stack(lses[2:]) if lses[2:] else None
         t = self.teacher.tile(rows, start, start + z.shape[1])
         if self.by_tile is not None:
-            return self.by_tile.tile_gradient(z, lse, (t, teacher_lse), self.beta, mean)
+            return self.by_tile.logits_gradient(z, lse, (t, teacher_lse), self.beta, mean)
         return divergence_gradient(normalized(t, teacher_lse), normalized(z, lse), mean, self.beta)
 
     def _of_all_ranks(self, losses: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,14 +121,20 @@ class GivenIds:
         """The losses [C], and their gradients in the logits of the classes [C, K + 1], the last one the others'."""
         raise NotImplementedError
 
+    def of_classes(self, logits: Tensor, highest: Tensor, log_total: Tensor, rows: slice) -> tuple[Tensor, Kept]:
+        """The losses [C], and what the gradient needs, from the ids' logits [C, K] and of the others the largest and
+        log Σ exp(z − largest)."""
+        logits = logits.masked_fill(self.ids[rows] < 0, -torch.inf)
+        anchor = torch.maximum(highest, logits.amax(dim=1))
+        others = (highest - anchor) + log_total
+        losses, slopes = self.judged(_log_softmax(torch.cat([logits - anchor[:, None], others[:, None]], dim=1)), rows)
+        return losses, (highest, log_total.masked_fill(log_total == -torch.inf, 0.0), slopes)
+
     def of_rows(self, z: Tensor, rows: slice, differentiate: bool) -> tuple[Tensor, Kept, Tensor | None]:
         columns, padded = self._padded(z, rows, 0)
-        logits = self.shard.sum(padded.gather(1, columns)).masked_fill_(self.ids[rows] < 0, -torch.inf)
+        logits = self.shard.sum(padded.gather(1, columns))
         highest, total = row_sums(padded.scatter_(1, columns, -torch.inf)[:, : z.shape[1]], self.shard)
-        anchor = torch.maximum(highest, logits.amax(dim=1))
-        others = (highest - anchor) + total.log()
-        losses, slopes = self.judged(_log_softmax(torch.cat([logits - anchor[:, None], others[:, None]], dim=1)), rows)
-        kept = highest, torch.where(total > 0, total, 1.0).log(), slopes
+        losses, kept = self.of_classes(logits, highest, total.log(), rows)
         return losses, kept, self._gradient(kept, columns, padded) if differentiate else None
 
     def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:
@@ -194,9 +200,14 @@ class Losses:
     """Whether kernels may make them."""
 
     @property
+    def hard(self) -> Hard | None:
+        part = self.parts[0]
+        return part if isinstance(part, Hard) else None
+
+    @property
     def by_kernel(self) -> bool:
         """Whether a kernel makes losses and gradient. (Of several ranks the sums are exchanged in between.)"""
-        return self.kernel and isinstance(self.parts[-1], Divergence) and not self.inputs.shard.split
+        return self.kernel and not self.inputs.shard.split
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ One program of row_losses_kernel owns one token: a row of V raw logits of the st
 float32. It goes over them in blocks, once for the logsumexps and once or twice for the divergence and its gradient.
 Every lane keeps sums of its own. They are added at the end of the row, in a fixed order. tile_gradient_kernel makes the
 gradient of a tile of such rows from what was kept of them. tile_kernel makes sums and gradient of a tile of logits
-whose logsumexps are known. The formulas are those of parts.py.
+whose logsumexps are known. put_kernel, others_kernel and others_gradient_kernel are for a teacher of a few ids and one
+class for all others. The formulas are those of parts.py.
 """
 
 from __future__ import annotations
@@ -308,6 +309,115 @@ def tile_gradient_kernel(
         tl.load(kept_ptr + 7), HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_TEACHER_BIAS, HAS_TEACHER_SCALE, HAS_TEACHER_CAP,
         NORMALIZE, KIND, HARD, BLOCK,
     )  # fmt: skip
+
+
+@triton.jit
+def put_kernel(
+    matrix_ptr, columns_ptr, values_ptr, width, count, stride, HAS_VALUES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """matrix[row, columns[row, k]] = values[row, k], or −inf, where that column is below ``width``. One program owns a
+    row; of equal columns all values must be the same."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, count, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        column = tl.load(columns_ptr + row * count + k, mask=k < count, other=width)
+        values = tl.full((BLOCK,), float("-inf"), tl.float32)
+        if HAS_VALUES:
+            values = tl.load(values_ptr + row * count + k, mask=k < count, other=0.0)
+        tl.store(matrix_ptr + row * stride + column, values.to(matrix_ptr.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def others_of(
+    raw_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr
+):
+    """f(r + b) of columns of a row, −inf where r is: the given ids are marked with it."""
+    r = tl.load(raw_ptr + column, mask=mask, other=float("-inf"))
+    z = r
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    z = capped(z, scale, cap, HAS_SCALE, HAS_CAP)
+    return tl.where(r == float("-inf"), r, z)
+
+
+@triton.jit
+def others_kernel(
+    student_ptr, bias_ptr, valid_ptr, hard_ptr, temperature_ptr, sums_ptr, vocab, student_stride, scale, cap,
+    hard_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HARD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of a token's logits that are not marked, the largest and log Σ exp(z − largest); if HARD, also of those times
+    hard_temperature without the target. [C, 4]. Nothing is read of a token that does not count."""
+    row = tl.program_id(0).to(tl.int64)
+    valid = tl.load(valid_ptr + row) != 0
+    stop = tl.where(valid, vocab, 0)
+    scale, cap = tempered(temperature_ptr, row, valid, scale, cap, HAS_TEMPERATURE)
+    if HAS_TEMPERATURE:
+        hard_temperature = tl.load(temperature_ptr + row)
+    student_ptr += row * student_stride
+    target = vocab
+    if HARD:
+        target = tl.load(hard_ptr + row)
+    highest = tl.full((BLOCK,), LOWEST_ANCHOR, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    hard_highest, hard_total = highest, total
+    for start in range(0, stop, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        z = others_of(student_ptr, bias_ptr, column, column < stop, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+        highest, total = more(highest, total, z)
+        if HARD:
+            hard = tl.where(column == target, float("-inf"), z * hard_temperature)
+            hard_highest, hard_total = more(hard_highest, hard_total, hard)
+    anchor, log_total = joined(highest, total)
+    hard_anchor, hard_log_total = joined(hard_highest, hard_total)
+    sums_ptr += row * 4
+    tl.store(sums_ptr, anchor)
+    tl.store(sums_ptr + 1, log_total)
+    tl.store(sums_ptr + 2, hard_anchor)
+    tl.store(sums_ptr + 3, hard_log_total)
+
+
+@triton.jit
+def others_gradient_kernel(
+    student_ptr, bias_ptr, valid_ptr, hard_ptr, temperature_ptr, factor_ptr, known_ptr, gradient_ptr, first, width,
+    student_stride, gradient_stride, scale, cap, hard_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HARD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a token's logits that are not marked, in a tile from the entry ``first`` on, times the token's
+    factor if it has one; zeros for a token that does not count. What it writes at a marked one means nothing.
+
+    ``known``, [C, 6]: of the others the largest logit, log Σ exp(z − largest) and the gradient of all together; then
+    the same of the hard loss.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    valid = tl.load(valid_ptr + row) != 0
+    stop = tl.where(valid, width, 0)
+    scale, cap = tempered(temperature_ptr, row, valid, scale, cap, HAS_TEMPERATURE)
+    if HAS_TEMPERATURE:
+        hard_temperature = tl.load(temperature_ptr + row)
+    student_ptr += row * student_stride
+    gradient_ptr += row * gradient_stride
+    known_ptr += row * 6
+    anchor, log_total, slope = tl.load(known_ptr), tl.load(known_ptr + 1), tl.load(known_ptr + 2)
+    hard_anchor, hard_log_total, gone = tl.load(known_ptr + 3), tl.load(known_ptr + 4), tl.load(known_ptr + 5)
+    target = width
+    if HARD:
+        target = tl.load(hard_ptr + row) - first
+    factor = 1.0
+    if HAS_FACTOR:
+        factor = tl.load(factor_ptr + row)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < stop
+        z = others_of(student_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+        dz = whole_gradient(
+            slope * exp((z - anchor) - log_total), z, column == target, gone, hard_anchor, hard_log_total,
+            hard_temperature, cap, HARD, HAS_CAP,
+        )  # fmt: skip
+        dz = tl.where(mask, dz * factor, 0.0).to(gradient_ptr.dtype.element_ty)
+        tl.store(gradient_ptr + column, dz, mask=column < width)
 
 
 @triton.jit

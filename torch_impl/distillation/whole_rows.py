@@ -13,6 +13,8 @@ tokens have the same. One that is made again has the upstream gradient in it bef
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,8 @@ from logitless.scratch import row_stride, slices
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import XP, Inputs, empty_like_weight
-from logitless.torch_impl.distillation.parts import Kept, Losses
-from logitless.torch_impl.distillation.teachers import logits
+from logitless.torch_impl.distillation import plain
+from logitless.torch_impl.distillation.parts import Kept, Losses, RestClass
 
 
 def forward(of: Losses, *, differentiate: bool) -> tuple[Tensor, list[Kept]]:
@@ -35,12 +37,7 @@ def forward(of: Losses, *, differentiate: bool) -> tuple[Tensor, list[Kept]]:
         vocab = inputs.weight.shape[0]
         shape = inputs.tokens, row_stride(vocab, inputs.operand_dtype.itemsize)
         gradient = inputs.hidden.new_empty(shape, dtype=inputs.operand_dtype)[:, :vocab]
-    of_rows = _row_losses
-    if of.by_kernel:
-        from logitless.torch_impl.distillation import fused  # imports Triton
-
-        of_rows = fused.row_losses
-    kept = []
+    of_rows, kept = _functions(of).row_losses, []
     for first, last in order.token_slices:
         rows = slice(first, last)
         kept.append(of_rows(of, rows, losses[rows], None if gradient is None else gradient[rows]))
@@ -51,23 +48,25 @@ def forward(of: Losses, *, differentiate: bool) -> tuple[Tensor, list[Kept]]:
     return losses, [tuple(map(torch.cat, zip(*each, strict=True))) for each in zip(*kept, strict=True)]
 
 
-def _row_losses(of: Losses, rows: slice, losses: Tensor, gradient: Tensor | None) -> list[Kept]:
-    """:func:`fused.row_losses` in plain operations."""
-    inputs, options, dz, kept = of.inputs, of.options, None, []
-    z = logits(inputs, rows, 0, inputs.weight.shape[0], options)
-    capped = gradient is not None and options.softcap is not None
-    slope = chunk.slope(z, options, inputs.temperature_column(rows)) if capped else None
-    for part in of.parts:
-        own, own_kept, slopes = part.of_rows(z, rows, gradient is not None)
-        losses += own
-        kept.append(own_kept)
-        dz = slopes if dz is None or slopes is None else slopes.add_(dz)
-    losses.masked_fill_(~inputs.valid[rows], 0.0)
-    if gradient is not None:
-        assert dz is not None
-        dz = dz if slope is None else dz.mul_(slope)
-        gradient.copy_(dz.masked_fill_(~inputs.valid[rows].unsqueeze(1), 0.0))
-    return kept
+class RowFunctions(Protocol):
+    """What makes a distillation's rows: plain.py, or kernels that make it from raw logits r."""
+
+    def row_losses(self, of: Losses, rows: slice, losses: Tensor, gradient: Tensor | None, /) -> list[Kept]:
+        """The losses [C] of the tokens ``rows``, the logits' gradient [C, V] but for logit_scale, if it is wanted, and
+        what the next function needs."""
+
+    def tile_gradient(
+        self, of: Losses, kept: list[Kept], factor: Tensor, rows: slice, x: Tensor, start: int, stop: int, /
+    ) -> Tensor:
+        """The gradient of a tile [C, B], but for logit_scale, times ``factor`` [C]. x: the hidden states."""
+
+
+def _functions(of: Losses) -> RowFunctions:
+    if not of.by_kernel:
+        return plain
+    from logitless.torch_impl.distillation import fused, fused_ids  # imports Triton
+
+    return fused_ids if isinstance(of.parts[-1], RestClass) else fused
 
 
 def gradients(
@@ -116,32 +115,10 @@ def gradients_again(
     factor = numerics.row_upstream(XP, inputs, of.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
-    of_tile, factor = _tile_gradient, factor / unit
-    if of.by_kernel:
-        from logitless.torch_impl.distillation import fused  # imports Triton
-
-        of_tile = fused.tile_gradient_of_raw
+    of_tile, factor = _functions(of).tile_gradient, factor / unit
 
     def logit_gradient(rows: slice, x: Tensor, start: int, stop: int) -> Tensor:
         own = [tuple(values[rows] for values in each) for each in kept]
         return of_tile(of, own, factor[rows], rows, x, start, stop)
 
     return chunk.tile_gradients(inputs, tile, needs, weight_dtype, unit, logit_gradient)
-
-
-def _tile_gradient(
-    of: Losses, kept: list[Kept], factor: Tensor, rows: slice, x: Tensor, start: int, stop: int
-) -> Tensor:
-    """:func:`fused.tile_gradient_of_raw` in plain operations."""
-    inputs, options = of.inputs, of.options
-    z = x.new_empty((x.shape[0], stop - start), dtype=factor.dtype)
-    chunk.logits_block(x, inputs, rows, start, stop, options, z)
-    slope = None if options.softcap is None else chunk.slope(z, options, inputs.temperature_column(rows))
-    dz = None
-    for part, own in zip(of.parts, kept, strict=True):
-        slopes = part.gradient(own, z, rows, start)
-        dz = slopes if dz is None else slopes.add_(dz)
-    assert dz is not None
-    if slope is not None:
-        dz.mul_(slope)
-    return dz.mul_(factor.unsqueeze(1)).masked_fill_(~inputs.valid[rows].unsqueeze(1), 0.0)
