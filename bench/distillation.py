@@ -1,9 +1,11 @@
-"""Distillation from a teacher's head, side by side: ``python -m bench distillation --framework torch``, then ``jax``.
+"""Distillation side by side: ``python -m bench distillation --framework torch``, then ``jax``.
 
-A step is the loss and the gradients of the student's hidden states and head, in bfloat16, host included. The floor is
-four bare products by cuBLAS: the logits of both sides, dX and dW. Nothing makes the loss and its gradients with fewer.
-Beside ours stand full logits, alone and compiled, and Liger-Kernel's two: its fused one with a kernel, and its chunks.
-Liger's are at β = 0 as ours; its chunks keep their hard loss's code, with weight 0.
+A step is the loss and the gradients of the student's hidden states and head, in bfloat16, host included. From a
+teacher's head the floor is four bare products by cuBLAS: the logits of both sides, dX and dW. Nothing makes the loss
+and its gradients with fewer. Beside ours stand full logits, alone and compiled, and Liger-Kernel's two: its fused one
+with a kernel, and its chunks. Liger's are at β = 0 as ours; its chunks keep their hard loss's code, with weight 0.
+
+From given ids and their probabilities the floor is three products: rows whose ``teacher_hidden`` is 0.
 
 ``error`` is |loss − truth| / truth, of the forward KL in float64. The teacher's head is the student's with noise, so
 that the divergence is small, as late in training.
@@ -23,8 +25,9 @@ from bench.variants import Variant, measured_rows, peer
 PROBLEMS = ((4096, 4096, 4096, 128256), (8192, 2048, 4096, 151936), (4096, 896, 3584, 151936))
 BETAS = {"forward KL": 0.0, "Jensen-Shannon": 0.5, "reverse KL": 1.0}
 OURS = "logitless, "
-# A budget that whole rows do not fit.
+# A budget that the logits' gradient does not fit.
 TILES = 2**28
+IDS = 64
 
 
 def torch_problem(shape: Shape, teacher_hidden: int) -> dict[str, Any]:
@@ -89,8 +92,42 @@ def torch_steps(problem: dict[str, Any], peers: bool) -> dict[str, Any]:
     }
 
 
-def torch_products(arrays: Any, teacher_hidden: Any, teacher_weight: Any) -> Callable[[], object]:
-    """The floor."""
+def torch_ids_steps(arrays: Any) -> dict[str, Any]:
+    """The same from IDS ids a token, of which no two are equal, with 0.9 of the mass together."""
+    import torch
+
+    from bench.gpu_torch import Step
+    from logitless.torch_impl import sparse_distillation_loss
+
+    x, w, y = arrays.x, arrays.w, arrays.y
+    ids = (y.unsqueeze(1) + torch.arange(IDS, device=y.device) * (len(w) // IDS)) % len(w)
+    probs = torch.softmax(torch.randn(ids.shape, device=x.device), dim=1) * 0.9
+
+    def ours(**options: Any) -> Step:
+        def run() -> Any:
+            x.grad = w.grad = None
+            loss = sparse_distillation_loss(x, w, ids, probs, **options)
+            loss.backward()
+            return loss
+
+        return Step(arrays, run)
+
+    return {"floor": Step(arrays, torch_products(arrays), gradients=False)} | {
+        OURS + name: ours(**options) for name, options in OF_IDS.items()
+    }
+
+
+# Variants of our loss from given ids, and their options.
+OF_IDS: dict[str, dict[str, Any]] = {
+    f"{IDS} ids and one class": {},
+    f"{IDS} ids and one class, {TILES >> 20} MiB": {"memory_budget": TILES},
+    f"{IDS} ids and one class, plain operations": {"backend": "eager"},
+    f"{IDS} ids, the rest spread": {"rest": "spread"},
+}
+
+
+def torch_products(arrays: Any, teacher_hidden: Any = None, teacher_weight: Any = None) -> Callable[[], object]:
+    """The floor; without a teacher's head, three products."""
     import torch
 
     x, w = arrays.x.detach(), arrays.w.detach()
@@ -98,7 +135,8 @@ def torch_products(arrays: Any, teacher_hidden: Any, teacher_weight: Any) -> Cal
     dx, dw = torch.empty_like(x), torch.empty_like(w)
 
     def products() -> None:
-        torch.mm(teacher_hidden, teacher_weight.t(), out=z)
+        if teacher_hidden is not None:
+            torch.mm(teacher_hidden, teacher_weight.t(), out=z)
         torch.mm(x, w.t(), out=z)
         torch.mm(z, w, out=dx)
         torch.mm(z.t(), x, out=dw)
@@ -180,20 +218,26 @@ def is_forward(variant: str) -> bool:
 
 
 def measure(shape: Shape, teacher_hidden: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    in_torch = options.framework == "torch"
+    in_torch, name = options.framework == "torch", f"{shape.tokens}x{shape.hidden}x{shape.vocab}"
     problem = torch_problem(shape, teacher_hidden) if in_torch else {}
     steps = torch_steps(problem, options.peers) if in_torch else jax_steps(shape, teacher_hidden)
-    variants: dict[str, Variant] = {variant: step.variant() for variant, step in steps.items()}
-    rows = measured_rows(f"{shape.tokens}x{shape.hidden}x{shape.vocab}", shape, variants, options.rounds)
+    rows = measured_rows(name, shape, _variants(steps), options.rounds)
     for row in rows:
         row |= {"teacher_hidden": teacher_hidden}
         if in_torch and "error" not in row and is_forward(row["variant"]):
             row["loss_error"] = torch_error(problem, float(steps[row["variant"]]().detach()))
+    if in_torch:
+        of_ids = _variants(torch_ids_steps(problem["arrays"]))
+        rows += [row | {"teacher_hidden": 0} for row in measured_rows(name, shape, of_ids, options.rounds)]
     return rows
 
 
+def _variants(steps: dict[str, Any]) -> dict[str, Variant]:
+    return {variant: step.variant() for variant, step in steps.items()}
+
+
 @register(
-    "distillation from a teacher's head, beside four bare products, full logits and Liger-Kernel",
+    "distillation from a teacher's head or given ids, beside the bare products, full logits and Liger-Kernel",
     file=lambda options: "distillation_jax.json" if options.framework == "jax" else "distillation.json",
     framework="torch",
     rounds=4,

@@ -298,7 +298,7 @@ def long_table(rows: Rows, jax_rows: Rows) -> str:
 
 
 def distillation_table(rows: Rows, jax_rows: Rows) -> str:
-    """Time over four bare products, scratch, and the loss's error; a failure in the place of the time."""
+    """Time over the bare products, scratch, and the loss's error; a failure in the place of the time."""
 
     def measured(row: dict[str, Any]) -> list[str]:
         if "time_ms" not in row:
@@ -311,7 +311,7 @@ def distillation_table(rows: Rows, jax_rows: Rows) -> str:
         "scratch [MiB]", "error of the loss",
     )  # fmt: skip
     return markdown(columns, (
-        [framework, sizes_of(row), row["teacher_hidden"], row["variant"], *measured(row)]
+        [framework, sizes_of(row), row["teacher_hidden"] or "–", row["variant"], *measured(row)]
         for framework, of in (("PyTorch", rows), ("JAX", jax_rows)) for row in of
     ))  # fmt: skip
 

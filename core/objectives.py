@@ -57,6 +57,8 @@ TILE_ROWS = 2
 # Tokens and entries of a tile that kernels make. (Tokens that are all in one tile leave no sum over tiles, and dX's sum
 # is read and written once a tile.)
 KERNEL_TILE = 8192, 4096
+# Classes of a token that lie in the registers of one program: given ids, and one for the rest.
+KERNEL_CLASSES = 4096
 # A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
 WHOLE_ROWS = 4
 # What a distillation may take where its caller sets no budget.
@@ -406,8 +408,9 @@ class WholeRows:
 
     @property
     def vocab_chunk(self) -> int:
-        """Of how many vocabulary entries dW is made at a time from a held gradient."""
-        return min(self.sizes.vocab, LARGEST_TILE)
+        """Of how many vocabulary entries dW is made at a time from a held gradient. (Kernels are quick: many short
+        products would wait for the host.)"""
+        return min(self.sizes.vocab, KERNEL_TILE[0] if self.by.kernel else LARGEST_TILE)
 
     @property
     def vocab_slices(self) -> tuple[tuple[int, int], ...]:
@@ -424,7 +427,8 @@ class WholeRows:
             return self._forward_bytes
         row = round_up(of.vocab, ROW_ALIGNMENT_BYTES)
         held = self.operand_itemsize * of.tokens * (row + of.hidden)
-        made = of.itemsize * (self.by.copies * of.tokens * self.vocab_chunk + TILE_ROWS * self.vocab_chunk * of.hidden)
+        copies = self.by.copies * of.tokens + (1 if self.by.kernel else TILE_ROWS) * of.hidden
+        made = of.itemsize * self.vocab_chunk * copies
         return held + max(self._forward_bytes, self._vector_bytes + made) + of.itemsize * of.tokens * of.hidden
 
     @property

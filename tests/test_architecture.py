@@ -50,7 +50,7 @@ def test_its_kernels_compile_with_its_tiles() -> None:
 
 DISTILLATIONS = ("a distillation of a mixture", "a distillation made again", "a distillation from ids")
 ONE_CHUNK = ("one chunk", *DISTILLATIONS)
-ROW_KERNELS = {"row_losses_kernel", "tile_gradient_kernel", "put_kernel", "others_kernel", "others_gradient_kernel"}
+ROW_KERNELS = {"row_losses_kernel", "tile_gradient_kernel", "ids_losses_kernel"}
 SUMS = ("one chunk", "chunks", "chunks, 20 bits")
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from logitless import numerics, objectives, spec
-from logitless.objectives import DistillationOptions, DistillationSizes, Rest, RowsBy, WholeRows
+from logitless.objectives import KERNEL_CLASSES, DistillationOptions, DistillationSizes, Rest, RowsBy, WholeRows
 from logitless.planning import check_plan_argument
 from logitless.spec import ArrayInfo, LossOptions, Reduction
 from logitless.torch_impl import checks
@@ -514,7 +514,9 @@ class _SparseTeacher(NamedTuple):
 
     @property
     def rows_by(self) -> RowsBy:
-        return "kernel, probabilities" if self.rest == "spread" else "kernel, ids"
+        if self.rest == "spread":
+            return "kernel, probabilities"
+        return "kernel, ids" if self.ids.shape[-1] < KERNEL_CLASSES else "plain"
 
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         return dataclasses.replace(of_student, ids=self.ids.shape[-1] + 1)

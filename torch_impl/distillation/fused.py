@@ -22,7 +22,7 @@ BLOCK, WARPS = 2048, 8  # 8 logits a thread, of both sides
 def row_losses(of: Losses, rows: slice, losses: Tensor, gradient: Tensor | None) -> list[Kept]:
     """:meth:`RowFunctions.row_losses`, of a teacher of the whole vocabulary."""
     divergence, hard = _parts(of)
-    student, teacher = (side.raw(rows, 0, of.inputs.weight.shape[0]) for side in (_student(of), divergence.teacher))
+    student, teacher = (side.raw(rows, 0, of.inputs.weight.shape[0]) for side in (student_head(of), divergence.teacher))
     keep = of.order.again is not None
     kept = student.r.new_empty((student.r.shape[0], row_kernels.KEPT.value)) if keep else losses
     with on_device(losses.device):
@@ -44,7 +44,7 @@ def tile_gradient(
     of: Losses, kept: list[Kept], factor: Tensor, rows: slice, x: Tensor, start: int, stop: int
 ) -> Tensor:
     """:meth:`RowFunctions.tile_gradient`, of a teacher of the whole vocabulary."""
-    student, teacher = (side.raw(rows, start, stop) for side in (_student(of), _parts(of)[0].teacher))
+    student, teacher = (side.raw(rows, start, stop) for side in (student_head(of), _parts(of)[0].teacher))
     gradient = x.new_empty(student.r.shape)
     with on_device(x.device):
         values = _both_sides(of, student, teacher, rows) | {
@@ -65,18 +65,18 @@ def _parts(of: Losses) -> tuple[Divergence, Hard | None]:
     return divergence, of.hard
 
 
-def _student(of: Losses) -> Head:
+def student_head(of: Losses) -> Head:
     return Head(of.inputs, of.options, of.inputs.accumulation_dtype)
 
 
 def _both_sides(of: Losses, student: Raw, teacher: Raw, rows: slice) -> dict[str, object]:
     """What the kernels take of both sides, by its name there."""
     beta = _parts(of)[0].beta
-    both = of_student(of, student, rows) | _side("teacher", "teacher_", teacher, of.inputs.temperature is not None)
-    return both | {"beta": float(beta), "NORMALIZE": teacher.options is not None, "KIND": _kind(beta)}
+    both = student_values(of, student, rows) | _side("teacher", "teacher_", teacher, of.inputs.temperature is not None)
+    return both | {"beta": float(beta), "NORMALIZE": teacher.options is not None, "KIND": kind(beta)}
 
 
-def of_student(of: Losses, student: Raw, rows: slice) -> dict[str, object]:
+def student_values(of: Losses, student: Raw, rows: slice) -> dict[str, object]:
     """What the kernels take of the tokens ``rows`` and of the student, by its name there."""
     hard, each = of.hard, None if of.inputs.temperature is None else of.inputs.temperature[rows]
     return {
@@ -125,12 +125,12 @@ def _tile(z: Tensor, lse: Tensor, teacher: TeacherTile, beta: float, losses: Ten
     with on_device(z.device):
         launch(row_kernels.tile_kernel, z.shape[0])(
             z, t, lse, teacher_lse, losses, mean, lse.stride(0), 0 if teacher_lse is None else teacher_lse.stride(0),
-            z.shape[1], z.stride(0), t.stride(0), float(beta), NORMALIZE=teacher_lse is not None, KIND=_kind(beta),
+            z.shape[1], z.stride(0), t.stride(0), float(beta), NORMALIZE=teacher_lse is not None, KIND=kind(beta),
             STORE=store, BLOCK=column_block(z.shape[1], BLOCK), num_warps=WARPS,
         )  # fmt: skip
 
 
-def _kind(beta: float) -> int:
+def kind(beta: float) -> int:
     """Which divergence, by the kernels' number for it."""
     kind = row_kernels.FORWARD if beta == 0 else row_kernels.REVERSE if beta == 1 else row_kernels.MIXED
     return int(kind.value)

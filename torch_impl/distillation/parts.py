@@ -196,18 +196,11 @@ class Losses:
     """The hard loss, if there is one, and the divergence."""
     options: LossOptions
     order: WholeRows
-    kernel: bool
-    """Whether kernels may make them."""
 
     @property
     def hard(self) -> Hard | None:
         part = self.parts[0]
         return part if isinstance(part, Hard) else None
-
-    @property
-    def by_kernel(self) -> bool:
-        """Whether a kernel makes losses and gradient. (Of several ranks the sums are exchanged in between.)"""
-        return self.kernel and not self.inputs.shard.split
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ One program of row_losses_kernel owns one token: a row of V raw logits of the st
 float32. It goes over them in blocks, once for the logsumexps and once or twice for the divergence and its gradient.
 Every lane keeps sums of its own. They are added at the end of the row, in a fixed order. tile_gradient_kernel makes the
 gradient of a tile of such rows from what was kept of them. tile_kernel makes sums and gradient of a tile of logits
-whose logsumexps are known. put_kernel, others_kernel and others_gradient_kernel are for a teacher of a few ids and one
-class for all others. The formulas are those of parts.py.
+whose logsumexps are known. ids_losses_kernel and ids_tile_kernel are for a teacher of a few ids and one class for all
+others. The formulas are those of parts.py.
 """
 
 from __future__ import annotations
@@ -312,22 +312,6 @@ def tile_gradient_kernel(
 
 
 @triton.jit
-def put_kernel(
-    matrix_ptr, columns_ptr, values_ptr, width, count, stride, HAS_VALUES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """matrix[row, columns[row, k]] = values[row, k], or −inf, where that column is below ``width``. One program owns a
-    row; of equal columns all values must be the same."""
-    row = tl.program_id(0).to(tl.int64)
-    for start in range(0, count, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        column = tl.load(columns_ptr + row * count + k, mask=k < count, other=width)
-        values = tl.full((BLOCK,), float("-inf"), tl.float32)
-        if HAS_VALUES:
-            values = tl.load(values_ptr + row * count + k, mask=k < count, other=0.0)
-        tl.store(matrix_ptr + row * stride + column, values.to(matrix_ptr.dtype.element_ty), mask=column < width)
-
-
-@triton.jit
 def others_of(
     raw_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr
 ):
@@ -341,14 +325,38 @@ def others_of(
 
 
 @triton.jit
-def others_kernel(
-    student_ptr, bias_ptr, valid_ptr, hard_ptr, temperature_ptr, sums_ptr, vocab, student_stride, scale, cap,
-    hard_temperature,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HARD: tl.constexpr, BLOCK: tl.constexpr,
+def store_others(
+    student_ptr, bias_ptr, gradient_ptr, width, stop, target, scale, cap, hard_temperature, factor, anchor, log_total,
+    slope, others_anchor, others_log, gone,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a token's logits that are not marked, the largest and log Σ exp(z − largest); if HARD, also of those times
-    hard_temperature without the target. [C, 4]. Nothing is read of a token that does not count."""
+    """The gradient of ``width`` columns of a row times ``factor``, as if none were an id; zeros from the column
+    ``stop`` on. ``slope``: the gradient of the others' class, whose logsumexp is anchor + log_total."""
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < stop
+        z = others_of(student_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+        dz = whole_gradient(
+            slope * exp((z - anchor) - log_total), z, column == target, gone, others_anchor, others_log,
+            hard_temperature, cap, HARD, HAS_CAP,
+        )  # fmt: skip
+        dz = tl.where(mask, dz * factor, 0.0).to(gradient_ptr.dtype.element_ty)
+        tl.store(gradient_ptr + column, dz, mask=column < width)
+
+
+@triton.jit
+def ids_losses_kernel(
+    student_ptr, bias_ptr, ids_ptr, log_p_ptr, valid_ptr, hard_ptr, temperature_ptr, loss_ptr, kept_ptr, at_ids_ptr,
+    gradient_ptr, vocab, count, student_stride, gradient_stride, scale, cap, beta, nll_coef, hard_temperature,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    KIND: tl.constexpr, HARD: tl.constexpr, KEEP: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr,
+    IDS: tl.constexpr,
+):  # fmt: skip
+    """As row_losses_kernel, of a teacher of ``count`` ids and one class for all others, whose log p are [C, count + 1].
+    It marks the ids in the student's row.
+
+    The classes lie in IDS lanes: the ids', −inf where an id is not known, and then the others'.
+    """
     row = tl.program_id(0).to(tl.int64)
     valid = tl.load(valid_ptr + row) != 0
     stop = tl.where(valid, vocab, 0)
@@ -356,68 +364,107 @@ def others_kernel(
     if HAS_TEMPERATURE:
         hard_temperature = tl.load(temperature_ptr + row)
     student_ptr += row * student_stride
-    target = vocab
+    gradient_ptr += row * gradient_stride
+    lane = tl.arange(0, IDS)
+    own = tl.load(ids_ptr + row * count + lane, mask=lane < tl.where(valid, count, 0), other=-1)
+    known = own >= 0
+    z = logits_of(student_ptr, bias_ptr, own, known, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+    target, target_logit = vocab, 0.0
     if HARD:
         target = tl.load(hard_ptr + row)
+        target_logit = hard_temperature * logits_of(
+            student_ptr, bias_ptr, target, valid, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP
+        )
+    # Other threads read what these write.
+    tl.debug_barrier()
+    tl.store(student_ptr + own, tl.full((IDS,), float("-inf"), tl.float32), mask=known)
+    tl.debug_barrier()
     highest = tl.full((BLOCK,), LOWEST_ANCHOR, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    hard_highest, hard_total = highest, total
+    others_highest, others = highest, total
     for start in range(0, stop, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        z = others_of(student_ptr, bias_ptr, column, column < stop, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
-        highest, total = more(highest, total, z)
+        other = others_of(student_ptr, bias_ptr, column, column < stop, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+        highest, total = more(highest, total, other)
         if HARD:
-            hard = tl.where(column == target, float("-inf"), z * hard_temperature)
-            hard_highest, hard_total = more(hard_highest, hard_total, hard)
+            hard = tl.where(column == target, float("-inf"), other * hard_temperature)
+            others_highest, others = more(others_highest, others, hard)
     anchor, log_total = joined(highest, total)
-    hard_anchor, hard_log_total = joined(hard_highest, hard_total)
-    sums_ptr += row * 4
-    tl.store(sums_ptr, anchor)
-    tl.store(sums_ptr + 1, log_total)
-    tl.store(sums_ptr + 2, hard_anchor)
-    tl.store(sums_ptr + 3, hard_log_total)
+    others_anchor, others_log = joined(others_highest, others)
+    top = tl.maximum(anchor, tl.max(z, 0))
+    log_q = tl.where(lane == count, (anchor - top) + log_total, z - top)
+    log_q -= tl.maximum(tl.max(log_q, 0), LOWEST_ANCHOR)
+    likeliest = tl.min(tl.where(log_q >= 0.0, lane, IDS), 0)  # it keeps the digits of 1 − q
+    log_q -= log1p(tl.sum(tl.where(lane == likeliest, 0.0, exp(log_q)), 0))
+    log_p = tl.load(log_p_ptr + row * (count + 1) + lane, mask=lane <= count, other=float("-inf"))
+    terms, student_terms = divergence_terms(log_p, log_q, beta, KIND)
+    loss, gone = tl.sum(terms, 0), 0.0
+    at_ids = divergence_slope(log_p, log_q, tl.sum(student_terms, 0), beta, KIND)
+    slope = tl.sum(tl.where(lane == count, at_ids, 0.0), 0)
+    log_total = tl.where(log_total == float("-inf"), 0.0, log_total)
+    if HARD:
+        of_ids = tl.where(own == target, float("-inf"), z * hard_temperature)
+        above = tl.maximum(others_anchor, tl.max(of_ids, 0))
+        others_log = tl.log(exp((others_anchor - above) + others_log) + tl.sum(exp(of_ids - above), 0))
+        others_anchor = above
+        odds = (others_anchor - target_logit) + others_log  # log ((1 − q) / q)
+        loss += nll_coef * (tl.maximum(odds, 0.0) + log1p(exp(-tl.abs(odds))))
+        gone = nll_coef * hard_temperature / (1.0 + exp(-odds))  # 1 − q: no difference
+        others_log = tl.where(others_log == float("-inf"), 0.0, others_log)
+    at_ids = whole_gradient(
+        at_ids, z, own == target, gone, others_anchor, others_log, hard_temperature, cap, HARD, HAS_CAP
+    )
+    tl.store(loss_ptr + row, tl.where(valid, loss, 0.0))
+    if STORE:
+        store_others(
+            student_ptr, bias_ptr, gradient_ptr, vocab, stop, target, scale, cap, hard_temperature, 1.0, anchor,
+            log_total, slope, others_anchor, others_log, gone, HAS_BIAS, HAS_SCALE, HAS_CAP, HARD, BLOCK,
+        )  # fmt: skip
+        tl.debug_barrier()
+        tl.store(gradient_ptr + own, at_ids.to(gradient_ptr.dtype.element_ty), mask=known)
+    if KEEP:
+        kept_ptr += row * KEPT
+        tl.store(kept_ptr, anchor)
+        tl.store(kept_ptr + 1, log_total)
+        tl.store(kept_ptr + 2, slope)
+        tl.store(kept_ptr + 3, others_anchor)
+        tl.store(kept_ptr + 4, others_log)
+        tl.store(kept_ptr + 5, gone)
+        tl.store(at_ids_ptr + row * count + lane, at_ids, mask=known)
 
 
 @triton.jit
-def others_gradient_kernel(
-    student_ptr, bias_ptr, valid_ptr, hard_ptr, temperature_ptr, factor_ptr, known_ptr, gradient_ptr, first, width,
-    student_stride, gradient_stride, scale, cap, hard_temperature,
+def ids_tile_kernel(
+    student_ptr, bias_ptr, ids_ptr, valid_ptr, hard_ptr, temperature_ptr, factor_ptr, kept_ptr, at_ids_ptr,
+    gradient_ptr, first, width, count, student_stride, gradient_stride, scale, cap, hard_temperature,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HARD: tl.constexpr, BLOCK: tl.constexpr,
+    HARD: tl.constexpr, BLOCK: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a token's logits that are not marked, in a tile from the entry ``first`` on, times the token's
-    factor if it has one; zeros for a token that does not count. What it writes at a marked one means nothing.
-
-    ``known``, [C, 6]: of the others the largest logit, log Σ exp(z − largest) and the gradient of all together; then
-    the same of the hard loss.
-    """
+    """A token's row of a tile from the entry ``first`` on: the gradient of ids_losses_kernel times the token's factor,
+    from what that kernel has kept."""
     row = tl.program_id(0).to(tl.int64)
     valid = tl.load(valid_ptr + row) != 0
     stop = tl.where(valid, width, 0)
     scale, cap = tempered(temperature_ptr, row, valid, scale, cap, HAS_TEMPERATURE)
     if HAS_TEMPERATURE:
         hard_temperature = tl.load(temperature_ptr + row)
-    student_ptr += row * student_stride
-    gradient_ptr += row * gradient_stride
-    known_ptr += row * 6
-    anchor, log_total, slope = tl.load(known_ptr), tl.load(known_ptr + 1), tl.load(known_ptr + 2)
-    hard_anchor, hard_log_total, gone = tl.load(known_ptr + 3), tl.load(known_ptr + 4), tl.load(known_ptr + 5)
     target = width
     if HARD:
         target = tl.load(hard_ptr + row) - first
-    factor = 1.0
-    if HAS_FACTOR:
-        factor = tl.load(factor_ptr + row)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        mask = column < stop
-        z = others_of(student_ptr, bias_ptr, column, mask, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP)
-        dz = whole_gradient(
-            slope * exp((z - anchor) - log_total), z, column == target, gone, hard_anchor, hard_log_total,
-            hard_temperature, cap, HARD, HAS_CAP,
-        )  # fmt: skip
-        dz = tl.where(mask, dz * factor, 0.0).to(gradient_ptr.dtype.element_ty)
-        tl.store(gradient_ptr + column, dz, mask=column < width)
+    gradient_ptr += row * gradient_stride
+    kept_ptr += row * KEPT
+    factor = tl.load(factor_ptr + row)
+    store_others(
+        student_ptr + row * student_stride, bias_ptr, gradient_ptr, width, stop, target, scale, cap, hard_temperature,
+        factor, tl.load(kept_ptr), tl.load(kept_ptr + 1), tl.load(kept_ptr + 2), tl.load(kept_ptr + 3),
+        tl.load(kept_ptr + 4), tl.load(kept_ptr + 5), HAS_BIAS, HAS_SCALE, HAS_CAP, HARD, BLOCK,
+    )  # fmt: skip
+    lane = tl.arange(0, IDS)
+    own = tl.load(ids_ptr + row * count + lane, mask=lane < tl.where(valid, count, 0), other=-1)
+    known = (own >= first) & (own < first + width)
+    at_ids = tl.load(at_ids_ptr + row * count + lane, mask=known, other=0.0) * factor
+    tl.debug_barrier()  # after what other threads have stored there
+    tl.store(gradient_ptr + (own - first), at_ids.to(gradient_ptr.dtype.element_ty), mask=known)
 
 
 @triton.jit

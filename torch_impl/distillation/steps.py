@@ -118,7 +118,7 @@ class Distillation:
             column = inputs.temperature_column(slice(None))
             temperature = self.temperature if column is None else column
             parts.insert(0, Hard(hard.unsqueeze(1), inputs.shard, self.nll_coef, temperature))
-        return Losses(inputs, parts, self.options, self.order, self.kernel)
+        return Losses(inputs, parts, self.options, self.order)
 
 
 class DivergenceContext(SavedContext):

@@ -62,7 +62,7 @@ class RowFunctions(Protocol):
 
 
 def _functions(of: Losses) -> RowFunctions:
-    if not of.by_kernel:
+    if not of.order.by.kernel:
         return plain
     from logitless.torch_impl.distillation import fused, fused_ids  # imports Triton
 
