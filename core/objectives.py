@@ -57,6 +57,8 @@ TILE_ROWS = 2
 # Tokens and entries of a tile that kernels make. (Tokens that are all in one tile leave no sum over tiles, and dX's sum
 # is read and written once a tile.)
 KERNEL_TILE = 8192, 4096
+# Elements of dW that are made at a time.
+KERNEL_PART = 2**23
 # Classes of a token that lie in the registers of one program: given ids, and one for the rest.
 KERNEL_CLASSES = 4096
 # A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
@@ -408,9 +410,12 @@ class WholeRows:
 
     @property
     def vocab_chunk(self) -> int:
-        """Of how many vocabulary entries dW is made at a time from a held gradient. (Kernels are quick: many short
-        products would wait for the host.)"""
-        return min(self.sizes.vocab, KERNEL_TILE[0] if self.by.kernel else LARGEST_TILE)
+        """Of how many vocabulary entries dW is made at a time from a held gradient. (Beside kernels more of small rows:
+        many short products would wait for the host.)"""
+        entries = LARGEST_TILE
+        if self.by.kernel:
+            entries = max(entries, min(KERNEL_TILE[0], KERNEL_PART // max(1, self.sizes.hidden)))
+        return min(self.sizes.vocab, entries)
 
     @property
     def vocab_slices(self) -> tuple[tuple[int, int], ...]:

@@ -252,6 +252,22 @@ def test_the_rest_of_a_sure_student(impl: Any, nats: float, order: str, monkeypa
 
 
 @IN_EITHER_ORDER
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_more_ids_than_a_program_holds(beta: float, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take plain operations. With one id fewer the kernel has no lane to spare."""
+    pytest.importorskip("torch", reason="this is about PyTorch's kernels")
+    from implementations import TorchTriton
+
+    take_order(monkeypatch, order)
+    problem = Problem("", "class", {"beta": beta} | HARD)
+    a = arrays(problem)
+    count = a["ids"].shape[-1]
+    for most in (count, count + 1):
+        monkeypatch.setattr("logitless.torch_impl.distillation.api.KERNEL_CLASSES", most)
+        assert_true(outcome(TorchTriton(), problem, a, "float32"), truth(problem, a), "float32")
+
+
+@IN_EITHER_ORDER
 @pytest.mark.case(14)
 @DISTILLING
 @pytest.mark.parametrize("nats", [12.0, 25.0])
