@@ -173,6 +173,13 @@ class Losses:
     """The hard loss, if there is one, and the divergence."""
     options: LossOptions
     order: WholeRows
+    kernel: bool
+    """Whether kernels may make them."""
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel makes losses and gradient. (Of several devices the sums are exchanged in between.)"""
+        return self.kernel and isinstance(self.parts[-1], Divergence) and not self.inputs.shard.active
 
 
 # ---------------------------------------------------------------------------------------------------------------------

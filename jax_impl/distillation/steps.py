@@ -83,6 +83,8 @@ class Distillation:
     options: LossOptions
     """Of the student's logits, temperature included."""
     order: WholeRows
+    kernel: bool
+    """Whether kernels may make the losses."""
     shard: Shard
     """This device's slice of the vocabulary."""
 
@@ -96,7 +98,7 @@ class Distillation:
         if given.hard is not None:
             temperature = self.temperature if inputs.temperature is None else inputs.temperature
             parts.insert(0, Hard(given.hard[:, None], inputs.shard, self.nll_coef, temperature))
-        return Losses(inputs, parts, self.options, self.order)
+        return Losses(inputs, parts, self.options, self.order, self.kernel)
 
 
 class DistillationArrays(NamedTuple):
