@@ -18,7 +18,6 @@ import jax.numpy as jnp  # noqa: E402
 from compiled_text import copies  # noqa: E402
 from distilling import IN_EITHER_ORDER, JaxRows, needs_interpreter, take_order  # noqa: E402
 from implementations import ARGUMENTS  # noqa: E402
-from test_losses import made  # noqa: E402
 from test_pallas import INTERPRET, interpreter, lowered  # noqa: E402, F401
 from test_pallas_memory import MIB, SPILLED_BYTES, sharding_of  # noqa: E402
 
@@ -40,6 +39,7 @@ from logitless.tolerances import (  # noqa: E402
     error,
 )
 
+PALLAS = JaxRows()
 ROWS, TILE = "distillation_rows", "distillation_tile"
 N, D, D_TEACHER = 6, 8, 5
 HARD = {"nll_coef": 0.4}
@@ -94,25 +94,32 @@ def test_within_the_rule(
     monkeypatch: pytest.MonkeyPatch,
     interpreter: None,  # noqa: F811
 ) -> None:
-    """Tokens in two chunks, of which the second has fewer. In tiles of half the vocabulary."""
+    """Losses of both signs. Tokens in two chunks, of which the second has fewer. Tiles of half the vocabulary."""
     a, options, dtype = problem(name)
     vocab = len(a["weight"])
     take_order(monkeypatch, order, 4)
     monkeypatch.setattr("logitless.objectives.KERNEL_TILE", (4, -(-vocab // 2)))
     monkeypatch.setattr("logitless.objectives.VOCAB_TILE", 1)
     monkeypatch.setattr("logitless.objectives.TOKEN_TILE", 1)
-    true = truth(a, options)
+    upstream = np.random.default_rng(2).standard_normal(N).astype(np.float32)
+    true = truth(a, options | {"reduction": "none", "upstream": upstream})
     for key in ("hidden", "teacher_hidden", "temperature"):
         if key in a:
             a[key][a["mask"] == 0] = np.nan
-    constants = [key for key in a if key not in ARGUMENTS]
-    loss, grads = made(JaxRows(), "distillation_loss", a, constants, dtype, **options)
-    assert error(loss, true.loss) <= ON_TOP_LOSS[dtype]
+    own = {key: PALLAS.array(a[key], dtype) for key in ARGUMENTS}
+    known = {key: PALLAS.array(a[key], dtype if key.startswith("teacher") else None) for key in a if key not in own}
+
+    def loss(own: dict[str, Any]) -> Any:
+        losses = distillation_loss(**own, **known, reduction="none", backend="pallas", **options)
+        return (losses * upstream).sum(), losses
+
+    (_, losses), grads = jax.value_and_grad(loss, has_aux=True)(own)
+    assert error(losses, true.losses) <= ON_TOP_LOSS[dtype]
     for key, grad in grads.items():
         expected = getattr(true, f"{key}_grad")
         assert error(grad, expected) <= ON_TOP_GRADIENT[dtype], key
         assert vocab == 1 or np.abs(expected).max() > 0, key
-    assert not grads["hidden"][a["mask"] == 0].any()
+    assert not np.asarray(grads["hidden"][a["mask"] == 0]).any()
 
 
 @needs_interpreter
@@ -256,15 +263,19 @@ def test_checkpoint_and_scan_lower(order: str, monkeypatch: pytest.MonkeyPatch, 
     assert "mosaic_gpu" in lowered(jax.grad(model, (0, 1)), x, w, *teacher)
 
 
-def test_a_dtype_without_kernels_and_a_device_without_them_are_refused(compiled: None) -> None:
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on JAX's first device, a GPU, the kernels run")
+def test_a_device_without_kernels_is_refused(compiled: None) -> None:
+    x, w = jnp.ones((3, 4)), jnp.ones((20, 4))
+    with pytest.raises(NotImplementedError, match="its kernels need a CUDA device, not cpu"):
+        distillation_loss(x, w, x, w, backend="pallas")
+
+
+def test_a_dtype_without_kernels_is_refused(compiled: None) -> None:
     wide = r"'pallas' cannot run here: .* bfloat16, float16 and float32, not float64.*backend='xla' can"
     with jax.enable_x64(True):
         step, arrays = step_of("head", 8, (4, 4, 20), "float64")
         with pytest.raises(NotImplementedError, match=wide):
             lowered(step, *arrays)
-    x, w = jnp.ones((3, 4)), jnp.ones((20, 4))
-    with pytest.raises(NotImplementedError, match="its kernels need a CUDA device, not cpu"):
-        distillation_loss(x, w, x, w, backend="pallas")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
