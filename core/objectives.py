@@ -299,6 +299,8 @@ class Tile:
     kernel_itemsize: int = 0
     """Bytes of an element of the products' operands, the gradient among them, where a kernel makes it from both sides'
     logits; 0: plain operations do, which need more of them."""
+    row_copies: int = TILE_ROWS
+    """Copies of its rows of hidden and weight that are live at once, of the itemsize."""
     ranks: int = 1
     """How many ranks share the vocabulary."""
 
@@ -320,12 +322,13 @@ class Tile:
     def scratch_bytes(self) -> int:
         """A promise: bytes beyond inputs and gradients that the gradients, made a tile at a time, hold at any time."""
         chunk, block, sizes = self.token_chunk, self.vocab_chunk, self.hidden + self.teacher_hidden
-        if self.kernel_itemsize:  # the products read the arrays themselves, where others copy
+        if self.kernel_itemsize:
             matrices = self.matrices * chunk * round_up(block, ROW_ALIGNMENT_BYTES)
             operands = chunk * (block + self.hidden)
             tile = self.itemsize * (matrices + block * self.hidden) + self.kernel_itemsize * operands
         else:
-            tile = self.itemsize * (self.matrices * chunk * block + TILE_ROWS * (chunk + block) * sizes)
+            tile = self.itemsize * self.matrices * chunk * block
+        tile += self.itemsize * self.row_copies * (chunk + block) * sizes
         vectors = 24 * self.tokens + 4 * self.vocab
         pairs = (ALL_PAIRS * self.tokens + TILE_PAIRS * chunk) * self.ids
         records = RANK_RECORDS * (self.ranks - 1) * chunk
@@ -368,17 +371,23 @@ class Rows(NamedTuple):
     copies: int = 0
     """Copies of a block of the held gradient's columns, [N, B], that the backward makes."""
     kernel: bool = False
-    """Whether a kernel makes losses and gradient, and the products read the weights themselves, where others copy."""
+    """Whether a kernel makes losses and gradient, and the products of whole rows read the weights themselves, where
+    others copy."""
+    row_copies: int = TILE_ROWS
+    """Copies of a tile's rows of hidden and weight that are live at once."""
 
 
-RowsBy = Literal["kernel", "kernel, probabilities", "kernel, ids", "plain", "xla"]
+RowsBy = Literal["kernel", "kernel, probabilities", "kernel, ids", "plain", "pallas", "pallas, probabilities", "xla"]
 ROWS: dict[RowsBy, Rows] = {
     # PyTorch's kernels read each of them twice or three times; a teacher of a few ids has none. Plain operations hold
     # more, as does what makes log-probabilities of a teacher that is no head. XLA fuses them.
-    "kernel": Rows((1024, 512, 256, 128), 2, (2, 2), kernel=True),
-    "kernel, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), kernel=True),
-    "kernel, ids": Rows((1024, 512, 256, 128), 1, (1, 1), kernel=True),
+    "kernel": Rows((1024, 512, 256, 128), 2, (2, 2), kernel=True, row_copies=0),
+    "kernel, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), kernel=True, row_copies=0),
+    "kernel, ids": Rows((1024, 512, 256, 128), 1, (1, 1), kernel=True, row_copies=0),
     "plain": Rows((256, 128), 10, (TILE_MATRICES, TILE_MATRICES)),
+    # JAX's kernel makes a chunk's gradient, which is then put into the held one. XLA copies slices of weights.
+    "pallas": Rows((1024, 512, 256, 128), 3, (2, 2), copies=1, kernel=True, row_copies=1),
+    "pallas, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), copies=1, kernel=True, row_copies=1),
     "xla": Rows((1024, 512, 256, 128), 6, (6, 3), copies=1),
 }
 # Of how many tokens whole rows are made where a budget leaves no room for more.
@@ -413,7 +422,7 @@ class WholeRows:
         """Of how many vocabulary entries dW is made at a time from a held gradient. (Beside kernels more of small rows:
         many short products would wait for the host.)"""
         entries = LARGEST_TILE
-        if self.by.kernel:
+        if self.by.kernel and not self.by.copies:
             entries = max(entries, min(KERNEL_TILE[0], KERNEL_PART // max(1, self.sizes.hidden)))
         return min(self.sizes.vocab, entries)
 
@@ -495,7 +504,7 @@ def _tiles(sizes: DistillationSizes, by: Rows, operand_itemsize: int) -> list[Ti
         chunk = min(max(1, tokens), max(min(rows, LARGEST_TILE) if sizes.whole_rows else rows, TOKEN_TILE))
         return Tile(
             tokens, vocab, chunk, block, sizes.hidden, sizes.teacher_hidden, sizes.itemsize, sizes.ids, matrices,
-            operand_itemsize if by.kernel else 0, sizes.ranks,
+            operand_itemsize if by.kernel else 0, by.row_copies, sizes.ranks,
         )  # fmt: skip
 
     tiles = [tile(side, width)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 import jax
@@ -80,16 +80,23 @@ def loss_options(request: Request) -> LossOptions:
     return options.tempered(request.temperature)
 
 
-def usable_backend(name: str | None, raw: RawArrays, *, cut: bool = True) -> str:
-    """The backend to use. ``cut``: whether what runs are parts of the arrays, on one device each."""
+def usable_backend(
+    name: str | None, raw: RawArrays, *, cut: bool = True, beside: Iterable[object] = (),
+    unavailable: Callable[[jax.Device | None, str], str | None] | None = None,
+) -> str:  # fmt: skip
+    """The backend to use. ``cut``: whether what runs are parts of the arrays, on one device each.
+
+    beside: what else the kernels read. unavailable: of other kernels than the product's, as theirs.
+    """
+    asked = unavailable or (lambda *of: backend_named("pallas").unavailable(*of))
     reason = None
     if parallel.tracked():
         reason = "jax.shard_map(check_vma=True) knows no kernels that write in place; sharded_linear_cross_entropy does"
-    elif not cut and any(map(on_several_devices, raw)):
+    elif not cut and any(map(on_several_devices, (*raw, *beside))):
         reason = "its kernels run on one device; sharded_linear_cross_entropy runs them on every device's part"
 
     def chosen(reason: str | None) -> str:
-        return chosen_backend(name, raw.hidden, reason, lambda *asked: backend_named("pallas").unavailable(*asked))
+        return chosen_backend(name, raw.hidden, reason, asked)
 
     what, why = _plain_only(raw) if isinstance(raw, Arrays) else (None, None)
     if what is not None and name is None and chosen(reason) == "pallas":

@@ -132,7 +132,7 @@ def tile_gradients(
                 dx = put(dx, take(dx, first, tokens) + rows, first)
             if part is not None:
                 part = part + product(operand.T, x, dtype)
-            return Gradients(dx, part, None if bias_part is None else bias_part + dz.sum(axis=0))
+            return Gradients(dx, part, None if bias_part is None else bias_part + dz.sum(axis=0, dtype=dtype))
 
         parts = Gradients(
             hidden=carry.hidden,

@@ -2,18 +2,60 @@
 
 from __future__ import annotations
 
-import pytest
-from implementations import MORE_DTYPES, WITH_INTERPRETED, and_interpreted
+import contextlib
+import importlib.util
+from collections.abc import Iterator
 
+import pytest
+from implementations import MORE_DTYPES, WITH_INTERPRETED, JaxPallas, JaxPallasCuda
+
+from logitless.doctor import cuda_device_count
 from logitless.objectives import ROWS, DistillationSizes, distillation_order
 
 ORDERS = ("held", "again")
 RAGGED = 32
 
 
-DISTILLING = and_interpreted
+class JaxRows(JaxPallas):
+    """The kernels of a distillation's rows, interpreted. They take float32 too."""
+
+    dtype = "float32"
+    dtypes = ("float32", "bfloat16", "float16")
+
+    @contextlib.contextmanager
+    def precision(self, dtype: str) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch, super().precision(dtype):
+            patch.setenv("LOGITLESS_PALLAS_INTERPRET", "1")
+            yield
+
+
+class JaxRowsCuda(JaxPallasCuda):
+    """The kernels on the GPU, in the dtype that the products' kernels lack."""
+
+    name = "jax_pallas_cuda_float32"
+    dtype = "float32"
+    dtypes = ("float32",)
+
+
+def _interprets_pallas() -> bool:
+    if not all(importlib.util.find_spec(name) for name in ("jax", "absl")):
+        return False
+    import jax
+
+    from logitless.jax_impl.kernels.architecture import can_interpret
+
+    return can_interpret() and jax.default_backend() == "cpu"
+
+
+needs_interpreter = pytest.mark.skipif(
+    not _interprets_pallas(), reason="interpreting Pallas kernels takes jax 0.11, absl-py and a CPU as JAX's device"
+)
+ALL = [*WITH_INTERPRETED, pytest.param(JaxRows(), id="jax_pallas", marks=needs_interpreter)]
+if cuda_device_count():
+    ALL.append(pytest.param(JaxRowsCuda(), id="jax_pallas_cuda_float32", marks=pytest.mark.gpu))
+DISTILLING = pytest.mark.parametrize("impl", ALL)
 # For tests whose subject is not the dtype: they take ``impl.dtype``.
-DISTILLING_DTYPES = pytest.mark.parametrize("impl", [*WITH_INTERPRETED, *MORE_DTYPES])
+DISTILLING_DTYPES = pytest.mark.parametrize("impl", [*ALL, *MORE_DTYPES])
 
 
 def cut_raggedly(monkeypatch: pytest.MonkeyPatch, order: str, tokens: int, vocab: int) -> None:

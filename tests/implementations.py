@@ -423,8 +423,8 @@ slow_where_interpreted = pytest.mark.parametrize(
 
 
 def in_jax(parameters: dict[str, Any]) -> bool:
-    """For the markers late and every_value: JAX's implementation, whose compiler takes most of the time."""
-    return bool(parameters["impl"].name == "jax_xla")
+    """For the markers late and every_value: JAX's implementations, whose compiler takes most of the time."""
+    return parameters["impl"].name in ("jax_xla", "jax_pallas")
 
 
 beside_torch = pytest.mark.skipif(

@@ -573,7 +573,7 @@ def test_pieces_cover_a_row_once() -> None:
     its threads may load, and none reaches back into a block."""
     import jax.numpy as jnp
 
-    from logitless.jax_impl.given_logits.kernels import PIECES, Row
+    from logitless.jax_impl.kernels.pieces import PIECES, Row
 
     for dtype, pieces in ((jnp.dtype("bfloat16"), PIECES), (jnp.dtype("float32"), PIECES), (jnp.dtype("float32"), 1)):
         for vocab in [*range(1, 700), *range(3900, 4200, 7), 8192, 8193, 50257, 50304, 128256]:

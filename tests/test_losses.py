@@ -690,10 +690,11 @@ def test_distillation_reductions_and_normalizer(impl: Any) -> None:
         loss, grads = made(impl, "distillation_loss", a, DISTILLATION_CONSTANTS, impl.dtype, **options)
         assert error(loss, truth[0] * factor) <= TINY["float32"]
         assert error(grads["weight"], truth[1]["weight"] * factor) <= 2 * GRADIENT[impl.dtype]
-    package, _, _, _ = tools(impl)
-    given = {name: impl.array(a[name], impl.dtype) for name in (*ARGUMENTS, *DISTILLATION_CONSTANTS[1:])}
-    losses = package.distillation_loss(**given, mask=impl.array(a["mask"]), reduction="none", backend=impl.backend)
-    losses = impl.numpy(losses)
+    package, _, _, context = tools(impl)
+    with context(impl.dtype):
+        given = {name: impl.array(a[name], impl.dtype) for name in (*ARGUMENTS, *DISTILLATION_CONSTANTS[1:])}
+        losses = package.distillation_loss(**given, mask=impl.array(a["mask"]), reduction="none", backend=impl.backend)
+        losses = impl.numpy(losses)
     assert losses.shape == (SEQUENCES, T)
     assert not losses[a["mask"] == 0].any()
     assert (losses[a["mask"] != 0] > 0).all()

@@ -135,10 +135,11 @@ def order_of(impl: Any, way: str, dtype: str, *, gradients: bool = True) -> Whol
     in_torch = impl.name.startswith("torch")
     operand = 2 if dtype == "bfloat16" and (impl.on_gpu or not in_torch) else 4
     sparse = way in ("class", "spread", "drop")
-    by: RowsBy = "xla"
-    if in_torch:
-        kernels: dict[str, RowsBy] = {"head": "kernel", "class": "kernel, ids", "drop": "kernel, ids"}
-        by = kernels.get(way, "kernel, probabilities") if impl.fused else "plain"
+    plain: RowsBy = "plain" if in_torch else "xla"
+    kernel: RowsBy = "kernel" if in_torch else "pallas"
+    ids: RowsBy = "kernel, ids" if in_torch else "xla"
+    probabilities: RowsBy = "kernel, probabilities" if in_torch else "pallas, probabilities"
+    by = {"head": kernel, "class": ids, "drop": ids}.get(way, probabilities) if impl.fused else plain
     sizes = DistillationSizes(N, D, V, dtype, D_TEACHER * (way == "head"), (K + 1) * sparse, whole_rows=way == "rows")
     return distillation_order(sizes, operand_itemsize=operand * gradients, by=by)
 

@@ -15,10 +15,16 @@ jax = pytest.importorskip("jax", reason="these tests are about JAX")
 pytest.importorskip("absl", reason="absl-py is not installed, which JAX's Pallas modules for GPUs import")
 
 import jax.numpy as jnp  # noqa: E402
+from distilling import ORDERS, take_order  # noqa: E402
 from test_pallas import CONFIGURATIONS, INTERPRET, lowered, lowered_configuration  # noqa: E402
 from test_pallas_memory import TARGETS, sharding_of  # noqa: E402
 
-from logitless.jax_impl import cross_entropy, linear_cross_entropy  # noqa: E402
+from logitless.jax_impl import (  # noqa: E402
+    cross_entropy,
+    dense_distillation_loss,
+    distillation_loss,
+    linear_cross_entropy,
+)
 from logitless.jax_impl.kernels import lowered as kernels  # noqa: E402
 from logitless.jax_impl.kernels import row_kernels  # noqa: E402
 
@@ -108,6 +114,22 @@ def given_logits(**options: Any) -> str:
     return lowered(jax.value_and_grad(loss), shape((64, 512), jnp.bfloat16), shape((64,), jnp.int32))
 
 
+def distilled(beta: float = 0.0, **options: Any) -> None:
+    """A teacher's head, and probabilities."""
+    shape = jax.ShapeDtypeStruct
+    x, w, y, p = (shape(size, jnp.bfloat16) for size in ((64, 128), (512, 128), (64,), (64, 512)))
+    hard = "nll_coef" in options
+
+    def head(x: Any, w: Any, y: Any, _: Any) -> Any:
+        return distillation_loss(x, w, x, w, target=y if hard else None, beta=beta, backend="pallas", **options)
+
+    def dense(x: Any, w: Any, y: Any, p: Any) -> Any:
+        return dense_distillation_loss(x, w, p, target=y if hard else None, beta=beta, backend="pallas", **options)
+
+    for loss in (head, dense):
+        jax.jit(jax.value_and_grad(loss, (0, 1))).trace(x, w, shape(y.shape, jnp.int32), p)
+
+
 def square(layout: str) -> None:
     """A weight whose shape does not say which way it lies."""
     shape = jax.ShapeDtypeStruct
@@ -156,7 +178,11 @@ def test_a_signature_says_all_that_a_kernel_depends_on(monkeypatch: pytest.Monke
         given_logits(**options)
     for layout in ("vd", "dv"):
         square(layout)
-    assert len(found) > 60
+    for order in ORDERS:
+        take_order(monkeypatch, order)
+        for options in ({"nll_coef": 0.5}, {"nll_coef": 0.5, "temperature": 2.0}, {"beta": 0.3}, {"softcap": 30.0}):
+            distilled(**options)
+    assert len(found) > 75
     assert [signature for signature, programs in found.items() if len(programs) > 1] == []
     # Nor do their descriptions, by which they are kept in a folder, agree where they do not.
     assert len({repr(signature) for signature in found}) == len(found)

@@ -15,10 +15,10 @@ from jax import Array
 
 from logitless import numerics, objectives, spec
 from logitless.jax_impl import checks
+from logitless.jax_impl.backend import BACKENDS
 from logitless.jax_impl.call import (
     XP,
     Arrays,
-    Call,
     RawArray,
     RawArrays,
     Request,
@@ -39,8 +39,8 @@ from logitless.jax_impl.distillation.steps import (
 )
 from logitless.jax_impl.distillation.teachers import DenseRows, Program
 from logitless.jax_impl.distributed.parallel import AxisName, Shard
-from logitless.objectives import DistillationOptions, DistillationSizes, Rest, WholeRows
-from logitless.planning import check_plan_argument
+from logitless.objectives import DistillationOptions, DistillationSizes, Rest, RowsBy, WholeRows
+from logitless.planning import check_memory_budget
 from logitless.spec import LossOptions, Reduction
 
 
@@ -103,7 +103,8 @@ def distillation_loss(
         logit_scale, softcap, and teacher's: of the models, as for :func:`linear_cross_entropy`.
         memory_budget: bytes of scratch beyond inputs and gradients; None: 8 GiB, or twice what it takes at least if
             that is more. A value without gradients is counted as one with them.
-        backend: as for :func:`linear_cross_entropy`. It is checked; XLA makes everything, whichever is named.
+        backend: as for :func:`linear_cross_entropy`: whether kernels make losses and gradient. These take float32 too.
+            XLA makes the products, and everything where devices share the vocabulary.
         axis_name, vocab: of the devices that share the vocabulary, as for :func:`linear_cross_entropy`. weight, bias,
             teacher_weight and teacher_bias are this device's rows, of the same ids; all else is the same on all of
             them. dX is summed over the devices.
@@ -160,8 +161,8 @@ def sparse_distillation_loss(
     that of any teacher with these probabilities. The mass of all other ids is a sum over them, no 1 − Σ_k q_k, so a
     student that is sure loses no digits.
 
-    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`. Tiles take 2
-    forward, with "spread" 4, and 6 backward.
+    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`; where the backward
+    makes them again, 6. Kernels make losses and gradient of "spread" alone.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
@@ -285,8 +286,9 @@ class _Student(NamedTuple):
 
     raw: RawArrays
     """As they came. Their target says which tokens count: 0, or −100 where not."""
-    call: Call
-    """Of the logits' logsumexp: backend and devices."""
+    shard: Shard
+    kernel: bool
+    """Whether kernels make the losses, where they can."""
     counted: Array
     """[...]"""
     wrong: Array
@@ -298,7 +300,7 @@ class _Student(NamedTuple):
     @property
     def vocab(self) -> int:
         """V, of all devices together."""
-        return self.call.shard.vocab or self.raw.weight.shape[0]
+        return self.shard.vocab or self.raw.weight.shape[0]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -309,10 +311,9 @@ class _Student(NamedTuple):
         (vocab, size), dtype, tokens = self.raw.weight.shape, self.raw.hidden.dtype, math.prod(self.counted.shape)
         sizes = teacher.sizes(DistillationSizes(tokens, size, vocab, str(dtype)))
         if memory_budget is not None:
-            memory_budget -= self.call.shard.scratch_bytes(tokens, size, dtype.itemsize)
-        return objectives.distillation_order(
-            sizes, operand_itemsize=dtype.itemsize, by="xla", memory_budget=memory_budget
-        )
+            memory_budget -= self.shard.scratch_bytes(tokens, size, dtype.itemsize)
+        by = teacher.rows_by if self.kernel and not self.shard.active else "xla"
+        return objectives.distillation_order(sizes, operand_itemsize=dtype.itemsize, by=by, memory_budget=memory_budget)
 
     def without(self, wrong: Array) -> _Student:
         """The student, with more wrong tokens."""
@@ -331,6 +332,14 @@ class _Known(NamedTuple):
 class _Teacher(Protocol):
     """A teacher as the caller wrote it."""
 
+    @property
+    def arrays(self) -> tuple[object, ...]:
+        """What the losses read of it."""
+
+    @property
+    def rows_by(self) -> RowsBy:
+        """What makes whole rows where kernels run."""
+
     def sizes(self, of_student: DistillationSizes) -> DistillationSizes:
         """The student's sizes, and its own."""
 
@@ -348,12 +357,12 @@ def _loss(given: _Given, options: DistillationOptions, teacher: _Teacher, limits
     checks.check_normalizer(limits.normalizer, options.reduction)
     _check_same(limits.shard, mask=given.mask, target=given.target, normalizer=limits.normalizer)
     about = teacher.check(given, limits.shard)
-    student = _student(given, options, about, limits)
+    student = _student(given, options, about, limits, teacher.arrays)
     order = student.order(teacher, limits.memory_budget)
     known = teacher.known(student, limits, order)
     student, own = known.student, options.logits(teacher=False)
-    temperature, shard = float(options.temperature), limits.shard
-    call = Distillation(known.soft, options.beta, options.nll_coef, temperature, own, order, shard)
+    temperature = float(options.temperature)
+    call = Distillation(known.soft, options.beta, options.nll_coef, temperature, own, order, limits.shard)
     arrays: Arrays[Array] = as_jax(student.raw, given.hidden.dtype)
     if arrays.temperature is not None:
         arrays = arrays._replace(temperature=checks.stopped(arrays.temperature))
@@ -372,8 +381,10 @@ def _check_same(shard: Shard, **arrays: object) -> None:
             checks.check_same(name, array, shard)
 
 
-def _student(given: _Given, options: DistillationOptions, about: Array | None, limits: _Limits) -> _Student:
-    """``about``: of which tokens the teacher knows something."""
+def _student(
+    given: _Given, options: DistillationOptions, about: Array | None, limits: _Limits, beside: tuple[object, ...]
+) -> _Student:
+    """``about``: of which tokens the teacher knows something. ``beside``: its arrays."""
     hidden, shard, tokens = given.hidden, limits.shard, given.hidden.shape[:-1]
     vocab = shard.vocab or given.weight.shape[0]
     zero = np.zeros(tokens, np.int32)
@@ -391,21 +402,28 @@ def _student(given: _Given, options: DistillationOptions, about: Array | None, l
     wrong = (ids < 0) | (ids >= vocab)
     scored = jnp.where(counted & ~wrong, jnp.asarray(zero), -100)
     raw: RawArrays = Arrays(hidden, given.weight, given.bias, scored, temperature=given.temperature)
-    call = _checked(raw, options.logits(teacher=False), limits)
+    _check(raw, options.logits(teacher=False), limits)
+    name = checks.usable_backend(limits.backend, raw, cut=False, beside=beside, unavailable=_unavailable)
     hard = None if given.target is None else jnp.where(wrong, 0, ids).reshape(-1)
-    return _Student(raw, call, counted, wrong, given.ignore_index, hard)
+    return _Student(raw, shard, name == "pallas", counted, wrong, given.ignore_index, hard)
 
 
-def _checked(raw: RawArrays, options: LossOptions, limits: _Limits) -> Call:
-    """A side's arrays and options checked, as for the logits' logsumexp."""
-    check_plan_argument(None, limits.memory_budget)
+def _unavailable(device: jax.Device | None, dtype: str) -> str | None:
+    """Why the kernels cannot run there, or None."""
+    from logitless.jax_impl.distillation import fused  # imports Pallas
+
+    return fused.unavailable(device, dtype)
+
+
+def _check(raw: RawArrays, options: LossOptions, limits: _Limits) -> None:
+    """Check a side's arrays and options, as for the logits' logsumexp."""
+    spec.check_backend(limits.backend, BACKENDS)
+    check_memory_budget(limits.memory_budget)
     checks.check_arrays(raw, limits.shard)
     bias = None if raw.bias is None else checks.stopped(raw.bias)
     raw = raw._replace(hidden=checks.stopped(raw.hidden), weight=checks.stopped(raw.weight), bias=bias)
-    request = Request(
-        reduction="none", logit_scale=options.logit_scale, softcap=options.softcap, backend=limits.backend
-    )  # fmt: skip
-    return checks.ready(raw, request, limits.shard)[1]
+    request = Request(reduction="none", logit_scale=options.logit_scale, softcap=options.softcap, backend="xla")
+    checks.ready(raw, request, limits.shard)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,6 +436,14 @@ class _HeadTeacher(NamedTuple):
     bias: RawArray | None
     options: LossOptions
 
+    @property
+    def arrays(self) -> tuple[object, ...]:
+        return self.hidden, self.weight, self.bias
+
+    @property
+    def rows_by(self) -> RowsBy:
+        return "pallas"
+
     def check(self, given: _Given, shard: Shard) -> None:
         for name in ("hidden", "weight"):
             checks.check_type(f"teacher_{name}", getattr(self, name))
@@ -429,7 +455,7 @@ class _HeadTeacher(NamedTuple):
     def known(self, student: _Student, limits: _Limits, order: WholeRows) -> _Known:
         raw: RawArrays = student.raw._replace(hidden=self.hidden, weight=self.weight, bias=self.bias)
         try:
-            _checked(raw, self.options, limits)
+            _check(raw, self.options, limits)
         except (TypeError, ValueError) as error:
             raise type(error)(objectives.of_teacher(str(error))) from None
         head = jax.tree.map(checks.stopped, raw)
@@ -440,6 +466,14 @@ class _SparseTeacher(NamedTuple):
     ids: RawArray
     probs: RawArray
     rest: Rest
+
+    @property
+    def arrays(self) -> tuple[object, ...]:
+        return self.ids, self.probs
+
+    @property
+    def rows_by(self) -> RowsBy:
+        return "pallas, probabilities" if self.rest == "spread" else "xla"
 
     def check(self, given: _Given, shard: Shard) -> Array:
         checks.check_types({"ids": self.ids, "probs": self.probs})
@@ -476,6 +510,14 @@ class _SparseTeacher(NamedTuple):
 class _DenseTeacher(NamedTuple):
     source: RawArray | DenseRows
     log: bool
+
+    @property
+    def arrays(self) -> tuple[object, ...]:
+        return (self.source,)
+
+    @property
+    def rows_by(self) -> RowsBy:
+        return "pallas, probabilities"
 
     def check(self, given: _Given, shard: Shard) -> None:
         if isinstance(self.source, jax.Array | np.ndarray):

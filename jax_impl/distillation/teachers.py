@@ -23,6 +23,7 @@ from logitless.jax_impl.chunk import (
     product,
     rows_of,
     temperature_column,
+    weight_rows,
 )
 from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.slices import Index, for_slices, put, take, take_tile
@@ -30,6 +31,15 @@ from logitless.spec import LOWEST_ANCHOR, LossOptions
 
 DenseRows = Callable[[Index, int], Array]
 """rows(start, count) → [count, V], the teacher's rows of ``count`` tokens from ``start`` on, which may be traced."""
+
+
+class Raw(NamedTuple):
+    """A tile of r, [C, B], and what makes logits f(r + b) of them, or log-probabilities if they are none yet."""
+
+    r: Array
+    bias: Array | None = None  # [B]
+    options: LossOptions | None = None
+    """Of logits. None: r are log-probabilities."""
 
 
 class Teacher(Protocol):
@@ -41,6 +51,9 @@ class Teacher(Protocol):
 
     def tile(self, first: Index, tokens: int, start: Index, width: int) -> Array:
         """Its logits or log-probabilities, [C, B]; in padding anything."""
+
+    def raw(self, first: Index, tokens: int, start: Index, width: int) -> Raw:
+        """What the kernel makes log p of. Of a token that does not count, which it does not read, anything."""
 
 
 class Head(NamedTuple):
@@ -60,6 +73,14 @@ class Head(NamedTuple):
         x = rows_of(self.inputs, first, tokens)
         return logits_block(x, self.inputs, first, start, width, self.options).astype(self.dtype)
 
+    def raw(self, first: Index, tokens: int, start: Index, width: int) -> Raw:
+        return self.raw_of(rows_of(self.inputs, first, tokens), start, width)
+
+    def raw_of(self, x: Array, start: Index, width: int) -> Raw:
+        """:meth:`raw` of tokens with the hidden states x."""
+        bias = None if self.inputs.bias is None else take(self.inputs.bias, start, width)
+        return Raw(raw_logits(x, self.inputs, start, width).astype(self.dtype), bias, self.options)
+
 
 class Spread(NamedTuple):
     """A few ids of every token, and the same probability for each of the others."""
@@ -77,6 +98,9 @@ class Spread(NamedTuple):
         tile = jnp.broadcast_to(take(self.log_rest, first, tokens)[:, None], (tokens, width))
         columns = columns_of(self.ids, first, tokens, id_of(self.shard, start), width)
         return put_columns(tile, columns, take(self.log_p, first, tokens))
+
+    def raw(self, first: Index, tokens: int, start: Index, width: int) -> Raw:
+        return Raw(self.tile(first, tokens, start, width))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,10 +156,20 @@ class Dense(NamedTuple):
             tile = take_tile(self.source, first, tokens, start, width)  # type: ignore[arg-type]
         return tile.astype(self.dtype) if self.log else jnp.log(tile.astype(self.dtype))
 
+    def raw(self, first: Index, tokens: int, start: Index, width: int) -> Raw:
+        return Raw(self.tile(first, tokens, start, width))
 
-def raw_rows(inputs: Inputs, first: Index, tokens: int) -> Array:
-    """r of the tokens from ``first``, [C, V], in the accumulation dtype."""
-    dtype = inputs.accumulation_dtype
+
+def raw_logits(x: Array, inputs: Inputs, start: Index, width: int) -> Array:
+    """r of tokens with the hidden states x, [C, B], in the accumulation dtype."""
+    if width == inputs.weight.shape[0]:
+        return _raw_rows(x, inputs)
+    return product(x, weight_rows(inputs, start, width).T, inputs.accumulation_dtype)
+
+
+def _raw_rows(x: Array, inputs: Inputs) -> Array:
+    """:func:`raw_logits` of the whole vocabulary."""
+    dtype, tokens = inputs.accumulation_dtype, x.shape[0]
 
     def whole(x: Array, weight: Array) -> Array:
         return product(x, weight.T, dtype)
@@ -147,12 +181,12 @@ def raw_rows(inputs: Inputs, first: Index, tokens: int) -> Array:
         vocab = weight.shape[0]
         return for_slices(vocab, min(vocab, objectives.LARGEST_TILE), block, jnp.zeros((tokens, vocab), dtype))
 
-    return by_blocks_on_cpu(whole, by_blocks, rows_of(inputs, first, tokens), inputs.weight)
+    return by_blocks_on_cpu(whole, by_blocks, x, inputs.weight)
 
 
 def whole_logits(inputs: Inputs, first: Index, tokens: int, options: LossOptions) -> Array:
     """z of the tokens from ``first``, [C, V]."""
-    z = raw_rows(inputs, first, tokens)
+    z = _raw_rows(rows_of(inputs, first, tokens), inputs)
     if inputs.bias is not None:
         z = z + inputs.bias.astype(z.dtype)
     return capped(z, options, temperature_column(inputs, first, tokens))

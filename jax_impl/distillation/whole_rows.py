@@ -42,13 +42,17 @@ Carry = tuple[Array, list[Kept]]
 def forward(of: Losses, *, differentiate: bool) -> tuple[Array, list[Kept]]:
     """The losses of every token, 0 where it does not count, and what the backward needs of each part: nothing, or of
     all together the gradient of the logits, but for logit_scale."""
-    inputs, order, size = of.inputs, of.order, of.order.sizes.tokens
+    order, size, of_rows = of.order, of.order.sizes.tokens, _row_losses
+    if of.order.by.kernel:
+        from logitless.jax_impl.distillation import fused  # imports Pallas
+
+        of_rows = fused.row_losses
 
     def made(first: Index, tokens: int) -> Carry:
-        losses, kept, dz = _row_losses(of, first, tokens)
+        losses, kept, dz = of_rows(of, first, tokens, differentiate)
         if not differentiate:
             return losses, []
-        return losses, [(dz.astype(inputs.hidden.dtype),)] if order.again is None else kept
+        return losses, kept if dz is None else [(dz,)]
 
     def chunk(carry: Carry, first: Index, tokens: int) -> Carry:
         whole: Carry = jax.tree.map(lambda array, own: put(array, own, first), carry, made(first, tokens))
@@ -59,8 +63,8 @@ def forward(of: Losses, *, differentiate: bool) -> tuple[Array, list[Kept]]:
     return for_slices(size, order.token_chunk, chunk, zeros)
 
 
-def _row_losses(of: Losses, first: Index, tokens: int) -> tuple[Array, list[Kept], Array]:
-    """The losses of a chunk, [C], what the gradient needs, and the gradient of its logits, [C, V]."""
+def _row_losses(of: Losses, first: Index, tokens: int, differentiate: bool) -> tuple[Array, list[Kept], Array | None]:
+    """:func:`fused.row_losses` in plain operations."""
     inputs, options = of.inputs, of.options
     z = unpadded(whole_logits(inputs, first, tokens, options), inputs.shard.limit(), 0)
     losses, kept, slopes = zip(*(part.of_rows(z, first) for part in of.parts), strict=True)
@@ -68,7 +72,9 @@ def _row_losses(of: Losses, first: Index, tokens: int) -> tuple[Array, list[Kept
     if options.softcap is not None:
         dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
     valid, dz = take(inputs.valid, first, tokens), unpadded(dz, inputs.shard.limit(), 0, 0.0)
-    return jnp.where(valid, sum(losses[1:], losses[0]), 0.0), list(kept), jnp.where(valid[:, None], dz, 0.0)
+    dz = jnp.where(valid[:, None], dz, 0.0).astype(inputs.hidden.dtype)
+    total = jnp.where(valid, sum(losses[1:], losses[0]), 0.0)
+    return total, list(kept), dz if differentiate and of.order.again is None else None
 
 
 def gradients(
@@ -118,22 +124,33 @@ def _hidden_gradient(inputs: Inputs, order: WholeRows, gradient: Array) -> Array
 
 def gradients_again(of: Losses, kept: list[Kept], upstream: Array, needs: Needs) -> Gradients:
     """From what the forward kept dX, dW and db, each None unless wanted: 6·N·D·V + 2·N·D_teacher·V flops."""
-    inputs, options, tile = of.inputs, of.options, of.order.again
+    inputs, tile, of_tile = of.inputs, of.order.again, _tile_gradient
     assert tile is not None
-    factor = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
+    factor = numerics.row_upstream(XP, inputs, of.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
+    if of.order.by.kernel:
+        from logitless.jax_impl.distillation import fused  # imports Pallas
+
+        of_tile = fused.tile_gradient
 
     def logit_gradient(x: Array, first: Index, start: Index, columns: int) -> Array:
-        tokens = x.shape[0]
-        z = unpadded(logits_block(x, inputs, first, start, columns, options), inputs.shard.limit(), start)
-        own = jax.tree.map(lambda values: take(values, first, tokens), kept)
-        slopes = [part.gradient(each, z, first, start) for part, each in zip(of.parts, own, strict=True)]
-        dz = sum(slopes[1:], slopes[0])
-        if options.softcap is not None:
-            dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
-        dz = unpadded(dz * take(factor, first, tokens)[:, None], inputs.shard.limit(), start, 0.0)
-        return jnp.where(take(inputs.valid, first, tokens)[:, None], dz, 0.0)
+        own, rows = jax.tree.map(lambda values: take(values, first, x.shape[0]), (kept, factor))
+        return of_tile(of, own, rows, x, first, start, columns)
 
     return tile_gradients(inputs, tile, needs, unit, logit_gradient)
+
+
+def _tile_gradient(
+    of: Losses, kept: list[Kept], factor: Array, x: Array, first: Index, start: Index, columns: int
+) -> Array:
+    """:func:`fused.tile_gradient` in plain operations."""
+    inputs, options, tokens = of.inputs, of.options, x.shape[0]
+    z = unpadded(logits_block(x, inputs, first, start, columns, options), inputs.shard.limit(), start)
+    slopes = [part.gradient(each, z, first, start) for part, each in zip(of.parts, kept, strict=True)]
+    dz = sum(slopes[1:], slopes[0])
+    if options.softcap is not None:
+        dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
+    dz = unpadded(dz * factor[:, None], inputs.shard.limit(), start, 0.0)
+    return jnp.where(take(inputs.valid, first, tokens)[:, None], dz, 0.0)

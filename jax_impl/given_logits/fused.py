@@ -20,6 +20,7 @@ from logitless.spec import CLASS_SUMS, LossOptions
 with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called
     from logitless.jax_impl.given_logits import kernels as logits_kernels
     from logitless.jax_impl.kernels.launch import reference
+    from logitless.jax_impl.kernels.pieces import Row
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -29,12 +30,12 @@ def unavailable(device: jax.Device | None, dtype: str) -> str | None:
     return architecture.unusable(device, dtype, DTYPES)
 
 
-def _row(inputs: Inputs, options: LossOptions) -> logits_kernels.Row:
+def _row(inputs: Inputs, options: LossOptions) -> Row:
     logits = inputs.hidden
-    return logits_kernels.Row(logits.shape[1], logits.dtype, options.logit_scale, options.softcap)
+    return Row(logits.shape[1], logits.dtype, options.logit_scale, options.softcap)
 
 
-def _arguments(row: logits_kernels.Row, inputs: Inputs, smoothed: bool) -> dict[str, Array]:
+def _arguments(row: Row, inputs: Inputs, smoothed: bool) -> dict[str, Array]:
     """What both kernels read; rows shorter than a warpgroup are padded."""
     missing = row.width - row.vocab
     arguments = {

@@ -1,22 +1,16 @@
 """The Pallas Mosaic GPU kernels of the loss on given logits; jax_impl/given_logits/fused.py calls them. Mirror of
 torch_impl/given_logits/kernels.py.
 
-One program, a warpgroup of 128 threads, owns one row of V logits and goes over it piece by piece, in float32. The sums
-are anchored at the target's logit, which is known before the row is read: one read, with no maximum in the way and one
-exponential an element. Every thread keeps sums of its own and they are added at the end of the row, in a fixed order.
-
-What V costs. A thread loads 8 bytes at once where every row begins at a multiple of 8 bytes: V % 4 == 0 in 16 bits,
-V % 2 == 0 in float32. Else it loads what V allows, down to one logit: as many bytes, in up to four times as many
-instructions. Nothing goes by TMA, whose rows all begin at multiples of 16 bytes. A row's last piece ends with the row
-and may share columns with the piece before: up to 1 KiB of a row is read twice, and nothing is added twice.
+One program, a warpgroup of 128 threads, owns one row of V logits and goes over it piece by piece (pieces.py), in
+float32. The sums are anchored at the target's logit, which is known before the row is read: one read, with no maximum
+in the way and one exponential an element. Every thread keeps sums of its own and they are added at the end of the row,
+in a fixed order.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,104 +20,14 @@ from jax import Array, lax
 
 from logitless import spec
 from logitless.jax_impl.kernels.arithmetic import LOG2E, capped, sloped
-from logitless.jax_impl.kernels.launch import Arguments, Ref, References, launch, load, written
-from logitless.jax_impl.slices import Carry, Index
+from logitless.jax_impl.kernels.launch import Arguments, References, launch, written
+from logitless.jax_impl.kernels.pieces import PIECES, Piece, Row, over
 
-THREADS = 128
-# Bytes that a thread moves at once, at most: every lane's sums take registers, and those take programs' places.
-MOVED = 8
-# Pieces of a row that are asked for before the first one is worked on: 64 bytes a thread are on their way.
-PIECES = 8
 # Of an argmax: behind every column.
 NO_COLUMN = 2**31 - 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What is the same for every row."""
-
-    vocab: int
-    dtype: jnp.dtype
-    scale: float = 1.0
-    cap: float | None = None
-
-    @property
-    def width(self) -> int:
-        """Logits that are stored of a row: a warpgroup loads no fewer than one a thread."""
-        return max(self.vocab, THREADS)
-
-    @property
-    def vector(self) -> int:
-        """Logits that a thread loads at once."""
-        a_thread = self.width // THREADS
-        return min(math.gcd(self.width, MOVED // int(self.dtype.itemsize)), 1 << (a_thread.bit_length() - 1))
-
-    @property
-    def lanes(self) -> int:
-        """Logits of a piece."""
-        least = THREADS * self.vector
-        return min(THREADS * MOVED // int(self.dtype.itemsize), self.width // least * least)
-
-    @property
-    def layout(self) -> Any:  # plgpu has no public name for the type
-        """How a piece lies in the threads' registers."""
-        return plgpu.Layout.WG_STRIDED((self.lanes,), self.vector)
-
-    def blocks(self, pieces: int) -> int:
-        """How many blocks of so many pieces a row begins with. A last piece that shares columns has the one before
-        beside it in the rest."""
-        blocks, rest = divmod(self.width, pieces * self.lanes)
-        return blocks - 1 if blocks and 0 < rest < self.lanes else blocks
-
-    def rest(self, pieces: int) -> list[_Piece]:
-        """The pieces behind the blocks; the last one ends with the row."""
-        last = self.width - self.lanes
-        starts = range(self.blocks(pieces) * pieces * self.lanes, self.width, self.lanes)
-        return [_Piece(min(start, last), max(0, start - last)) for start in starts]
-
-    def columns(self) -> Array:
-        """[lanes]: a piece's columns, from its first."""
-        return plgpu.broadcasted_iota(jnp.int32, (self.lanes,), 0, layout=self.layout)
-
-    def filled(self, value: float) -> Array:
-        """[lanes] of ``value``, an int32 or a float32."""
-        dtype = jnp.int32 if isinstance(value, int) else jnp.float32
-        filled: Array = plgpu.layout_cast(jnp.full(self.lanes, value, dtype), self.layout)
-        return filled
-
-    def inside(self, columns: Array, value: Array, otherwise: float) -> Array:
-        """``value``, and ``otherwise`` past the vocabulary, where rows are padded: then they are one piece."""
-        return jnp.where(columns < self.vocab, value, otherwise) if self.width > self.vocab else value
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """Columns of a row from ``start``; the first ``shared`` were counted with the piece before."""
-
-    start: Index
-    shared: int = 0
-
-    def of(self, vector: Ref, row: Row) -> Array:
-        return load(vector, self.start, row.lanes, row.layout)
-
-    def counted(self, columns: Array, row: Row, value: Array) -> Array:
-        """``value`` at the columns that count here, 0 elsewhere."""
-        return row.inside(columns, jnp.where(columns >= self.shared, value, 0.0) if self.shared else value, 0.0)
-
-
-def _over(row: Row, work: Callable[[Sequence[_Piece], Carry], Carry], carry: Carry, pieces: int = PIECES) -> Carry:
-    """carry = work(some pieces, carry) over a row, block by block."""
-    starts = range(0, pieces * row.lanes, row.lanes)
-
-    def block(number: Array, carry: Carry) -> Carry:
-        return work([_Piece(number * pieces * row.lanes + start) for start in starts], carry)
-
-    blocks, rest = row.blocks(pieces), row.rest(pieces)
-    carry = lax.fori_loop(0, blocks, block, carry) if blocks else carry
-    return work(rest, carry) if rest else carry
-
-
-def _logits(r: References, number: Array, pieces: Sequence[_Piece], row: Row) -> list[Array]:
+def _logits(r: References, number: Array, pieces: Sequence[Piece], row: Row) -> list[Array]:
     """The pieces of row ``number``, all asked for before the first is used."""
     return [piece.of(r["logits"].at[number], row) for piece in pieces]
 
@@ -147,7 +51,7 @@ def _row_sums(
     gap = z − anchor and e = exp(gap); highest, argmax (the first column that holds it) and lowest; weighted Σ k z."""
     columns = row.columns()
 
-    def add(pieces: Sequence[_Piece], sums: dict[str, Array]) -> dict[str, Array]:
+    def add(pieces: Sequence[Piece], sums: dict[str, Array]) -> dict[str, Array]:
         for piece, values in zip(pieces, _logits(r, number, pieces, row), strict=True):
             z = capped(values.astype(jnp.float32), row.scale, row.cap)
             gap = z - anchor
@@ -175,7 +79,7 @@ def _row_sums(
             sums = more
         return sums
 
-    return _added(_over(row, add, {name: row.filled(BEGIN[name]) for name in names}, at_once))
+    return _added(over(row, add, {name: row.filled(BEGIN[name]) for name in names}, at_once))
 
 
 def _added(lanes: dict[str, Array]) -> dict[str, Array]:
@@ -252,10 +156,10 @@ def gradient(row: Row, arguments: Arguments) -> Array:
         number, out = lax.axis_index("program"), r["out" if "out" in r else "logits"]
         target = r["target"][number]
 
-        def put(piece: _Piece, value: Array) -> None:
+        def put(piece: Piece, value: Array) -> None:
             out[number, pl.ds(piece.start, row.lanes)] = value.astype(out.dtype)
 
-        def zeros(pieces: Sequence[_Piece], _: None) -> None:
+        def zeros(pieces: Sequence[Piece], _: None) -> None:
             for piece in pieces:
                 put(piece, row.filled(0.0))
 
@@ -263,7 +167,7 @@ def gradient(row: Row, arguments: Arguments) -> Array:
         def _() -> None:
             known = {name: r[name][number] for name in (*KNOWN, "smooth") if name in r}
 
-            def write(pieces: Sequence[_Piece], _: None) -> None:
+            def write(pieces: Sequence[Piece], _: None) -> None:
                 read = _logits(r, number, pieces, row)
                 if any(piece.shared for piece in pieces):
                     plgpu.commit_smem()  # no thread writes over what two pieces share before all have read it
@@ -271,9 +175,9 @@ def gradient(row: Row, arguments: Arguments) -> Array:
                     k = piece.of(r["class_weight"], row) if "class_weight" in r else 1.0
                     put(piece, _piece_gradient(row, known, target - piece.start, values, k))
 
-            _over(row, write, None)
+            over(row, write, None)
 
-        pl.when(target < 0)(lambda: _over(row, zeros, None))
+        pl.when(target < 0)(lambda: over(row, zeros, None))
 
     results = launch(body, arguments, outputs, name="logit_gradient", options=row, grid=logits.shape[0])
     return written(logits) if isinstance(logits, jax.Ref) else results["out"]

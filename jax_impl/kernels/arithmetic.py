@@ -62,3 +62,53 @@ def joined(high: Array, low: Array) -> Array:
     lower = low.astype(jnp.int32) & 0xFF
     bits = lax.shift_left(upper, jnp.int32(16)) | lax.shift_left(lower, jnp.int32(8))
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def exp(x: Array) -> Array:
+    return jnp.exp2(x * LOG2E)
+
+
+def expm1_below(x: Array) -> Array:
+    """exp(x) − 1 for x ≤ 0, of full relative precision near 0: its series there. (A division would cost more.)"""
+    near = jnp.maximum(x, -0.25)
+    series = 1.0 + near * (1 / 5) * (1.0 + near * (1 / 6))
+    series = near * (1.0 + near * 0.5 * (1.0 + near * (1 / 3) * (1.0 + near * 0.25 * series)))
+    return jnp.where(x > -0.25, series, exp(x) - 1.0)
+
+
+def log1p_below(s: Array) -> Array:
+    """log(1 + s) for −1 < s ≤ 0, of full relative precision near 0: its series there."""
+    near = jnp.maximum(s, -0.125)
+    series = 1 / 5 - near * (1 / 6 - near * (1 / 7 - near * (1 / 8)))
+    series = near * (1.0 - near * (0.5 - near * (1 / 3 - near * (0.25 - near * series))))
+    return jnp.where(s > -0.125, series, jnp.log(1.0 + s))
+
+
+def log1p_of_share(s: Array) -> Array:
+    """log(1 + s) for 0 ≤ s ≤ 1, of full relative precision: 2 artanh(s / (2 + s))."""
+    return _twice_artanh(s / (2.0 + s))
+
+
+def log_of_sum(total: Array) -> Array:
+    """log(total), a number of 1 to 2³², of full relative precision; of 0 it is −∞.
+
+    A GPU's own logarithm is wrong by 2e-7 near 1. This one halves the number until it is near 1, which rounds nothing.
+    """
+    rest, halvings = total, jnp.float32(0.0)
+    for power in (16, 8, 4, 2, 1):
+        large = rest >= 2.0**power
+        rest, halvings = jnp.where(large, rest * 2.0**-power, rest), jnp.where(large, halvings + power, halvings)
+    large = rest > math.sqrt(2.0)
+    rest, halvings = jnp.where(large, rest * 0.5, rest), jnp.where(large, halvings + 1.0, halvings)
+    found = halvings * math.log(2.0) + _twice_artanh((rest - 1.0) / (rest + 1.0))
+    logarithm: Array = jnp.where(total == 0.0, -math.inf, found)
+    return logarithm
+
+
+def _twice_artanh(f: Array) -> Array:
+    """For |f| ≤ 1/3, by its series."""
+    square, series = f * f, jnp.float32(1 / 17)
+    for denominator in range(15, 0, -2):
+        series = 1 / denominator + square * series
+    twice: Array = 2.0 * f * series
+    return twice

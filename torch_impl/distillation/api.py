@@ -15,7 +15,7 @@ from torch import Tensor
 
 from logitless import numerics, objectives, spec
 from logitless.objectives import KERNEL_CLASSES, DistillationOptions, DistillationSizes, Rest, RowsBy, WholeRows
-from logitless.planning import check_plan_argument
+from logitless.planning import check_memory_budget
 from logitless.spec import ArrayInfo, LossOptions, Reduction
 from logitless.torch_impl import checks
 from logitless.torch_impl.backend import BACKENDS
@@ -149,8 +149,8 @@ def sparse_distillation_loss(
     that of any teacher with these probabilities. The mass of all other ids is a sum over them, no 1 − Σ_k q_k, so a
     student that is sure loses no digits.
 
-    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`. The kernel makes
-    those of "spread". Tiles take 2 forward, with "spread" 4, and 6 backward.
+    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`; where the backward
+    makes them again, 6.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
@@ -446,7 +446,7 @@ def _checked(arrays: Arrays, options: LossOptions, limits: _Limits, facts: dict[
                 "says which ranks share the vocabulary"
             )
         spec.check_backend(limits.backend, BACKENDS)
-        check_plan_argument(None, limits.memory_budget)
+        check_memory_budget(limits.memory_budget)
     request = Request(
         "none", -100, 0.0, 0.0, options.logit_scale, options.softcap, temperature=1.0, plan=None,
         memory_budget=None, backend=limits.backend, statistics=False, group=limits.group,

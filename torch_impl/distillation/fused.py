@@ -1,4 +1,4 @@
-"""What Triton kernels do of a distillation. No mirror: XLA fuses what whole_rows.py and parts.py say."""
+"""What Triton kernels do of a distillation. Mirror of jax_impl/distillation/fused.py."""
 
 from __future__ import annotations
 

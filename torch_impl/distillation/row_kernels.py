@@ -1,4 +1,5 @@
-"""The Triton kernels of a distillation; torch_impl/distillation/fused.py launches them.
+"""The Triton kernels of a distillation; torch_impl/distillation/fused.py launches them. Mirror of
+jax_impl/distillation/row_kernels.py.
 
 One program of row_losses_kernel owns one token: a row of V raw logits of the student and one of the teacher, in
 float32. It goes over them in blocks, once for the logsumexps and once or twice for the divergence and its gradient.

@@ -1,0 +1,105 @@
+"""What Pallas kernels do of a distillation. Mirror of torch_impl/distillation/fused.py."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from logitless.jax_impl.distillation.parts import Divergence, Hard, Kept, Losses
+from logitless.jax_impl.distillation.teachers import Head, Raw
+from logitless.jax_impl.kernels import architecture
+from logitless.jax_impl.kernels.loops import one_by_one
+from logitless.jax_impl.slices import Index, take
+
+with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called
+    from logitless.jax_impl.distillation import row_kernels
+    from logitless.jax_impl.kernels.pieces import Row
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def unavailable(device: jax.Device | None, dtype: str) -> str | None:
+    """Why these kernels cannot run on ``device`` (None: not known while tracing), or None."""
+    return architecture.unusable(device, dtype, DTYPES)
+
+
+def row_losses(of: Losses, first: Index, tokens: int, differentiate: bool) -> tuple[Array, list[Kept], Array | None]:
+    """The losses [C] of the tokens from ``first``; if a gradient is wanted, either what :func:`tile_gradient`
+    needs, if the order makes it again, or the logits' gradient [C, V] but for logit_scale."""
+    vocab, keep = of.inputs.weight.shape[0], differentiate and of.order.again is not None
+    student = _student(of).raw(first, tokens, 0, vocab)
+    teacher = _parts(of)[0].teacher.raw(first, tokens, 0, vocab)
+    sides, dtype = _sides(of, student, teacher), of.inputs.hidden.dtype if differentiate and not keep else None
+
+    def launch(arguments: dict[str, Array]) -> dict[str, Array]:
+        return row_kernels.row_losses(sides, arguments, keep=keep, gradient=dtype)
+
+    made = one_by_one(launch)(_arguments(of, student, teacher, first, 0))
+    kept = [tuple(made[name] for name in sides.kept)] if keep else []
+    return made["loss"], kept, None if dtype is None else made["gradient"][:, :vocab]
+
+
+def tile_gradient(
+    of: Losses, kept: list[Kept], factor: Array, x: Array, first: Index, start: Index, columns: int
+) -> Array:
+    """The gradient of a tile of raw logits [C, B], but for logit_scale, times ``factor`` [C], in the operands' dtype.
+    x: the hidden states of the student's tokens from ``first``."""
+    student = _student(of).raw_of(x, start, columns)
+    teacher = _parts(of)[0].teacher.raw(first, x.shape[0], start, columns)
+    sides = _sides(of, student, teacher)
+
+    def launch(arguments: dict[str, Array]) -> Array:
+        return row_kernels.tile_gradient(sides, arguments, x.dtype)
+
+    arguments = _arguments(of, student, teacher, first, start) | dict(zip(sides.kept, kept[0], strict=True))
+    gradient: Array = one_by_one(launch)(arguments | {"factor": factor})
+    return gradient[:, :columns]
+
+
+def _parts(of: Losses) -> tuple[Divergence, Hard | None]:
+    divergence, hard = of.parts[-1], of.parts[0] if len(of.parts) > 1 else None
+    assert isinstance(divergence, Divergence)
+    assert hard is None or isinstance(hard, Hard)
+    return divergence, hard
+
+
+def _student(of: Losses) -> Head:
+    return Head(of.inputs, of.options, of.inputs.accumulation_dtype)
+
+
+def _sides(of: Losses, student: Raw, teacher: Raw) -> row_kernels.Sides:
+    divergence, hard = _parts(of)
+    temperature = hard.temperature if hard is not None and isinstance(hard.temperature, float) else 1.0
+    return row_kernels.Sides(
+        student=_row(student),
+        teacher=_row(teacher),
+        normalize=teacher.options is not None,
+        beta=float(divergence.beta),
+        hard=hard is not None,
+        nll_coef=0.0 if hard is None else float(hard.coef),
+        temperature=temperature,
+    )
+
+
+def _row(raw: Raw) -> Row:
+    if raw.options is None:
+        return Row(raw.r.shape[1], raw.r.dtype)
+    return Row(raw.r.shape[1], raw.r.dtype, float(raw.options.logit_scale), raw.options.softcap)
+
+
+def _arguments(of: Losses, student: Raw, teacher: Raw, first: Index, start: Index) -> dict[str, Array]:
+    """What both kernels read of columns from ``start``; rows shorter than a warpgroup are padded."""
+    hard, tokens, missing = _parts(of)[1], student.r.shape[0], _row(student).width - student.r.shape[1]
+    arguments = {"valid": take(of.inputs.valid, first, tokens).astype(jnp.int32)}
+    for name, raw in (("student", student), ("teacher", teacher)):
+        arguments[name] = jnp.pad(raw.r, ((0, 0), (0, missing)))
+        if raw.bias is not None:
+            arguments[f"{name}_bias"] = jnp.pad(raw.bias.astype(raw.r.dtype), (0, missing))
+    if hard is not None:
+        arguments["target"] = (take(hard.ids[:, 0], first, tokens) - start).astype(jnp.int32)
+    if of.inputs.temperature is not None:
+        arguments["temperature"] = take(of.inputs.temperature, first, tokens)
+    return arguments
