@@ -223,7 +223,8 @@ def dense_distillation_loss(
     Rows of the teacher have the sum 1. Where rounding gave them another, the KL divergences are Σ_j p_j (log p_j −
     log q_j) − p_j + q_j, of p and q as β says: least where q is p.
 
-    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`, tiles 4 and 6.
+    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`; where the backward
+    makes them again, 6.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
@@ -233,8 +234,9 @@ def dense_distillation_loss(
               time;
             - a function ``rows(start, count)`` that returns the rows [count, V] of ``count`` tokens from ``start`` on,
               counted through the flattened leading axes. ``start`` is a traced number, ``count`` a static one. It runs
-              once for every chunk of tokens in the forward. With tiles it runs for the same rows in the backward, the
-              chunks have fewer tokens, and the gradient of the weight is added up in float32 (float64) beside itself.
+              once for every chunk of tokens in the forward. Where the backward makes the logits again, it runs there,
+              too, in chunks of another size, and the gradient of the weight is added up in float32 (float64) beside
+              itself.
               What the function closes over gets no gradient. Outside of jax.jit every call compiles it anew.
               ``jax.pure_callback`` in it reads a file.
         log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.

@@ -212,7 +212,8 @@ def dense_distillation_loss(
     Rows of the teacher have the sum 1. Where rounding gave them another, the KL divergences are Σ_j p_j (log p_j −
     log q_j) − p_j + q_j, of p and q as β says: least where q is p.
 
-    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`, tiles 4 and 6.
+    Whole rows of logits take 2·N·D·V flops forward and 4 backward, as in :func:`distillation_loss`; where the backward
+    makes them again, 6.
 
     Arguments:
         hidden, weight, bias: the student's: [..., D], [V, D], [V].
@@ -223,8 +224,8 @@ def dense_distillation_loss(
             - a NumPy array [..., V], such as a memory-mapped one: as many rows, or a tile, are read at a time;
             - a function ``rows(start, count)`` that returns the rows [count, V] of ``count`` tokens from ``start`` on,
               counted through the flattened leading axes. It is called once for every chunk of tokens in the forward.
-              With tiles it is called for the same rows in the backward, the chunks have fewer tokens, and the gradient
-              of the weight is added up in float32 (float64) beside itself.
+              Where the backward makes the logits again, it is called there, too, in chunks of another size, and the
+              gradient of the weight is added up in float32 (float64) beside itself.
         log_teacher: whether teacher holds log-probabilities, as ``log_target`` of torch.nn.functional.kl_div.
         ignore_index: marks tokens in target that do not count.
         temperature: τ of the student alone; the others: as for :func:`distillation_loss`.
