@@ -275,9 +275,11 @@ def test_a_distillation_beside_full_logits(framework: str, tmp_path: Path) -> No
     file = "distillation_jax" if framework == "jax" else None
     options = ("--framework", framework, "--problems", "40,16,24,300", "--rounds", "1", "--no-peers")
     results = made("distillation", tmp_path, *options, file=file)
-    rows = {row["variant"]: row for row in results["rows"]}
+    rows = {row["variant"]: row for row in results["rows"] if row["teacher_hidden"]}
+    of_ids = {row["variant"]: row for row in results["rows"] if not row["teacher_hidden"]}
     assert {"floor", "logitless, forward KL", "logitless, Jensen-Shannon", "full logits"} <= set(rows)
-    assert all(row["time_ms"] > 0 and row["teacher_hidden"] == 24 for row in rows.values())
+    assert {"floor", "logitless, 64 ids and one class"} <= set(of_ids) or framework == "jax"
+    assert all(row["time_ms"] > 0 and row["teacher_hidden"] in (0, 24) for row in results["rows"])
     table = report.distillation_table(*([], results["rows"])[:: 1 if framework == "jax" else -1])
     assert "| 40 × 16 × 300 | 24 | logitless, forward KL |" in table
     if framework == "torch":

@@ -43,7 +43,7 @@ def forward(of: Losses, *, differentiate: bool) -> tuple[Array, list[Kept]]:
     """The losses of every token, 0 where it does not count, and what the backward needs of each part: nothing, or of
     all together the gradient of the logits, but for logit_scale."""
     order, size, of_rows = of.order, of.order.sizes.tokens, _row_losses
-    if of.order.by.kernel:
+    if order.by.kernel and size:
         from logitless.jax_impl.distillation import fused  # imports Pallas
 
         of_rows = fused.row_losses
@@ -58,7 +58,7 @@ def forward(of: Losses, *, differentiate: bool) -> tuple[Array, list[Kept]]:
         whole: Carry = jax.tree.map(lambda array, own: put(array, own, first), carry, made(first, tokens))
         return whole
 
-    shapes = jax.eval_shape(lambda: made(0, order.token_chunk))
+    shapes = jax.eval_shape(lambda: made(0, min(size, order.token_chunk)))
     zeros: Carry = jax.tree.map(lambda like: jnp.zeros((size, *like.shape[1:]), like.dtype), shapes)
     return for_slices(size, order.token_chunk, chunk, zeros)
 
