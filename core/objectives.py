@@ -475,14 +475,15 @@ def distillation_order(
     def order(tokens: int, again: Tile | None) -> WholeRows:
         return WholeRows(sizes, max(1, min(sizes.tokens, tokens)), rows, operand_itemsize, again)
 
+    held = [order(tokens, None) for tokens in rows.tokens]
+    if held and held[0].scratch_bytes <= (memory_budget or DEFAULT_BUDGET):
+        return held[0]  # most calls end here
     tiles = _tiles(sizes, rows, operand_itemsize) if operand_itemsize else []
     leanest = min(order(FEW_ROWS[-1], tile).scratch_bytes for tile in (None, *tiles[-1:]))
     budget = memory_budget or max(DEFAULT_BUDGET, 2 * leanest)
     largest = next((tile for tile in tiles if tile.scratch_bytes <= budget), None)
-    found = [order(tokens, None) for tokens in rows.tokens]
-    found += [order(tokens, largest) for tokens in (*rows.tokens, *FEW_ROWS) if largest]
-    found += [order(tokens, None) for tokens in FEW_ROWS]
-    for each in found:
+    again = [order(tokens, largest) for tokens in (*rows.tokens, *FEW_ROWS) if largest]
+    for each in (*held, *again, *(order(tokens, None) for tokens in FEW_ROWS)):
         if each.scratch_bytes <= budget:
             return each
     teacher = f", teacher's hidden={sizes.teacher_hidden}" * bool(sizes.teacher_hidden)

@@ -193,13 +193,12 @@ def tile_gradients(
     dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=dtype) if needs[0] else None
     dw = empty_like_weight(inputs.weight, weight_dtype) if needs[1] else None
     db = inputs.weight.new_zeros(vocab, dtype=dtype) if needs[2] else None
-    x = rows_of(inputs, slice(0, tile.token_chunk))
+    whole = rows_of(inputs, slice(0, tile.tokens)) if len(tile.token_slices) == 1 else None
     for start, stop in tile.vocab_slices:
         part = inputs.weight.new_zeros((stop - start, size), dtype=dtype)
         for first, last in tile.token_slices:
             rows = slice(first, last)
-            if len(tile.token_slices) > 1:
-                x = rows_of(inputs, rows)
+            x = rows_of(inputs, rows) if whole is None else whole
             dz = logit_gradient(rows, x, start, stop)
             if db is not None:
                 db[start:stop] += dz.sum(dim=0, dtype=dtype)

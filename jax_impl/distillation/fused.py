@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from logitless.jax_impl.distillation.parts import Divergence, Hard, Kept, Losses
+from logitless.jax_impl.distillation.parts import Divergence, Kept, Losses
 from logitless.jax_impl.distillation.teachers import Head, Raw
 from logitless.jax_impl.kernels import architecture
 from logitless.jax_impl.kernels.loops import one_by_one
@@ -27,11 +27,10 @@ def unavailable(device: jax.Device | None, dtype: str) -> str | None:
 
 
 def row_losses(of: Losses, first: Index, tokens: int, differentiate: bool) -> tuple[Array, list[Kept], Array | None]:
-    """The losses [C] of the tokens from ``first``; if a gradient is wanted, either what :func:`tile_gradient`
-    needs, if the order makes it again, or the logits' gradient [C, V] but for logit_scale."""
+    """:meth:`RowFunctions.row_losses`."""
     vocab, keep = of.inputs.weight.shape[0], differentiate and of.order.again is not None
     student = _student(of).raw(first, tokens, 0, vocab)
-    teacher = _parts(of)[0].teacher.raw(first, tokens, 0, vocab)
+    teacher = _divergence(of).teacher.raw(first, tokens, 0, vocab)
     sides, dtype = _sides(of, student, teacher), of.inputs.hidden.dtype if differentiate and not keep else None
 
     def launch(arguments: dict[str, Array]) -> dict[str, Array]:
@@ -45,10 +44,9 @@ def row_losses(of: Losses, first: Index, tokens: int, differentiate: bool) -> tu
 def tile_gradient(
     of: Losses, kept: list[Kept], factor: Array, x: Array, first: Index, start: Index, columns: int
 ) -> Array:
-    """The gradient of a tile of raw logits [C, B], but for logit_scale, times ``factor`` [C], in the operands' dtype.
-    x: the hidden states of the student's tokens from ``first``."""
+    """:meth:`RowFunctions.tile_gradient`."""
     student = _student(of).raw_of(x, start, columns)
-    teacher = _parts(of)[0].teacher.raw(first, x.shape[0], start, columns)
+    teacher = _divergence(of).teacher.raw(first, x.shape[0], start, columns)
     sides = _sides(of, student, teacher)
 
     def launch(arguments: dict[str, Array]) -> Array:
@@ -59,11 +57,10 @@ def tile_gradient(
     return gradient[:, :columns]
 
 
-def _parts(of: Losses) -> tuple[Divergence, Hard | None]:
-    divergence, hard = of.parts[-1], of.parts[0] if len(of.parts) > 1 else None
+def _divergence(of: Losses) -> Divergence:
+    divergence = of.parts[-1]
     assert isinstance(divergence, Divergence)
-    assert hard is None or isinstance(hard, Hard)
-    return divergence, hard
+    return divergence
 
 
 def _student(of: Losses) -> Head:
@@ -71,13 +68,13 @@ def _student(of: Losses) -> Head:
 
 
 def _sides(of: Losses, student: Raw, teacher: Raw) -> row_kernels.Sides:
-    divergence, hard = _parts(of)
+    hard = of.hard
     temperature = hard.temperature if hard is not None and isinstance(hard.temperature, float) else 1.0
     return row_kernels.Sides(
         student=_row(student),
         teacher=_row(teacher),
         normalize=teacher.options is not None,
-        beta=float(divergence.beta),
+        beta=float(_divergence(of).beta),
         hard=hard is not None,
         nll_coef=0.0 if hard is None else float(hard.coef),
         temperature=temperature,
@@ -92,7 +89,7 @@ def _row(raw: Raw) -> Row:
 
 def _arguments(of: Losses, student: Raw, teacher: Raw, first: Index, start: Index) -> dict[str, Array]:
     """What both kernels read of columns from ``start``; rows shorter than a warpgroup are padded."""
-    hard, tokens, missing = _parts(of)[1], student.r.shape[0], _row(student).width - student.r.shape[1]
+    hard, tokens, missing = of.hard, student.r.shape[0], _row(student).width - student.r.shape[1]
     arguments = {"valid": take(of.inputs.valid, first, tokens).astype(jnp.int32)}
     for name, raw in (("student", student), ("teacher", teacher)):
         arguments[name] = jnp.pad(raw.r, ((0, 0), (0, missing)))

@@ -174,6 +174,11 @@ class Losses:
     options: LossOptions
     order: WholeRows
 
+    @property
+    def hard(self) -> Hard | None:
+        part = self.parts[0]
+        return part if isinstance(part, Hard) else None
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The mathematics, on tiles and on classes

@@ -13,6 +13,8 @@ the same. One that is made again has the upstream gradient in it before it is ro
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -22,16 +24,12 @@ from logitless import numerics
 from logitless.jax_impl.call import XP, Gradients, Inputs, Needs
 from logitless.jax_impl.chunk import (
     by_blocks_on_cpu,
-    logits_block,
     product,
     rows_of,
-    slope,
-    temperature_column,
     tile_gradients,
-    unpadded,
 )
+from logitless.jax_impl.distillation import plain
 from logitless.jax_impl.distillation.parts import Kept, Losses
-from logitless.jax_impl.distillation.teachers import whole_logits
 from logitless.jax_impl.slices import Index, for_slices, put, take
 from logitless.objectives import WholeRows
 from logitless.spec import LossOptions
@@ -42,11 +40,7 @@ Carry = tuple[Array, list[Kept]]
 def forward(of: Losses, *, differentiate: bool) -> tuple[Array, list[Kept]]:
     """The losses of every token, 0 where it does not count, and what the backward needs of each part: nothing, or of
     all together the gradient of the logits, but for logit_scale."""
-    order, size, of_rows = of.order, of.order.sizes.tokens, _row_losses
-    if order.by.kernel and size:
-        from logitless.jax_impl.distillation import fused  # imports Pallas
-
-        of_rows = fused.row_losses
+    order, size, of_rows = of.order, of.order.sizes.tokens, _functions(of).row_losses
 
     def made(first: Index, tokens: int) -> Carry:
         losses, kept, dz = of_rows(of, first, tokens, differentiate)
@@ -63,18 +57,27 @@ def forward(of: Losses, *, differentiate: bool) -> tuple[Array, list[Kept]]:
     return for_slices(size, order.token_chunk, chunk, zeros)
 
 
-def _row_losses(of: Losses, first: Index, tokens: int, differentiate: bool) -> tuple[Array, list[Kept], Array | None]:
-    """:func:`fused.row_losses` in plain operations."""
-    inputs, options = of.inputs, of.options
-    z = unpadded(whole_logits(inputs, first, tokens, options), inputs.shard.limit(), 0)
-    losses, kept, slopes = zip(*(part.of_rows(z, first) for part in of.parts), strict=True)
-    dz = sum(slopes[1:], slopes[0])
-    if options.softcap is not None:
-        dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
-    valid, dz = take(inputs.valid, first, tokens), unpadded(dz, inputs.shard.limit(), 0, 0.0)
-    dz = jnp.where(valid[:, None], dz, 0.0).astype(inputs.hidden.dtype)
-    total = jnp.where(valid, sum(losses[1:], losses[0]), 0.0)
-    return total, list(kept), dz if differentiate and of.order.again is None else None
+class RowFunctions(Protocol):
+    """What makes a distillation's rows: plain.py, or kernels that make it from raw logits r."""
+
+    def row_losses(
+        self, of: Losses, first: Index, tokens: int, differentiate: bool, /
+    ) -> tuple[Array, list[Kept], Array | None]:
+        """The losses [C] of the tokens from ``first``; if a gradient is wanted, either what the next function needs, if
+        the order makes it again, or the logits' gradient [C, V] but for logit_scale."""
+
+    def tile_gradient(
+        self, of: Losses, kept: list[Kept], factor: Array, x: Array, first: Index, start: Index, columns: int, /
+    ) -> Array:
+        """The gradient of a tile [C, B], but for logit_scale, times ``factor`` [C]. x: the hidden states."""
+
+
+def _functions(of: Losses) -> RowFunctions:
+    if not of.order.by.kernel or not of.order.sizes.tokens:  # a kernel has at least one program
+        return plain
+    from logitless.jax_impl.distillation import fused  # imports Pallas
+
+    return fused
 
 
 def gradients(
@@ -124,33 +127,15 @@ def _hidden_gradient(inputs: Inputs, order: WholeRows, gradient: Array) -> Array
 
 def gradients_again(of: Losses, kept: list[Kept], upstream: Array, needs: Needs) -> Gradients:
     """From what the forward kept dX, dW and db, each None unless wanted: 6·N·D·V + 2·N·D_teacher·V flops."""
-    inputs, tile, of_tile = of.inputs, of.order.again, _tile_gradient
+    inputs, tile, of_tile = of.inputs, of.order.again, _functions(of).tile_gradient
     assert tile is not None
     factor = numerics.row_upstream(XP, inputs, of.options, inputs.wide(upstream))
     # Operands in a narrow dtype: the largest factor stays out of their rounding, and of float16's range.
     unit = numerics.largest_factor(XP, factor)
     factor = factor / unit
-    if of.order.by.kernel:
-        from logitless.jax_impl.distillation import fused  # imports Pallas
-
-        of_tile = fused.tile_gradient
 
     def logit_gradient(x: Array, first: Index, start: Index, columns: int) -> Array:
         own, rows = jax.tree.map(lambda values: take(values, first, x.shape[0]), (kept, factor))
         return of_tile(of, own, rows, x, first, start, columns)
 
     return tile_gradients(inputs, tile, needs, unit, logit_gradient)
-
-
-def _tile_gradient(
-    of: Losses, kept: list[Kept], factor: Array, x: Array, first: Index, start: Index, columns: int
-) -> Array:
-    """:func:`fused.tile_gradient` in plain operations."""
-    inputs, options, tokens = of.inputs, of.options, x.shape[0]
-    z = unpadded(logits_block(x, inputs, first, start, columns, options), inputs.shard.limit(), start)
-    slopes = [part.gradient(each, z, first, start) for part, each in zip(of.parts, kept, strict=True)]
-    dz = sum(slopes[1:], slopes[0])
-    if options.softcap is not None:
-        dz = dz * slope(z, options, temperature_column(inputs, first, tokens))
-    dz = unpadded(dz * factor[:, None], inputs.shard.limit(), start, 0.0)
-    return jnp.where(take(inputs.valid, first, tokens)[:, None], dz, 0.0)

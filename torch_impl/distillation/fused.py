@@ -7,8 +7,8 @@ import contextlib
 import torch
 from torch import Tensor
 
-from logitless.torch_impl.distillation.parts import Divergence, Hard, Kept, Losses, TeacherTile
-from logitless.torch_impl.distillation.teachers import Head, Raw
+from logitless.torch_impl.distillation.parts import Divergence, Kept, Losses, TeacherTile
+from logitless.torch_impl.distillation.teachers import Head, Raw, Teacher
 from logitless.torch_impl.kernels.kernel_call import column_block
 from logitless.torch_impl.kernels.launch import cdiv, launch, launch_named
 from logitless.torch_impl.kernels.rows import on_device
@@ -21,22 +21,11 @@ BLOCK, WARPS = 2048, 8  # 8 logits a thread, of both sides
 
 def row_losses(of: Losses, rows: slice, losses: Tensor, gradient: Tensor | None) -> list[Kept]:
     """:meth:`RowFunctions.row_losses`, of a teacher of the whole vocabulary."""
-    divergence, hard = _parts(of)
-    student, teacher = (side.raw(rows, 0, of.inputs.weight.shape[0]) for side in (student_head(of), divergence.teacher))
-    keep = of.order.again is not None
-    kept = student.r.new_empty((student.r.shape[0], row_kernels.KEPT.value)) if keep else losses
+    student, teacher = (side.raw(rows, 0, of.inputs.weight.shape[0]) for side in (student_head(of), _teacher(of)))
+    values = _both_sides(of, student, teacher, rows) | losses_values(of, losses, gradient)
+    kept = student.r.new_empty((len(losses), row_kernels.KEPT.value)) if values["KEEP"] else losses
     with on_device(losses.device):
-        values = _both_sides(of, student, teacher, rows) | {
-            "loss_ptr": losses,
-            "kept_ptr": kept,
-            "gradient_ptr": losses if gradient is None else gradient,
-            "gradient_stride": 0 if gradient is None else gradient.stride(0),
-            "vocab": student.r.shape[1],
-            "nll_coef": 0.0 if hard is None else float(hard.coef),
-            "KEEP": keep,
-            "STORE": gradient is not None,
-        }
-        launch_named(row_kernels.row_losses_kernel, (losses.shape[0],), values)
+        launch_named(row_kernels.row_losses_kernel, (len(losses),), values | {"kept_ptr": kept})
     return [(kept,)]
 
 
@@ -44,25 +33,46 @@ def tile_gradient(
     of: Losses, kept: list[Kept], factor: Tensor, rows: slice, x: Tensor, start: int, stop: int
 ) -> Tensor:
     """:meth:`RowFunctions.tile_gradient`, of a teacher of the whole vocabulary."""
-    student, teacher = (side.raw(rows, start, stop) for side in (student_head(of), _parts(of)[0].teacher))
+    student, teacher = (side.raw(rows, start, stop) for side in (student_head(of), _teacher(of)))
     gradient = x.new_empty(student.r.shape)
+    values = _both_sides(of, student, teacher, rows) | tile_values(gradient, factor, start)
     with on_device(x.device):
-        values = _both_sides(of, student, teacher, rows) | {
-            "factor_ptr": factor,
-            "kept_ptr": kept[0][0],
-            "gradient_ptr": gradient,
-            "gradient_stride": gradient.stride(0),
-            "first": start,
-            "width": stop - start,
-        }
-        launch_named(row_kernels.tile_gradient_kernel, (x.shape[0],), values)
+        launch_named(row_kernels.tile_gradient_kernel, (len(x),), values | {"kept_ptr": kept[0][0]})
     return gradient
 
 
-def _parts(of: Losses) -> tuple[Divergence, Hard | None]:
+def losses_values(of: Losses, losses: Tensor, gradient: Tensor | None) -> dict[str, object]:
+    """What a kernel of whole rows takes of its results, by its name there."""
+    return {
+        "loss_ptr": losses,
+        "gradient_ptr": losses if gradient is None else gradient,
+        "gradient_stride": 0 if gradient is None else gradient.stride(0),
+        "vocab": of.inputs.weight.shape[0],
+        "nll_coef": 0.0 if of.hard is None else float(of.hard.coef),
+        "KEEP": of.order.again is not None,
+        "STORE": gradient is not None,
+    }
+
+
+def tile_values(gradient: Tensor, factor: Tensor, start: int) -> dict[str, object]:
+    """What a kernel of a tile from the entry ``start`` on takes of its result, by its name there."""
+    return {
+        "factor_ptr": factor,
+        "gradient_ptr": gradient,
+        "gradient_stride": gradient.stride(0),
+        "first": start,
+        "width": gradient.shape[1],
+    }
+
+
+def _divergence(of: Losses) -> Divergence:
     divergence = of.parts[-1]
     assert isinstance(divergence, Divergence)
-    return divergence, of.hard
+    return divergence
+
+
+def _teacher(of: Losses) -> Teacher:
+    return _divergence(of).teacher
 
 
 def student_head(of: Losses) -> Head:
@@ -71,7 +81,7 @@ def student_head(of: Losses) -> Head:
 
 def _both_sides(of: Losses, student: Raw, teacher: Raw, rows: slice) -> dict[str, object]:
     """What the kernels take of both sides, by its name there."""
-    beta = _parts(of)[0].beta
+    beta = _divergence(of).beta
     both = student_values(of, student, rows) | _side("teacher", "teacher_", teacher, of.inputs.temperature is not None)
     return both | {"beta": float(beta), "NORMALIZE": teacher.options is not None, "KIND": kind(beta)}
 

@@ -7,7 +7,7 @@ import contextlib
 from torch import Tensor
 
 from logitless.objectives import KERNEL_CLASSES
-from logitless.torch_impl.distillation.fused import kind, student_head, student_values
+from logitless.torch_impl.distillation.fused import kind, losses_values, student_head, student_values, tile_values
 from logitless.torch_impl.distillation.parts import Kept, Losses, RestClass
 from logitless.torch_impl.distillation.teachers import Raw
 from logitless.torch_impl.kernels.kernel_call import column_block
@@ -21,26 +21,15 @@ with contextlib.suppress(ImportError):  # without triton no call chooses the ker
 def row_losses(of: Losses, rows: slice, losses: Tensor, gradient: Tensor | None) -> list[Kept]:
     """:meth:`RowFunctions.row_losses`."""
     rest, student = _rest(of), student_head(of).raw(rows, 0, of.inputs.weight.shape[0])
-    keep, (tokens, vocab), count = of.order.again is not None, student.r.shape, rest.ids.shape[1]
+    values = _values(of, student, rows) | losses_values(of, losses, gradient)
     kept, at_ids = losses, losses
-    if keep:
-        kept, at_ids = student.r.new_empty(tokens, row_kernels.KEPT.value), student.r.new_empty(tokens, count)
+    if values["KEEP"]:
+        kept = losses.new_empty(len(losses), row_kernels.KEPT.value)
+        at_ids = losses.new_empty(len(losses), rest.ids.shape[1])
+    values |= {"log_p_ptr": rest.log_p[rows], "beta": float(rest.beta), "KIND": kind(rest.beta)}
     with on_device(losses.device):
-        values = _values(of, student, rows) | {
-            "log_p_ptr": rest.log_p[rows],
-            "loss_ptr": losses,
-            "kept_ptr": kept,
-            "at_ids_ptr": at_ids,
-            "gradient_ptr": losses if gradient is None else gradient,
-            "gradient_stride": 0 if gradient is None else gradient.stride(0),
-            "vocab": vocab,
-            "beta": float(rest.beta),
-            "nll_coef": 0.0 if of.hard is None else float(of.hard.coef),
-            "KIND": kind(rest.beta),
-            "KEEP": keep,
-            "STORE": gradient is not None,
-        }
-        launch_named(row_kernels.ids_losses_kernel, (tokens,), values)
+        of_kernel = values | {"kept_ptr": kept, "at_ids_ptr": at_ids}
+        launch_named(row_kernels.ids_losses_kernel, (len(losses),), of_kernel)
     return [(kept, at_ids)]
 
 
@@ -50,17 +39,10 @@ def tile_gradient(
     """:meth:`RowFunctions.tile_gradient`."""
     student, (numbers, at_ids) = student_head(of).raw(rows, start, stop), kept[0]
     gradient = x.new_empty(student.r.shape)
+    values = _values(of, student, rows) | tile_values(gradient, factor, start)
     with on_device(x.device):
-        values = _values(of, student, rows) | {
-            "factor_ptr": factor,
-            "kept_ptr": numbers,
-            "at_ids_ptr": at_ids,
-            "gradient_ptr": gradient,
-            "gradient_stride": gradient.stride(0),
-            "first": start,
-            "width": stop - start,
-        }
-        launch_named(row_kernels.ids_tile_kernel, (x.shape[0],), values)
+        of_kernel = values | {"kept_ptr": numbers, "at_ids_ptr": at_ids}
+        launch_named(row_kernels.ids_tile_kernel, (len(x),), of_kernel)
     return gradient
 
 

@@ -121,20 +121,14 @@ class GivenIds:
         """The losses [C], and their gradients in the logits of the classes [C, K + 1], the last one the others'."""
         raise NotImplementedError
 
-    def of_classes(self, logits: Tensor, highest: Tensor, log_total: Tensor, rows: slice) -> tuple[Tensor, Kept]:
-        """The losses [C], and what the gradient needs, from the ids' logits [C, K] and of the others the largest and
-        log Σ exp(z − largest)."""
-        logits = logits.masked_fill(self.ids[rows] < 0, -torch.inf)
-        anchor = torch.maximum(highest, logits.amax(dim=1))
-        others = (highest - anchor) + log_total
-        losses, slopes = self.judged(_log_softmax(torch.cat([logits - anchor[:, None], others[:, None]], dim=1)), rows)
-        return losses, (highest, log_total.masked_fill(log_total == -torch.inf, 0.0), slopes)
-
     def of_rows(self, z: Tensor, rows: slice, differentiate: bool) -> tuple[Tensor, Kept, Tensor | None]:
         columns, padded = self._padded(z, rows, 0)
-        logits = self.shard.sum(padded.gather(1, columns))
+        logits = self.shard.sum(padded.gather(1, columns)).masked_fill_(self.ids[rows] < 0, -torch.inf)
         highest, total = row_sums(padded.scatter_(1, columns, -torch.inf)[:, : z.shape[1]], self.shard)
-        losses, kept = self.of_classes(logits, highest, total.log(), rows)
+        anchor = torch.maximum(highest, logits.amax(dim=1))
+        others = (highest - anchor) + total.log()
+        losses, slopes = self.judged(_log_softmax(torch.cat([logits - anchor[:, None], others[:, None]], dim=1)), rows)
+        kept = highest, torch.where(total > 0, total, 1.0).log(), slopes
         return losses, kept, self._gradient(kept, columns, padded) if differentiate else None
 
     def gradient(self, kept: Kept, z: Tensor, rows: slice, start: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A distillation's rows and tiles in plain operations. Mirror of functions in jax_impl/distillation/whole_rows.py."""
+"""A distillation's rows and tiles in plain operations. Mirror of jax_impl/distillation/plain.py."""
 
 from __future__ import annotations
 

@@ -140,6 +140,16 @@ def both_sides(
 
 
 @triton.jit
+def hard_loss(own_logit, others_anchor, others_log, nll_coef, hard_temperature):
+    """nll_coef · −log q of the target, from its logit and the logsumexp of all others in two parts; and for the
+    gradient nll_coef · (1 − q) · hard_temperature, and the second part, of no others 0."""
+    odds = (others_anchor - own_logit) + others_log  # log ((1 − q) / q)
+    loss = nll_coef * (tl.maximum(odds, 0.0) + log1p(exp(-tl.abs(odds))))
+    gone = nll_coef * hard_temperature / (1.0 + exp(-odds))  # 1 − q: no difference
+    return loss, gone, tl.where(others_log == float("-inf"), 0.0, others_log)
+
+
+@triton.jit
 def whole_gradient(
     dz, z, own, gone, others_anchor, others_log, hard_temperature, cap, HARD: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -234,10 +244,7 @@ def row_losses_kernel(
         own_logit = hard_temperature * logits_of(
             student_ptr, bias_ptr, target, valid, scale, cap, HAS_BIAS, HAS_SCALE, HAS_CAP
         )
-        odds = (others_anchor - own_logit) + others_log  # log ((1 − q) / q)
-        loss = nll_coef * (tl.maximum(odds, 0.0) + log1p(exp(-tl.abs(odds))))
-        gone = nll_coef * hard_temperature / (1.0 + exp(-odds))  # 1 − q: no difference
-        others_log = tl.where(others_log == float("-inf"), 0.0, others_log)
+        loss, gone, others_log = hard_loss(own_logit, others_anchor, others_log, nll_coef, hard_temperature)
     divergence = tl.zeros((BLOCK,), tl.float32)
     student_sum = tl.zeros((BLOCK,), tl.float32)
     # The forward KL's gradient needs no sum over the row. So it is stored here, zeros for a token that does not count.
@@ -408,10 +415,8 @@ def ids_losses_kernel(
         above = tl.maximum(others_anchor, tl.max(of_ids, 0))
         others_log = tl.log(exp((others_anchor - above) + others_log) + tl.sum(exp(of_ids - above), 0))
         others_anchor = above
-        odds = (others_anchor - target_logit) + others_log  # log ((1 − q) / q)
-        loss += nll_coef * (tl.maximum(odds, 0.0) + log1p(exp(-tl.abs(odds))))
-        gone = nll_coef * hard_temperature / (1.0 + exp(-odds))  # 1 − q: no difference
-        others_log = tl.where(others_log == float("-inf"), 0.0, others_log)
+        more_loss, gone, others_log = hard_loss(target_logit, others_anchor, others_log, nll_coef, hard_temperature)
+        loss += more_loss
     at_ids = whole_gradient(
         at_ids, z, own == target, gone, others_anchor, others_log, hard_temperature, cap, HARD, HAS_CAP
     )
