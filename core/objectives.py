@@ -54,10 +54,10 @@ LARGEST_TILE = 2048
 # How many matrices of a tile's size, and how many copies of its rows of hidden and weight, are live at once.
 TILE_MATRICES = 7
 TILE_ROWS = 2
-# Tokens and entries of a tile that kernels make. (Tokens that are all in one tile leave no sum over tiles, and dX's sum
-# is read and written once a tile.)
+# Tokens and entries of a tile that kernels make. A tile of all tokens needs no sum of dW over tiles. The wider tiles are,
+# the less often the sum of dX is read and written.
 KERNEL_TILE = 8192, 4096
-# Elements of dW that are made at a time.
+# Elements of dW that PyTorch makes at a time from a gradient that kernels made.
 KERNEL_PART = 2**23
 # Classes of a token that lie in the registers of one program: given ids, and one for the rest.
 KERNEL_CLASSES = 4096
@@ -379,8 +379,8 @@ class Rows(NamedTuple):
 
 RowsBy = Literal["kernel", "kernel, probabilities", "kernel, ids", "plain", "pallas", "pallas, probabilities", "xla"]
 ROWS: dict[RowsBy, Rows] = {
-    # PyTorch's kernels read each of them twice or three times; a teacher of a few ids has none. Plain operations hold
-    # more, as does what makes log-probabilities of a teacher that is no head. XLA fuses them.
+    # PyTorch's kernels need the logits of both sides, or of the student alone where the teacher is a few ids. Making
+    # log-probabilities of other teachers needs more, and so do plain operations, of which XLA fuses some.
     "kernel": Rows((1024, 512, 256, 128), 2, (2, 2), kernel=True, row_copies=0),
     "kernel, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), kernel=True, row_copies=0),
     "kernel, ids": Rows((1024, 512, 256, 128), 1, (1, 1), kernel=True, row_copies=0),
@@ -419,8 +419,8 @@ class WholeRows:
 
     @property
     def vocab_chunk(self) -> int:
-        """Of how many vocabulary entries dW is made at a time from a held gradient. (Beside kernels more of small rows:
-        many short products would wait for the host.)"""
+        """Of how many vocabulary entries dW is made at a time from a held gradient. Beside PyTorch's kernels it is more
+        where D is small: the GPU would wait for the host between many short products."""
         entries = LARGEST_TILE
         if self.by.kernel and not self.by.copies:
             entries = max(entries, min(KERNEL_TILE[0], KERNEL_PART // max(1, self.sizes.hidden)))
