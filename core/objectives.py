@@ -54,8 +54,8 @@ LARGEST_TILE = 2048
 # How many matrices of a tile's size, and how many copies of its rows of hidden and weight, are live at once.
 TILE_MATRICES = 7
 TILE_ROWS = 2
-# Tokens and entries of a tile that kernels make. A tile of all tokens needs no sum of dW over tiles. The wider tiles are,
-# the less often the sum of dX is read and written.
+# Tokens and entries of a tile that kernels make. A tile of all tokens needs no sum of dW over tiles. The wider tiles
+# are, the less often the sum of dX is read and written.
 KERNEL_TILE = 8192, 4096
 # Elements of dW that PyTorch makes at a time from a gradient that kernels made.
 KERNEL_PART = 2**23
