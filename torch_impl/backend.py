@@ -7,7 +7,7 @@ torch_impl/kernels/fused.py. N tokens, D hidden, V vocabulary entries (of this r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -94,6 +94,16 @@ class Backend(Protocol[Prepared]):
 
     def losses(self, inputs: Prepared, options: LossOptions, sums: TokenSums, /) -> Tensor:
         """[N] the token losses, exactly 0 where ignored."""
+
+    def log_probs(self, inputs: Prepared, sums: TokenSums, /) -> tuple[Tensor, Tensor | None]:
+        """[N] log p(target), and the entropy if it was asked for; exactly 0 where ignored. No two share memory."""
+
+    def log_prob_rows(
+        self, inputs: Prepared, options: LossOptions, sums: TokenSums, g_log_prob: Tensor | None,
+        g: Mapping[str, Tensor], /,
+    ) -> KnownRows:  # fmt: skip
+        """The rows of log-probabilities' gradient. Upstream gradients [N]: of log p, None if it has none, and of
+        statistics by their names."""
 
     def total_loss(self, inputs: Prepared, options: LossOptions, sums: TokenSums, norm: Tensor, /) -> Tensor:
         """[] the sum of the token losses times ``norm``."""

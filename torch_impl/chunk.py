@@ -8,7 +8,7 @@ else float32). They never wait for the device, and never write to an input.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from logitless import numerics
 from logitless.objectives import Tile
 from logitless.scratch import ANCHOR_ROWS
 from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, SQUARED_SCALE, LossOptions, Statistics, class_sums
-from logitless.torch_impl.call import XP, Arrays, Inputs, TokenSums, accumulation_dtype, empty_like_weight
+from logitless.torch_impl.call import XP, Arrays, Inputs, KnownRows, TokenSums, accumulation_dtype, empty_like_weight
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
 
@@ -335,6 +335,27 @@ def normalizer(inputs: Inputs, options: LossOptions, denominator: Tensor | float
 def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Tensor:
     """ℓ_i of every token, [N]; exactly 0 where ignored."""
     return numerics.losses(XP, inputs, options, sums)
+
+
+def log_probs(inputs: Inputs, sums: TokenSums) -> tuple[Tensor, Tensor | None]:
+    """log p(target) of every token, [N], and the entropy if it is among the sums; exactly 0 where ignored."""
+    ignored, entropy = ~inputs.valid, sums.entropy
+    log_prob = (-sums.nll).masked_fill(ignored, 0.0)
+    return log_prob, None if entropy is None else entropy.masked_fill(ignored, 0.0)
+
+
+def log_prob_rows(
+    inputs: Inputs, options: LossOptions, sums: TokenSums, g_log_prob: Tensor | None, g: Mapping[str, Tensor]
+) -> KnownRows:
+    """The rows of log-probabilities' gradient from upstream gradients [N]: of log p (None: 0), and of statistics by
+    their names."""
+
+    def row_upstream(values: Tensor) -> Tensor:
+        return numerics.row_upstream(XP, inputs, options, values)
+
+    g_first = torch.zeros_like(sums.anchor) if g_log_prob is None else row_upstream(g_log_prob)
+    rows = {name: row_upstream(values) for name, values in g.items()}
+    return numerics.known_log_prob_rows(XP, inputs, options, sums, g_first, rows)
 
 
 def total_loss(inputs: Inputs, options: LossOptions, sums: TokenSums, norm: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ from logitless.torch_impl.call import (
     is_turned,
 )
 from logitless.torch_impl.chunk import Smoothing
+from logitless.torch_impl.chunk import log_prob_rows as log_prob_rows
+from logitless.torch_impl.chunk import log_probs as log_probs
 from logitless.torch_impl.chunk import losses as losses
 from logitless.torch_impl.chunk import normalizer as normalizer
 from logitless.torch_impl.chunk import prepare as prepare

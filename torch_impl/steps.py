@@ -226,15 +226,14 @@ def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
             sums, waiting = backend.token_gradients(inputs, call.options, call.chunk_plan, needs, False)
         else:
             sums = backend.token_sums(inputs, call.options, call.chunk_plan.forward, call.statistics)
-        ignored, shape = ~inputs.valid, arrays.target.shape
-        log_prob = shaped((-sums.nll).masked_fill(ignored, 0.0), shape)
-        found: dict[str, Tensor] = {}
+        log_prob, entropy = backend.log_probs(inputs, sums)
+        found: dict[str, Tensor | None] = {"entropy": entropy}
         if call.statistics is True:
             found = numerics.token_stats(XP, inputs, sums)._asdict()
-        elif call.statistics:
-            assert sums.entropy is not None
-            found = {"entropy": sums.entropy.masked_fill(ignored, 0.0)}
-    stats = tuple(shaped(found[name], shape) for name in log_prob_statistics(call.statistics))
+    shape = arrays.target.shape
+    log_prob = shaped(log_prob, shape)
+    named = (found[name] for name in log_prob_statistics(call.statistics))
+    stats = tuple(shaped(value, shape) for value in named if value is not None)
     if not needs.any:
         return LogProbs(log_prob, stats, (), waiting)
     more = (getattr(sums, name) for name in kept_sums(call.statistics))
@@ -275,14 +274,10 @@ def _known_log_probs(
         inputs = _prepare(arrays, call)
         sums = TokenSums(target_logit, anchor, log_total, **dict(zip(kept_sums(call.statistics), rest, strict=True)))
 
-        def row_upstream(g: Tensor) -> Tensor:
-            return numerics.row_upstream(XP, inputs, call.options, inputs.wide(g.reshape(-1)))
-
-        g_log_prob, *others = upstream
-        g1 = torch.zeros_like(anchor) if g_log_prob is None else row_upstream(g_log_prob)
+        g_log_prob, *others = (None if g is None else inputs.wide(g.reshape(-1)) for g in upstream)
         named = zip(differentiable_statistics(call.statistics), others, strict=True)
-        g = {name: row_upstream(values) for name, values in named if values is not None}
-        known = numerics.known_log_prob_rows(XP, inputs, call.options, sums, g1, g)
+        g = {name: values for name, values in named if values is not None}
+        known = backend.log_prob_rows(inputs, call.options, sums, g_log_prob, g)
         plan, factor = call.chunk_plan, known.factor
         gradients = backends.known_gradients(backend, inputs, call.options, plan, known, factor, needs)
         return _cast(gradients, arrays)

@@ -25,7 +25,6 @@ from logitless.planning import ChunkPlan
 from logitless.scratch import SMOOTHING_BLOCK
 from logitless.spec import LossOptions, Statistics
 from logitless.torch_impl.call import (
-    XP,
     Arrays,
     Call,
     Gradients,
@@ -42,7 +41,7 @@ from logitless.torch_impl.kernels.kernel_call import KernelCall, aligned_rows
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.products import GradientProducts, matrix_of, operand_of
 from logitless.torch_impl.kernels.replay import run_step
-from logitless.torch_impl.kernels.rows import Rows, losses, normalizer, prepare, total_loss
+from logitless.torch_impl.kernels.rows import Rows, log_prob_rows, log_probs, losses, normalizer, prepare, total_loss
 from logitless.torch_impl.kernels.sums import Sums, known_by_position, relative_factors
 from logitless.torch_impl.kernels.tiles import WEIGHT
 
@@ -56,6 +55,8 @@ __all__ = [
     "holds",
     "known_gradients",
     "lends",
+    "log_prob_rows",
+    "log_probs",
     "loss_gradients",
     "losses",
     "normalizer",
@@ -180,11 +181,10 @@ def known_gradients(
 ) -> Gradients:
     """Gradients when lse is known, 6·N·D·V flops, either order of the plan. See :func:`eager.known_gradients`."""
     c = KernelCall(inputs, options, plan, needs.into)
-    unit = known.unit(XP)
     smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
-    products = GradientProducts(c, needs, smoothing, g / unit, unit)
+    vectors, unit = known_by_position(c, known)
+    products = GradientProducts(c, needs, smoothing, g if smoothing is None else g / unit, unit)
     with c.on_device():
-        vectors = known_by_position(c, known, unit)
         # x may lie where dX will be, unless dX is made first.
         free = len(plan.token_slices) == 1 and not c.shard.split and not plan.lends
         e = matrix_of(c, plan.fused_columns, products.room)

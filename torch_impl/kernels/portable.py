@@ -173,6 +173,130 @@ def upstream_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens"])
+def log_prob_rows_kernel(
+    target_logit_ptr, anchor_ptr, log_total_ptr, entropy_ptr, others_squared_ptr, valid_ptr, temperature_ptr,
+    g_log_prob_ptr, g_entropy_ptr, g_lse_ptr, g_squared_ptr, factor_ptr, target_ptr, alpha_ptr, gamma_ptr, delta_ptr,
+    tokens, scale, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens: numerics.known_log_prob_rows, from upstream gradients as they came; 0 for an ignored token.
+
+    A pointer is None where there is no such upstream gradient, nor what only it needs.
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    valid = mask & (tl.load(valid_ptr + token, mask=mask, other=0) != 0)
+    cooled = tl.full((BLOCK,), 1.0, tl.float32) * scale
+    if temperature_ptr is not None:
+        cooled = cooled / tl.load(temperature_ptr + token, mask=valid, other=1.0)
+    target_logit = tl.load(target_logit_ptr + token, mask=valid, other=0.0)
+    nll = tl.load(anchor_ptr + token, mask=valid, other=0.0) - target_logit
+    nll += tl.load(log_total_ptr + token, mask=valid, other=0.0)
+    nll = tl.where(nll > -LOWEST_GAP, -LOWEST_GAP, nll)  # p log p is 0 where p is 0; a NaN stays
+    p, q = tl.exp(-nll), one_minus_exp(nll)
+    g = upstream_of(g_log_prob_ptr, token, valid, cooled)
+    target, factor = -q, -g
+    if alpha_ptr is not None:
+        # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
+        g_entropy = upstream_of(g_entropy_ptr, token, valid, cooled)
+        g_lse = upstream_of(g_lse_ptr, token, valid, cooled)
+        g_squared = upstream_of(g_squared_ptr, token, valid, cooled)
+        factor = tl.abs(g) + tl.abs(g_entropy) + tl.abs(g_lse) + tl.abs(g_squared)
+        safe = tl.where(factor == 0, 1.0, factor)
+        g = g / safe
+        target, alpha = g * q, -g
+        if g_entropy_ptr is not None:
+            g_entropy, entropy = g_entropy / safe, tl.load(entropy_ptr + token, mask=valid, other=0.0)
+            target -= g_entropy * p * (entropy - nll)
+            alpha -= g_entropy * entropy
+            tl.store(gamma_ptr + token, -g_entropy, mask=mask)
+        if g_lse_ptr is not None:
+            g_lse = g_lse / safe
+            target += g_lse * p
+            alpha += g_lse
+        if g_squared_ptr is not None:
+            delta = 2.0 * (g_squared / safe)
+            others = tl.load(others_squared_ptr + token, mask=valid, other=0.0)
+            # p − S = p (1 − p) − Σ_{j ≠ y} p_j², where p − S would cancel.
+            target += delta * p * (p * q - others)
+            alpha -= delta * (others + p * p)
+            tl.store(delta_ptr + token, delta, mask=mask)
+        tl.store(alpha_ptr + token, tl.where(valid, alpha, 0.0), mask=mask)
+    if HAS_CAP:
+        ratio = target_logit / cap
+        if temperature_ptr is not None:
+            ratio = ratio * tl.load(temperature_ptr + token, mask=valid, other=1.0)
+        target = target * (1.0 - ratio * ratio)
+    tl.store(factor_ptr + token, factor, mask=mask)
+    tl.store(target_ptr + token, tl.where(valid, target, 0.0), mask=mask)
+
+
+@triton.jit
+def upstream_of(g_ptr, token, valid, cooled):
+    """An upstream gradient in the raw logits' unit; 0 where there is none."""
+    if g_ptr is not None:
+        return tl.where(valid, tl.load(g_ptr + token, mask=valid, other=0.0) * cooled, 0.0)
+    else:
+        return tl.zeros_like(cooled)
+
+
+@triton.jit
+def one_minus_exp(nll):
+    """1 − exp(−nll) with full relative accuracy for small nll: Kahan's correction of the rounded exponential."""
+    p = tl.exp(-nll)
+    rest = 1.0 - p
+    inside = (rest > 0) & (p > 0)
+    log = tl.log(tl.where(inside, p, 0.5))
+    return tl.where(rest == 0, nll, tl.where(inside, rest * (-nll / log), rest))
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def known_kernel(
+    anchor_ptr, log_total_ptr, factor_ptr, target_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr, order_ptr, unit_ptr,
+    out_ptr, tokens, length, stride, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the known rows by position, one vector after the other in ``out``; 0 behind the last token.
+
+    unit = the largest finite |factor| and |factor · target|, or 1. factor is divided by it, and target gets its factor.
+    """
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        factor = tl.load(factor_ptr + token, mask=token < tokens, other=0.0)
+        size = tl.abs(factor)
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+        size = tl.abs(factor * tl.load(target_ptr + token, mask=token < tokens, other=0.0))
+        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+    unit = tl.max(largest, 0)
+    unit = tl.where(unit > 0, unit, 1.0)
+    tl.store(unit_ptr, unit)
+    for start in range(0, length, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        mask = position < length
+        exists = position < tokens
+        token = tl.load(order_ptr + position, mask=exists, other=0)
+        factor = tl.load(factor_ptr + token, mask=exists, other=0.0) / unit
+        target = tl.load(target_ptr + token, mask=exists, other=0.0)
+        tl.store(out_ptr + position, factor, mask=mask)
+        tl.store(out_ptr + stride + position, factor * target, mask=mask)
+        out = move_vector(anchor_ptr, token, exists, out_ptr + 2 * stride, position, mask, stride)
+        out = move_vector(log_total_ptr, token, exists, out, position, mask, stride)
+        out = move_vector(alpha_ptr, token, exists, out, position, mask, stride)
+        out = move_vector(gamma_ptr, token, exists, out, position, mask, stride)
+        out = move_vector(delta_ptr, token, exists, out, position, mask, stride)
+        move_vector(sigma_ptr, token, exists, out, position, mask, stride)
+
+
+@triton.jit
+def move_vector(by_token_ptr, token, exists, out_ptr, position, mask, stride):
+    """A vector by token as one by position; returns where the next one goes. None takes no room."""
+    if by_token_ptr is not None:
+        tl.store(out_ptr + position, tl.load(by_token_ptr + token, mask=exists, other=0.0), mask=mask)
+        return out_ptr + stride
+    else:
+        return out_ptr
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def loss_kernel(
     target_logit_ptr, anchor_ptr, log_total_ptr, weighted_ptr, valid_ptr, weight_ptr, target_ptr, class_weight_ptr,
     class_sum_ptr, norm_ptr, out_ptr, tokens, vocab, keep, z_loss, per_entry,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
-from logitless.torch_impl.call import Arrays, Inputs, TokenSums
+from logitless.torch_impl.call import Arrays, Inputs, KnownRows, TokenSums
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
 from logitless.torch_impl.kernels.architecture import most_warps
@@ -30,6 +31,7 @@ def on_device(device: torch.device) -> Any:
 
 # Tokens of a program, and of a turn of the programs that go through all of them alone.
 TOKEN_BLOCK, TURN_BLOCK = 1024, 4096
+NO_OPTIONS = LossOptions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,37 @@ def normalizer(inputs: Rows, options: LossOptions, given: Tensor | float | None)
     return inputs.summary[0]
 
 
+def log_probs(inputs: Rows, sums: TokenSums) -> tuple[Tensor, Tensor | None]:
+    """:func:`chunk.log_probs`. A loss without options is −log p; the kernels write no entropy of an ignored token."""
+    out = torch.empty_like(sums.log_total)
+    if out.numel():
+        _launch_losses(inputs, NO_OPTIONS, sums, None, out, sign=-1.0)
+    return out, None if sums.entropy is None else sums.entropy.clone()
+
+
+def log_prob_rows(
+    inputs: Rows, options: LossOptions, sums: TokenSums, g_log_prob: Tensor | None, g: Mapping[str, Tensor]
+) -> KnownRows:
+    """:func:`chunk.log_prob_rows`."""
+    tokens, device = sums.log_total.shape[0], sums.log_total.device
+    wanted = {"factor": True, "target": True, "alpha": bool(g), "gamma": "entropy" in g, "delta": "sum_p_squared" in g}
+    made = {name: torch.empty(tokens, device=device) for name, is_wanted in wanted.items() if is_wanted}
+    read = {
+        "target_logit": sums.target_logit, "anchor": sums.anchor, "log_total": sums.log_total,
+        "entropy": sums.entropy, "others_squared": sums.others_squared, "temperature": inputs.temperature,
+        "g_log_prob": g_log_prob, "g_entropy": g.get("entropy"), "g_lse": g.get("lse"),
+        "g_squared": g.get("sum_p_squared"), "valid": inputs.valid.view(torch.int8),
+    }  # fmt: skip
+    values = {f"{name}_ptr": None if vector is None else vector.contiguous() for name, vector in read.items()}
+    values |= {f"{name}_ptr": made.get(name) for name in wanted}
+    if tokens:
+        constants = {"HAS_CAP": options.softcap is not None, "BLOCK": TOKEN_BLOCK, "tokens": tokens}
+        scalars = {"scale": float(options.logit_scale), "cap": float(options.softcap or 1.0)}
+        with on_device(device):
+            launch_named(kernels.log_prob_rows_kernel, (cdiv(tokens, TOKEN_BLOCK),), values | constants | scalars)
+    return KnownRows(sums.anchor, sums.log_total, **made)
+
+
 def losses(inputs: Rows, options: LossOptions, sums: TokenSums) -> Tensor:
     """:func:`chunk.losses`."""
     out = torch.empty_like(sums.log_total)
@@ -115,7 +148,9 @@ def total_loss(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor
     return out
 
 
-def _launch_losses(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor | None, out: Tensor) -> None:
+def _launch_losses(
+    inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor | None, out: Tensor, sign: float = 1.0
+) -> None:
     tokens, vocab = sums.log_total.shape[0], inputs.vocab
     several = norm is not None and tokens > TOKEN_BLOCK
     smooth = options.label_smoothing > 0
@@ -134,7 +169,7 @@ def _launch_losses(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Te
         "out_ptr": out,
         "tokens": tokens,
         "vocab": vocab,
-        "keep": 1.0 - options.label_smoothing,
+        "keep": sign * (1.0 - options.label_smoothing),
         "z_loss": float(options.z_loss),
         "per_entry": options.label_smoothing / vocab,
         "HAS_CLASS": inputs.class_weight is not None,

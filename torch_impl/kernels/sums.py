@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from logitless.scratch import SMOOTHING_BLOCK
+from logitless.scratch import SMOOTHING_BLOCK, round_up
 from logitless.spec import Statistics
 from logitless.torch_impl.call import KnownRows, TokenSums
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.distributed import parallel
-from logitless.torch_impl.kernels.kernel_call import KernelCall, addresses
+from logitless.torch_impl.kernels.kernel_call import NOT_KNOWN, KernelCall, addresses
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.rows import TOKEN_BLOCK, TURN_BLOCK
 from logitless.torch_impl.kernels.tiles import LOGITS
@@ -72,25 +72,25 @@ def relative_factors(c: KernelCall) -> Factors:
     return Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
 
 
-def known_by_position(c: KernelCall, known: KnownRows, unit: Tensor) -> dict[str, Tensor | None]:
-    """The first product's vectors where lse is known, by position; factor and target are relative to the unit.
+def known_by_position(c: KernelCall, known: KnownRows) -> tuple[dict[str, Tensor | None], Tensor]:
+    """The first product's vectors where lse is known, by position, and the unit; factor and target are relative to it.
 
     The target's element lacks its factor in :class:`KnownRows`, and has it here.
     """
-    factor = known.factor / unit
-    by_token = {
-        "anchor_ptr": known.anchor,
-        "log_total_ptr": known.log_total,
-        "factor_ptr": factor,
-        "target_value_ptr": factor * known.target,
-        "alpha_ptr": known.alpha,
-        "gamma_ptr": known.gamma,
-        "delta_ptr": known.delta,
-        "sigma_ptr": known.sigma,
-    }
-    present = {name: vector for name, vector in by_token.items() if vector is not None}
-    rows = c.by_position(torch.stack(list(present.values())))
-    return dict.fromkeys(by_token) | dict(zip(present, rows.unbind(), strict=True))
+    names = ("anchor", "log_total", "alpha", "gamma", "delta", "sigma")
+    given = ((name, getattr(known, name)) for name in names)
+    others = {f"{name}_ptr": vector.contiguous() for name, vector in given if vector is not None}
+    length = c.row_target.shape[0]
+    rows = c.empty(2 + len(others), round_up(length, 4))  # each begins on 16 bytes
+    unit = rows.new_empty(())
+    with c.on_device():
+        c.launch(
+            kernels.known_kernel, 1, **dict.fromkeys(f"{name}_ptr" for name in names) | others,
+            factor_ptr=known.factor, target_ptr=known.target, unit_ptr=unit, out_ptr=rows, length=length,
+            stride=rows.stride(0), BLOCK=TURN_BLOCK if c.tokens > TOKEN_BLOCK else TOKEN_BLOCK, num_warps=16,
+        )  # fmt: skip
+    present = ("factor_ptr", "target_value_ptr", *others)
+    return NOT_KNOWN | dict(zip(present, rows[:, :length].unbind(), strict=True)), unit
 
 
 class Sums:
