@@ -131,7 +131,7 @@ class Nothing:
     function = packed_metadata = None
 
     def __init__(self, kernel: Any) -> None:
-        written = {"compact_kernel": "order_ptr", "sort_kernel": "token_ptr", "list_kernel": "listed_token_ptr"}.get(
+        written = {"prepare_kernel": "order_ptr", "sort_kernel": "token_ptr", "list_kernel": "listed_token_ptr"}.get(
             kernel.fn.__name__
         )
         self.zeroed = None if written is None else (kernel.arg_names.index(written), kernel.arg_names.index("tokens"))

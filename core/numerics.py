@@ -130,7 +130,7 @@ class Tokens(Protocol[A_co]):
 
 
 class TokenSums(NamedTuple, Generic[A]):
-    """Per token, [N] each: what the forward knows. The last five are None unless statistics were asked for.
+    """Per token, [N] each: what the forward knows. Statistics are None unless they were asked for.
 
     lse = anchor + log_total is kept in two parts: where logits are large, their sum would lose what the gradient needs.
     """
@@ -149,6 +149,8 @@ class TokenSums(NamedTuple, Generic[A]):
     min_logit: A | None = None
     others_squared: A | None = None
     """Σ_{j ≠ y} p_ij²."""
+    total: A | None = None
+    """[] the sum of the token losses times the normalizer, where a kernel has made it in the same pass."""
 
     @property
     def lse(self) -> A:

@@ -50,20 +50,39 @@ def counting_kernel(source_ptr, out_ptr, count_ptr, size, start):
 
 
 @triton.jit
+def ticket_kernel(source_ptr, out_ptr, state_ptr, size, waits):
+    """Tickets 0 to 2 each store an element. Ticket 3 adds them up, and before that, if ``waits``, waits for them."""
+    ticket = tl.atomic_add(state_ptr, 1, sem="relaxed")
+    while ticket < 4:
+        if ticket < 3:
+            tl.store(out_ptr + ticket, tl.load(source_ptr + ticket))
+            tl.atomic_add(state_ptr + 1, 1, sem="release")
+        else:
+            if waits:
+                while tl.atomic_add(state_ptr + 1, 0, sem="acquire") < 3:
+                    pass
+            place = tl.arange(0, 4)
+            tl.store(out_ptr + 4, tl.sum(tl.load(out_ptr + place, mask=place < 3, other=0.0), 0))
+        ticket = tl.atomic_add(state_ptr, 1, sem="relaxed")
+
+
+@triton.jit
 def described_kernel(source, out, count_ptr, size, start):
     """Each program copies a block through descriptors."""
     out.store([tl.program_id(0) * 2, 0], source.load([tl.program_id(0) * start, 0]))
 
 
-def launched(kernel: Any, size: int = 24, start: int = 0) -> None:
-    source, out, count = torch.ones(24), torch.zeros(24), torch.zeros(1, dtype=torch.int32)
+def launched(kernel: Any, size: int = 24, start: int = 0) -> torch.Tensor:
+    source, out, count = torch.ones(24), torch.zeros(24), torch.zeros(2, dtype=torch.int32)
     with checked():
         kernel[(3,)](source, out, count, size, start)
+    return out
 
 
 def test_what_is_right_passes() -> None:
     launched(copy_kernel)
     launched(copy_kernel, size=20, start=4)
+    assert launched(ticket_kernel, start=1)[4] == 3
 
 
 @pytest.mark.parametrize(
@@ -73,6 +92,7 @@ def test_what_is_right_passes() -> None:
         (copy_kernel, {"start": -1}, "copy_kernel: program 0 reads outside"),
         (overlapping_kernel, {}, "overlapping_kernel: two programs write to one place"),
         (neighbour_kernel, {}, "neighbour_kernel: one program writes where another reads"),
+        (ticket_kernel, {}, "ticket_kernel: one program writes where another reads"),
         (counting_kernel, {}, "counting_kernel: one program reads what others change atomically"),
     ],
 )

@@ -28,7 +28,7 @@ from implementations import TorchTriton, assert_within, problem_named, run_case,
 
 from logitless import plan, reference  # noqa: E402
 from logitless.tolerances import GRADIENT, TINY, error  # noqa: E402
-from logitless.torch_impl import cross_entropy, linear_cross_entropy  # noqa: E402
+from logitless.torch_impl import cross_entropy, linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
 from logitless.torch_impl.given_logits import kernels as logits_kernels  # noqa: E402
 from logitless.torch_impl.kernels import kernel_call, launch, products, rows  # noqa: E402
@@ -135,6 +135,8 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
     bfloat16 = {"dtype": torch.bfloat16, "requires_grad": True}
     x, w, y = torch.randn(40, 8, **bfloat16), torch.randn(60, 8, **bfloat16), torch.arange(40)
     linear_cross_entropy(x, w, y, plan=few, backend="triton").backward()
+    log_prob, entropy = linear_log_probs(x, w, y, with_entropy=True, backend="triton")
+    (log_prob + entropy).sum().backward()
     linear_cross_entropy(torch.randn(6, 8), torch.randn(8, 40), torch.arange(6), weight_layout="dv", backend="triton")
     logits = torch.randn(6, 40, requires_grad=True)
     cross_entropy(logits, torch.arange(6), backend="triton").backward()
@@ -317,7 +319,7 @@ def test_tokens_are_sorted_by_target(targets: list[int]) -> None:
     sorted_value, bounds = torch.full((len(key),), torch.nan), torch.full_like(edges, -1)
     grid = (triton.cdiv(len(key), 16) + triton.cdiv(len(edges), 16),)
     kernels.sort_kernel[grid](
-        key, value, made, token, sorted_value, bounds, len(key), vocab, len(edges), BI=16, BJ=512
+        key, value, made, token, sorted_value, bounds, None, None, None, len(key), vocab, len(edges), BI=16, BJ=512
     )  # fmt: skip
     wanted = torch.sort(key, stable=True)
     assert torch.equal(made, wanted.values)

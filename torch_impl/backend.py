@@ -88,9 +88,10 @@ class Backend(Protocol[Prepared]):
         """[] what the sum of the token losses is multiplied by: 1 / Σ t k_y for mean, 1 for the others."""
 
     def token_sums(
-        self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, statistics: Statistics, /
-    ) -> TokenSums:
-        """[N] each: what the forward knows of every token. 2·N·D·V flops."""
+        self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, statistics: Statistics,
+        norm: Tensor | None = None, /,
+    ) -> TokenSums:  # fmt: skip
+        """[N] each: what the forward knows of every token. 2·N·D·V flops. ``norm``: of a loss that is a sum."""
 
     def losses(self, inputs: Prepared, options: LossOptions, sums: TokenSums, /) -> Tensor:
         """[N] the token losses, exactly 0 where ignored."""
@@ -205,7 +206,7 @@ def loss_gradients(
     if first.any:
         begun = backend.loss_gradients(inputs, options, plan.forward, norm, first, statistics)
     else:
-        begun = backend.token_sums(inputs, options, plan.forward, statistics), None
+        begun = backend.token_sums(inputs, options, plan.forward, statistics, norm), None
     return begun[0], Halves(backend, inputs, options, plan, norm, needs, begun)
 
 

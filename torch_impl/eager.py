@@ -87,7 +87,9 @@ def unavailable(device: torch.device, dtype: torch.dtype, each: bool = False) ->
     return None
 
 
-def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
+def token_sums(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics, norm: Tensor | None = None
+) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, one block [C, B] of logits at a time."""
     inputs = chunk.counted(inputs)
     dtype, device = inputs.accumulation_dtype, inputs.hidden.device

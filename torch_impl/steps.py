@@ -147,7 +147,8 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
         elif needs.any and holds(call):
             sums, waiting = backend.token_gradients(inputs, options, call.chunk_plan, needs, statistics)
         else:
-            sums = backend.token_sums(inputs, options, call.chunk_plan.forward, statistics)
+            summed = None if options.reduction == "none" else norm
+            sums = backend.token_sums(inputs, options, call.chunk_plan.forward, statistics, summed)
         if options.reduction == "none":
             total = shaped(backend.losses(inputs, options, sums), arrays.target.shape)
         else:

@@ -120,10 +120,12 @@ def lends(weight: Tensor, dtype: torch.dtype) -> bool:
     return found.in_place and beside <= architecture.multiprocessors(weight.device.index)
 
 
-def token_sums(inputs: Rows, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
+def token_sums(
+    inputs: Rows, options: LossOptions, plan: ChunkPlan, statistics: Statistics, norm: Tensor | None = None
+) -> TokenSums:
     """lse, nll and, if asked for, statistics of every token: 2·N·D·V flops, and no C × V matrix."""
     c = KernelCall(inputs, options, plan)
-    sums = Sums(c, statistics)
+    sums = Sums(c, statistics, norm)
     with c.on_device():
         x = c.operand()
         for first, _ in plan.token_slices:
@@ -138,19 +140,19 @@ def loss_gradients(
 ) -> tuple[TokenSums, Held]:
     """Sums, and gradients that wait for the upstream scalar: 6·N·D·V flops. See :func:`eager.loss_gradients`."""
     c = KernelCall(inputs, options, plan, needs.into)
-    sums = Sums(c, statistics)
+    sums = Sums(c, statistics, norm)
     factors = relative_factors(c)
-    products = GradientProducts(c, needs, sums.smoothing, factors.g, norm * inputs.summary[1])
+    unit = inputs.unit if norm is inputs.norm else norm * inputs.largest
+    products = GradientProducts(c, needs, sums.smoothing, factors.g, unit)
     with c.on_device():
         e = matrix_of(c, c.vocab, products.room)
         x = operand_of(c, e, products.room)
         slices = plan.token_slices or ((0, 0),)
         for first, last in slices:
             sums.gather(first, x)
-            sums.product(first, x, e)
-            sums.finish(first, x, e, factors)
             products.add_smooth_x(first, x)
-            products.scale_operand(first, x, factors)
+            sums.product(first, x, e)
+            sums.finish(first, x, e, factors, scale_rows=needs.weight is not None)
             if last < c.tokens:
                 products.add(first, x, e, slice(0, c.vocab), factors, None)
             elif plan.early_hidden:

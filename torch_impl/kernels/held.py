@@ -65,8 +65,13 @@ class Held:
 
     def finish(self, upstream: Tensor) -> Gradients:
         """dX, dW and db with the upstream scalar; may be called once."""
+        with self.products.call.on_device():
+            scale = self.products.scale_for(upstream, self.factors)
+        return self.finish_with(scale)
+
+    def finish_with(self, scale: Tensor) -> Gradients:
+        """The same; ``scale``: the unit, times the upstream scalar."""
         p, c = self.products, self.products.call
-        scale = p.unit * upstream
         with c.on_device():
             p.add(self.first, self.x, self.e, slice(0, c.vocab), self.factors, scale)
             return p.finish(scale, self.first)
@@ -139,4 +144,4 @@ class HeldTokens:
         with c.on_device():
             products.add_smooth_x(0, self.x)
             products.scale_operand(0, self.x, factors)
-        return Held(products, factors, 0, self.x, self.e).finish(torch.ones((), device=c.device))
+        return Held(products, factors, 0, self.x, self.e).finish_with(unit)

@@ -140,13 +140,13 @@ class KernelCall:
     def gather(self, first: int, x: Tensor, **own: Any) -> None:
         """A chunk's hidden states into x, and its targets; its anchors and label smoothing's sums where asked for.
 
-        ``own``: anchor_ptr, highest_ptr, flagged_ptr, weighted_rows_ptr and weighted_ptr of kernels.rows_kernel.
+        ``own``: anchor_ptr, highest_ptr, state_ptr, weighted_rows_ptr and weighted_ptr of kernels.rows_kernel.
         """
         if self.turned and "anchor_ptr" in own:
             self._gather_target_weight(first)
         gathered = self.target_weight
         wanted: dict[str, Any] = dict.fromkeys(
-            ("anchor_ptr", "highest_ptr", "flagged_ptr", "weighted_rows_ptr", "weighted_ptr")
+            ("anchor_ptr", "highest_ptr", "state_ptr", "weighted_rows_ptr", "weighted_ptr")
         )
         wanted |= own
         self.launch(

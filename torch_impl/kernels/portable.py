@@ -51,6 +51,14 @@ ELSEWHERE = tl.constexpr(-2)
 TARGET_GRAIN = tl.constexpr(16)
 TARGET_STEP = tl.constexpr(16)
 
+# Numbers in which finish_kernel's programs share their work: two launches' tickets, how many rows are listed, how many
+# tickets of each stage are done.
+STATE = tl.constexpr(8)
+TICKETS = tl.constexpr(0)
+SHARED_TICKETS = tl.constexpr(1)
+LISTED = tl.constexpr(2)
+DONE = tl.constexpr(3)
+
 LOW_ROW_ALIGNMENT = tl.constexpr(scratch.LOW_ROW_ALIGNMENT)
 
 # What the epilogue of the first product makes.
@@ -65,42 +73,19 @@ KNOWN = tl.constexpr(2)  # the gradient's matrix, from lse
 
 @triton.jit(do_not_specialize=["tokens", "ignore_index", "shard_start"])
 def prepare_kernel(
-    given_ptr, given_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
-    tokens, vocab, shard_start, entries, ignore_index, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    given_ptr, given_weight_ptr, class_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
+    order_ptr, count_ptr, relative_ptr, norm_ptr, units_ptr, tokens, vocab, shard_start, entries, ignore_index, scale,
+    MEAN: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens: what torch_impl.call.Inputs knows of each, and two more forms of its target: see rows.Rows.
+    """One program: what torch_impl.call.Inputs knows of each token, two more forms of its target, and their order:
+    see rows.Rows.
 
-    This device has the ids shard_start ≤ y < shard_start + entries of ``vocab``.
-    """
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = token < tokens
-    target = tl.load(given_ptr + token, mask=mask, other=0).to(tl.int64)
-    valid = target != ignore_index
-    inside = (target >= 0) & (target < vocab)
-    weight = tl.full((BLOCK,), 1.0, tl.float32)
-    if HAS_WEIGHT:
-        weight = tl.load(given_weight_ptr + token, mask=mask, other=0.0).to(tl.float32)
-    target = tl.where(valid & inside, target, 0)
-    tl.store(target_ptr + token, target, mask=mask)
-    tl.store(valid_ptr + token, valid.to(tl.int8), mask=mask)
-    tl.store(inside_ptr + token, (inside | ~valid).to(tl.int8), mask=mask)
-    tl.store(weight_ptr + token, tl.where(valid, weight, 0.0), mask=mask)
-    place = target - shard_start
-    here = (place >= 0) & (place < entries)
-    index = tl.where(inside | ~valid, tl.where(here, place, ELSEWHERE), -1)
-    tl.store(index_ptr + token, index.to(tl.int32), mask=mask)
-    tl.store(key_ptr + token, tl.where(valid & inside & here, place, entries).to(tl.int32), mask=mask)
+    This device has the ids shard_start ≤ y < shard_start + entries of ``vocab``. class_weight is k by id or, BY_TOKEN,
+    k_y by token; None: 1.
 
-
-@triton.jit(do_not_specialize=["tokens"])
-def compact_kernel(
-    valid_ptr, weight_ptr, target_ptr, class_weight_ptr, order_ptr, count_ptr, relative_ptr, summary_ptr,
-    tokens, scale, MEAN: tl.constexpr, HAS_CLASS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: order = the valid tokens, then the ignored ones, each in their own order; count = how many valid.
-
-    summary = [what the sum of the losses is multiplied by: 1 / Σ t k_y for a mean, 0 where no token counts; m · scale];
-    relative = t / m, where m is the largest finite |t|, or 1.
+    order = the valid tokens, then the ignored ones, each in their own order; count = how many are valid.
+    norm is what the sum of the losses is multiplied by: for a MEAN 1 / Σ t k_y, or 0 where no token counts. m is the
+    largest finite |t|, or 1; relative = t / m; units = [m · scale, norm · m · scale].
     """
     count = 0
     total = tl.zeros((BLOCK,), tl.float32)
@@ -108,17 +93,29 @@ def compact_kernel(
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        keep = (tl.load(valid_ptr + token, mask=token < tokens, other=0) != 0).to(tl.int32)
+        mask = token < tokens
+        target, valid, weight = given_token(given_ptr, given_weight_ptr, token, mask, ignore_index)
+        inside = (target >= 0) & (target < vocab)
+        target = tl.where(valid & inside, target, 0)
+        tl.store(target_ptr + token, target, mask=mask)
+        tl.store(valid_ptr + token, valid.to(tl.int8), mask=mask)
+        tl.store(inside_ptr + token, (inside | ~valid).to(tl.int8), mask=mask)
+        tl.store(weight_ptr + token, weight, mask=mask)
+        place = target - shard_start
+        here = (place >= 0) & (place < entries)
+        index = tl.where(inside | ~valid, tl.where(here, place, ELSEWHERE), -1)
+        tl.store(index_ptr + token, index.to(tl.int32), mask=mask)
+        tl.store(key_ptr + token, tl.where(valid & inside & here, place, entries).to(tl.int32), mask=mask)
+        keep = (valid & mask).to(tl.int32)
         tl.store(order_ptr + count + tl.cumsum(keep, 0) - 1, token, mask=keep != 0)
         count += tl.sum(keep, 0)
-        weight = tl.load(weight_ptr + token, mask=token < tokens, other=0.0)
         size = tl.abs(weight)
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
         if MEAN:
-            if HAS_CLASS:
-                target = tl.load(target_ptr + token, mask=token < tokens, other=0)
+            if class_weight_ptr is not None:
+                k_place = token if BY_TOKEN else target
                 # An ignored token stands for id 0, whose weight may be no number.
-                weight = weight * tl.load(class_weight_ptr + target, mask=keep != 0, other=0.0)
+                weight = weight * tl.load(class_weight_ptr + k_place, mask=keep != 0, other=0.0)
             total += weight
             counting = tl.maximum(counting, (weight != 0).to(tl.int32))
     tl.store(count_ptr, count)
@@ -127,25 +124,38 @@ def compact_kernel(
     norm = 1.0
     if MEAN:
         norm = tl.where(tl.max(counting, 0) > 0, 1.0 / tl.sum(total, 0), 0.0)
-    tl.store(summary_ptr, norm)
-    tl.store(summary_ptr + 1, unit * scale)
+    tl.store(norm_ptr, norm)
+    tl.store(units_ptr, unit * scale)
+    tl.store(units_ptr + 1, norm * (unit * scale))
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        drop = (tl.load(valid_ptr + token, mask=token < tokens, other=1) == 0).to(tl.int32)
+        mask = token < tokens
+        _, valid, weight = given_token(given_ptr, given_weight_ptr, token, mask, ignore_index)
+        drop = (~valid & mask).to(tl.int32)
         tl.store(order_ptr + count + tl.cumsum(drop, 0) - 1, token, mask=drop != 0)
         count += tl.sum(drop, 0)
-        weight = tl.load(weight_ptr + token, mask=token < tokens, other=0.0)
-        tl.store(relative_ptr + token, weight / unit, mask=token < tokens)
+        tl.store(relative_ptr + token, weight / unit, mask=mask)
+
+
+@triton.jit
+def given_token(given_ptr, given_weight_ptr, token, mask, ignore_index):
+    """Tokens' targets as they came, whether they count, and their weights, 0 where they do not."""
+    target = tl.load(given_ptr + token, mask=mask, other=0).to(tl.int64)
+    valid = target != ignore_index
+    weight = tl.full(token.shape, 1.0, tl.float32)
+    if given_weight_ptr is not None:
+        weight = tl.load(given_weight_ptr + token, mask=mask, other=0.0).to(tl.float32)
+    return target, valid, tl.where(valid & mask, weight, 0.0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def upstream_kernel(
-    upstream_ptr, valid_ptr, order_ptr, relative_ptr, token_value_ptr, factor_ptr, target_value_ptr, summary_ptr,
+    upstream_ptr, valid_ptr, order_ptr, relative_ptr, token_value_ptr, factor_ptr, target_value_ptr, largest_ptr,
     unit_ptr, g_ptr, out_token_value_ptr, out_factor_ptr, out_target_value_ptr, tokens, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the row factors for upstream gradients u by token, from those for 1, relative to the largest |u|.
 
-    m = the largest finite |u| of the valid tokens, or 1; unit = m · summary[1]. relative and token_value, by token, and
+    m = the largest finite |u| of the valid tokens, or 1; unit = m · largest. relative and token_value, by token, and
     factor and target_value, by position, are multiplied by u / m, which is 0 for an ignored token.
     """
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -156,7 +166,7 @@ def upstream_kernel(
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
     unit = tl.max(largest, 0)
     unit = tl.where(unit > 0, unit, 1.0)
-    tl.store(unit_ptr, unit * tl.load(summary_ptr + 1))
+    tl.store(unit_ptr, unit * tl.load(largest_ptr))
     for start in range(0, tokens, BLOCK):
         position = start + tl.arange(0, BLOCK)
         mask = position < tokens
@@ -249,7 +259,7 @@ def one_minus_exp(nll):
     return tl.where(rest == 0, nll, tl.where(inside, rest * (-nll / log), rest))
 
 
-@triton.jit(do_not_specialize=["tokens", "length"])
+@triton.jit(do_not_specialize=["tokens", "length", "stride"])
 def known_kernel(
     anchor_ptr, log_total_ptr, factor_ptr, target_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr, order_ptr, unit_ptr,
     out_ptr, tokens, length, stride, BLOCK: tl.constexpr,
@@ -340,7 +350,7 @@ def loss_kernel(
 @triton.jit(do_not_specialize=["first", "chunk"])
 def rows_kernel(
     hidden_ptr, w_ptr, bias_ptr, target_ptr, order_ptr, count_ptr, weighted_rows_ptr, temperature_ptr,
-    x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, flagged_ptr, target_w_ptr,
+    x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, state_ptr, target_w_ptr,
     first, chunk, hidden_stride, w_stride, x_stride, target_w_stride, size, scale, cap,
     DOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr, WEIGHTED: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -383,7 +393,7 @@ def rows_kernel(
         tl.store(anchor_ptr + row, tl.where(exists, z, NO_ROW))
         tl.store(highest_ptr + row, float("-inf"))
         if row == 0:
-            tl.store(flagged_ptr, 0)
+            tl.store(state_ptr + tl.arange(0, STATE), 0)
     if WEIGHTED:
         tl.store(weighted_ptr + token, tl.sum(weighted, 0) * scale, mask=exists)
 
@@ -687,111 +697,189 @@ def logits_kernel(
 # From sums to row factors, and the rescue
 
 
-@triton.jit(do_not_specialize=["first", "chunk", "lines"])
+@triton.jit(do_not_specialize=["first", "chunk", "tokens"])
 def finish_kernel(
     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr, order_ptr, count_ptr,
-    anchor_ptr, row_anchor_ptr, list_ptr, flagged_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr, row_target_ptr, record_ptr,
-    temperature_ptr,
+    anchor_ptr, row_anchor_ptr, list_ptr, state_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr, row_target_ptr, record_ptr,
+    temperature_ptr, x_ptr, w_ptr, bias_ptr, e_ptr, weight_ptr, norm_ptr,
     out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr,
-    out_lowest_ptr, out_squared_ptr, factor_ptr, target_value_ptr, token_value_ptr, first, chunk, lines, keep, z_loss,
-    cap, FLAGGED: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr,
-    FACTORS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CLASS: tl.constexpr,
-    SMOOTH: tl.constexpr, RECORD: tl.constexpr, SHARED: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
+    out_lowest_ptr, out_squared_ptr, factor_ptr, target_value_ptr, token_value_ptr, loss_ptr,
+    tokens, first, chunk, lines, size, columns, x_stride, w_stride, e_stride, e_column_stride, keep, z_loss, scale, cap,
+    STATISTICS: tl.constexpr, SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, STORE: tl.constexpr, LOSS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr,
+    RECORD: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
+    BR: tl.constexpr, BL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BR rows: sum the column tiles' lines in order; write what the forward knows of each token; and with FACTORS
+    """What follows a chunk's first product, in tickets that programs draw in turn. The stages of tickets:
 
-        factor = u = g α / (e_y + s)      value = u T,   T = ((α − β) e_y − β s) / α
+    0. BR rows: sum the column tiles' lines in order; write what the forward knows of each token, 0 of an ignored one;
+       with FACTORS
 
-    value is the target's element of the gradient, which is 0 in e: dX's epilogue adds it by position, dW's product by
-    token.
+           factor = u = g α / (e_y + s)      value = u T,   T = ((α − β) e_y − β s) / α
 
-    A row whose sum passed the threshold goes to ``list`` instead, and comes back with FLAGGED set, anchored anew.
-    row_anchor is the anchor that the exponentials were taken at.
+       and with SCALE_ROWS x = u x, rounded to x's dtype: the operand of dW = eᵀ (u ⊙ x). value is the target's element
+       of the gradient, which is 0 in e: dX's epilogue adds it by position, dW's product by token. A row whose sum
+       passed the threshold goes to ``list`` instead.
+    1. BM listed rows and BN entries: the rows' largest logit, into row_anchor.
+    2. The same tiles: sums, and e with STORE, relative to it.
+    3. BR listed rows: as stage 0, anchored there.
+    4. With LOSS, one ticket: norm · Σ t (nll + z_loss · lse²), of all tokens of the call.
+
+    Mostly no row is listed, and stages 1 to 3 have no tickets. A stage begins when the one before is done. A program
+    waits only for tickets that were drawn before its own. Those are being worked on by programs that run, so no number
+    of programs that run at a time is too small.
 
     Of a sharded call, RECORD: what this rank knows of the rows goes to ``record`` [8, C], in the order of
-    parallel.RECORD, and nowhere else. Then SHARED: the lines are the ranks' records, relative to row_anchor; factor is
-    multiplied by ``share``, which takes this rank's exponentials there; value is 0 where another rank has the target.
+    parallel.RECORD, and nowhere else. Then SHARED, which has stage 0 alone: the lines are the ranks' records, relative
+    to row_anchor; factor is multiplied by ``share``, which takes this rank's exponentials there; value is 0 where
+    another rank has the target.
     """
+    all_rows = tl.minimum(tokens - first, chunk)
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
-    if FLAGGED:
-        rows = tl.load(flagged_ptr)
-    for begin in range(tl.program_id(0) * BR, rows, tl.num_programs(0) * BR):
-        slot = begin + tl.arange(0, BR)
-        exists = slot < rows
-        row = slot
-        if FLAGGED:
-            row = tl.load(list_ptr + slot, mask=exists, other=0)
-        s = tl.zeros((BR,), tl.float32)
-        gaps = tl.zeros((BR,), tl.float32)
-        squares = tl.zeros((BR,), tl.float32)
-        logit_sum = tl.zeros((BR,), tl.float32)
-        highest = tl.full((BR,), float("-inf"), tl.float32)
-        lowest = tl.full((BR,), float("inf"), tl.float32)
-        best = tl.zeros((BR,), tl.int32)
-        for block in range(0, lines, BL):
-            line = block + tl.arange(0, BL)
-            mask = (line < lines)[:, None] & exists[None, :]
-            place = line[:, None] * chunk + row[None, :]
-            s += tl.sum(tl.load(sum_ptr + place, mask=mask, other=0.0), 0)
-            if STATISTICS:
-                gaps += tl.sum(tl.load(gap_ptr + place, mask=mask, other=0.0), 0)
-                lowest = tl.minimum(lowest, tl.min(tl.load(lowest_ptr + place, mask=mask, other=float("inf")), 0))
-                tops = tl.load(highest_ptr + place, mask=mask, other=float("-inf"))
-                top = tl.max(tops, 0)
-                indices = tl.load(argmax_ptr + place, mask=mask, other=BIGGEST_INDEX)
-                first_best = tl.min(tl.where(tops == top[None, :], indices, BIGGEST_INDEX), 0)
-                best = tl.where(top > highest, first_best, best)
-                highest = tl.maximum(highest, top)
-            if SQUARES:
-                squares += tl.sum(tl.load(squares_ptr + place, mask=mask, other=0.0), 0)
-            if SUM_LOGITS:
-                logit_sum += tl.sum(tl.load(logit_sum_ptr + place, mask=mask, other=0.0), 0)
-        target_logit = tl.load(anchor_ptr + row, mask=exists, other=0.0)
-        if FLAGGED or SHARED:
-            anchor = tl.load(row_anchor_ptr + row, mask=exists, other=0.0)
-            done = exists
-        else:
-            anchor = tl.maximum(target_logit, LOWEST_ANCHOR)
-            again = exists & (s > RESCUE_SUM)
-            done = exists & ~again
-            slots = tl.atomic_add(flagged_ptr + tl.zeros((BR,), tl.int32), again.to(tl.int32), mask=again)
-            tl.store(list_ptr + slots, row, mask=again)
-        if RECORD:
-            tl.store(record_ptr + row, anchor, mask=done)
-            tl.store(record_ptr + chunk + row, s, mask=done)
-            if STATISTICS:
-                tl.store(record_ptr + 2 * chunk + row, gaps, mask=done)
-                if not FLAGGED:
-                    tl.store(record_ptr + 3 * chunk + row, highest, mask=exists)
-                    tl.store(record_ptr + 4 * chunk + row, lowest, mask=exists)
-                    tl.store(record_ptr + 5 * chunk + row, best.to(tl.float32, bitcast=True), mask=exists)
-            if SUM_LOGITS:
-                if not FLAGGED:
-                    tl.store(record_ptr + 6 * chunk + row, logit_sum, mask=exists)
-            if SQUARES:
-                tl.store(record_ptr + 7 * chunk + row, squares, mask=done)
-            done = slot < 0
-            exists = slot < 0
-        token = tl.load(order_ptr + first + row, mask=exists, other=0)
+    blocks = tl.cdiv(all_rows, BR)
+    column_tiles = tl.cdiv(columns, BN)
+    ticket = -1
+    end = 0
+    while ticket < end:
+        ticket = tl.atomic_add(state_ptr + (SHARED_TICKETS if SHARED else TICKETS), 1, sem="relaxed")
+        listed = 0
+        if not SHARED:
+            if ticket >= blocks:
+                wait_until(state_ptr + DONE, blocks)
+                listed = tl.load(state_ptr + LISTED)
+        listed_blocks = tl.cdiv(listed, BR)
+        tiles = tl.cdiv(listed, BM) * column_tiles
+        end = blocks + 2 * tiles + listed_blocks
+        stage = (ticket >= blocks).to(tl.int32) + (ticket >= blocks + tiles).to(tl.int32)
+        stage += (ticket >= blocks + 2 * tiles).to(tl.int32) + (ticket >= end).to(tl.int32)
+        if LOSS:
+            end += 1
+        if ticket < end:
+            if stage >= 2:
+                wait_until(state_ptr + DONE + stage - 1, tl.where(stage == 4, listed_blocks, tiles))
+            if (stage == 1) | (stage == 2):
+                tile = tl.where(stage == 1, ticket - blocks, ticket - blocks - tiles)
+                rescue_tile(
+                    tile // column_tiles, tile % column_tiles, stage == 1, listed, x_ptr, w_ptr, bias_ptr,
+                    row_target_ptr, list_ptr, row_anchor_ptr, e_ptr, sum_ptr, gap_ptr, squares_ptr, temperature_ptr,
+                    first, chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale, cap, STORE,
+                    STATISTICS, SQUARES, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_TEMPERATURE, BM, BN, BK, PRECISION, TURNED,
+                )  # fmt: skip
+            elif stage == 4:
+                if LOSS:
+                    sum_losses(
+                        out_target_ptr, out_anchor_ptr, out_total_ptr, weight_ptr, norm_ptr, loss_ptr, tokens, z_loss,
+                        BLOCK,
+                    )  # fmt: skip
+            else:
+                finish_rows(
+                    tl.where(stage == 3, ticket - blocks - 2 * tiles, ticket), stage // 3, rows, all_rows, listed,
+                    sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr, order_ptr,
+                    anchor_ptr, row_anchor_ptr, list_ptr, state_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr,
+                    row_target_ptr, record_ptr, temperature_ptr, x_ptr, out_target_ptr, out_anchor_ptr, out_total_ptr,
+                    out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr, out_lowest_ptr,
+                    out_squared_ptr, factor_ptr, target_value_ptr, token_value_ptr, first, chunk, lines, size, x_stride,
+                    keep, z_loss, cap, STATISTICS, SQUARES, SUM_LOGITS, FACTORS, SCALE_ROWS, HAS_CAP, HAS_TEMPERATURE,
+                    HAS_CLASS, SMOOTH, RECORD, SHARED, BR, BL,
+                )  # fmt: skip
+            if not SHARED:
+                tl.debug_barrier()  # all of the program has written
+                tl.atomic_add(state_ptr + DONE + stage, 1, sem="release")
+
+
+@triton.jit
+def wait_until(counter_ptr, count):
+    """Until so many tickets are done; what their programs wrote is there then."""
+    while tl.atomic_add(counter_ptr, 0, sem="acquire") < count:
+        pass
+
+
+@triton.jit
+def finish_rows(
+    block, from_list, rows, all_rows, listed, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr,
+    squares_ptr, order_ptr, anchor_ptr, row_anchor_ptr, list_ptr, state_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr,
+    row_target_ptr, record_ptr, temperature_ptr, x_ptr, out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr,
+    out_entropy_ptr, out_argmax_ptr, out_highest_ptr, out_lowest_ptr, out_squared_ptr, factor_ptr, target_value_ptr,
+    token_value_ptr, first, chunk, lines, size, x_stride, keep, z_loss, cap, STATISTICS: tl.constexpr,
+    SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr,
+    RECORD: tl.constexpr, SHARED: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """BR rows of stage 0 or, ``from_list``, 3. row_anchor is the anchor that the exponentials were taken at."""
+    slot = block * BR + tl.arange(0, BR)
+    is_listed = (tl.zeros((BR,), tl.int32) + from_list) != 0
+    exists = slot < tl.where(is_listed, listed, rows)
+    row = tl.where(is_listed, tl.load(list_ptr + slot, mask=exists & is_listed, other=0), slot)
+    ignored = (slot >= rows) & (slot < all_rows) & ~is_listed
+    s = tl.zeros((BR,), tl.float32)
+    gaps = tl.zeros((BR,), tl.float32)
+    squares = tl.zeros((BR,), tl.float32)
+    logit_sum = tl.zeros((BR,), tl.float32)
+    highest = tl.full((BR,), float("-inf"), tl.float32)
+    lowest = tl.full((BR,), float("inf"), tl.float32)
+    best = tl.zeros((BR,), tl.int32)
+    for start in range(0, tl.where((from_list != 0) | (block * BR < rows), lines, 0), BL):
+        line = start + tl.arange(0, BL)
+        mask = (line < lines)[:, None] & exists[None, :]
+        place = line[:, None] * chunk + row[None, :]
+        s += tl.sum(tl.load(sum_ptr + place, mask=mask, other=0.0), 0)
+        if STATISTICS:
+            gaps += tl.sum(tl.load(gap_ptr + place, mask=mask, other=0.0), 0)
+            lowest = tl.minimum(lowest, tl.min(tl.load(lowest_ptr + place, mask=mask, other=float("inf")), 0))
+            tops = tl.load(highest_ptr + place, mask=mask, other=float("-inf"))
+            top = tl.max(tops, 0)
+            indices = tl.load(argmax_ptr + place, mask=mask, other=BIGGEST_INDEX)
+            first_best = tl.min(tl.where(tops == top[None, :], indices, BIGGEST_INDEX), 0)
+            best = tl.where(top > highest, first_best, best)
+            highest = tl.maximum(highest, top)
+        if SQUARES:
+            squares += tl.sum(tl.load(squares_ptr + place, mask=mask, other=0.0), 0)
+        if SUM_LOGITS:
+            logit_sum += tl.sum(tl.load(logit_sum_ptr + place, mask=mask, other=0.0), 0)
+    target_logit = tl.load(anchor_ptr + row, mask=exists, other=0.0)
+    anchored = exists if SHARED else exists & is_listed
+    anchor = tl.load(row_anchor_ptr + row, mask=anchored, other=0.0)
+    anchor = tl.where(anchored, anchor, tl.maximum(target_logit, LOWEST_ANCHOR))
+    done = exists
+    if not SHARED:
+        again = exists & ~is_listed & (s > RESCUE_SUM)
+        slots = tl.atomic_add(state_ptr + LISTED + tl.zeros((BR,), tl.int32), again.to(tl.int32), mask=again)
+        tl.store(list_ptr + slots, row, mask=again)
+        done = exists & ~again
+    seen = exists & ~is_listed  # what is not relative to an anchor is known by stage 0
+    if RECORD:
+        tl.store(record_ptr + row, anchor, mask=done)
+        tl.store(record_ptr + chunk + row, s, mask=done)
+        if STATISTICS:
+            tl.store(record_ptr + 2 * chunk + row, gaps, mask=done)
+            tl.store(record_ptr + 3 * chunk + row, highest, mask=seen)
+            tl.store(record_ptr + 4 * chunk + row, lowest, mask=seen)
+            tl.store(record_ptr + 5 * chunk + row, best.to(tl.float32, bitcast=True), mask=seen)
+        if SUM_LOGITS:
+            tl.store(record_ptr + 6 * chunk + row, logit_sum, mask=seen)
+        if SQUARES:
+            tl.store(record_ptr + 7 * chunk + row, squares, mask=done)
+    else:
+        token = tl.load(order_ptr + first + row, mask=exists | ignored, other=0)
         e_target = tl.exp2((target_logit - anchor) * LOG2E)
         total = s + e_target
         log_total = tl.where(anchor == target_logit, log1p(s), tl.log(total))
-        tl.store(out_target_ptr + token, target_logit, mask=done)
-        tl.store(out_anchor_ptr + token, anchor, mask=done)
-        tl.store(out_total_ptr + token, log_total, mask=done)
+        put_result(out_target_ptr, token, target_logit, done, ignored)
+        put_result(out_anchor_ptr, token, anchor, done, ignored)
+        put_result(out_total_ptr, token, log_total, done, ignored)
         if STATISTICS:
             target_gap = tl.maximum(target_logit - anchor, LOWEST_GAP)
-            tl.store(out_entropy_ptr + token, log_total - (gaps + e_target * target_gap) / total, mask=done)
-            if not FLAGGED:
-                tl.store(out_argmax_ptr + token, best, mask=exists)
-                tl.store(out_highest_ptr + token, highest, mask=exists)
-                tl.store(out_lowest_ptr + token, lowest, mask=exists)
+            entropy = log_total - (gaps + e_target * target_gap) / total
+            put_result(out_entropy_ptr, token, entropy, done, ignored)
+            put_result(out_argmax_ptr, token, best, seen, ignored)
+            put_result(out_highest_ptr, token, highest, seen, ignored)
+            put_result(out_lowest_ptr, token, lowest, seen, ignored)
         if SQUARES:
             scaled = SQUARED_SCALE * total
-            tl.store(out_squared_ptr + token, squares / scaled / scaled, mask=done)
+            put_result(out_squared_ptr, token, squares / scaled / scaled, done, ignored)
         if SUM_LOGITS:
-            if not FLAGGED:
-                tl.store(out_weighted_ptr + token, logit_sum, mask=exists)
+            put_result(out_weighted_ptr, token, logit_sum, seen, ignored)
         if FACTORS:
             k = 1.0
             if HAS_CLASS:
@@ -816,6 +904,89 @@ def finish_kernel(
             tl.store(factor_ptr + row, u, mask=done)
             tl.store(target_value_ptr + row, value, mask=done)
             tl.store(token_value_ptr + token, value, mask=done)
+            if SCALE_ROWS:
+                scale_rows(x_ptr, x_stride, row, u, done, size, 8192 // BR)
+
+
+@triton.jit
+def put_result(out_ptr, token, value, done, ignored):
+    """A result of rows that are done, and 0 of ignored tokens."""
+    tl.store(out_ptr + token, tl.where(ignored, 0, value), mask=done | ignored)
+
+
+@triton.jit
+def scale_rows(x_ptr, x_stride, row, factor, mask, size, BC: tl.constexpr):
+    """x = factor · x in place, for some rows."""
+    for start in range(0, size, BC):
+        column = start + tl.arange(0, BC)
+        place = x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :]
+        here = mask[:, None] & (column < size)[None, :]
+        x = tl.load(place, mask=here, other=0.0).to(tl.float32) * factor[:, None]
+        tl.store(place, x.to(x_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def sum_losses(
+    target_logit_ptr, anchor_ptr, log_total_ptr, weight_ptr, norm_ptr, loss_ptr, tokens, z_loss, BLOCK: tl.constexpr
+):
+    """loss = norm · Σ t (nll + z_loss · lse²). The weight t of an ignored token is 0, and so are its other numbers."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, tokens, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        mask = token < tokens
+        anchor = tl.load(anchor_ptr + token, mask=mask, other=0.0)
+        log_total = tl.load(log_total_ptr + token, mask=mask, other=0.0)
+        loss = (anchor - tl.load(target_logit_ptr + token, mask=mask, other=0.0)) + log_total
+        loss += z_loss * (anchor + log_total) * (anchor + log_total)
+        total += loss * tl.load(weight_ptr + token, mask=mask, other=0.0)
+    tl.store(loss_ptr, tl.sum(total, 0) * tl.load(norm_ptr))
+
+
+@triton.jit
+def rescue_tile(
+    m, n, is_maximum, listed, x_ptr, w_ptr, bias_ptr, row_target_ptr, list_ptr, row_anchor_ptr, e_ptr, sum_ptr, gap_ptr,
+    squares_ptr, temperature_ptr, first, chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale,
+    cap, STORE: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Tile (m, n) of the listed rows' logits once more, by pointers: their maximum, or sums and e relative to it."""
+    slot = m * BM + tl.arange(0, BM)
+    exists = slot < listed
+    row = tl.load(list_ptr + slot, mask=exists, other=0).to(tl.int64)
+    column = n * BN + tl.arange(0, BN)
+    here = column < columns
+    z = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, size, BK):
+        d = k + tl.arange(0, BK)
+        a_place = x_ptr + row[:, None] * x_stride + d[None, :]
+        a = tl.load(a_place, mask=exists[:, None] & (d < size)[None, :], other=0.0)
+        b_place = w_ptr + weight_place(column[None, :], d[:, None], w_stride, TURNED)
+        b = tl.load(b_place, mask=here[None, :] & (d < size)[:, None], other=0.0)
+        z = dot(a, b, z, PRECISION)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
+    z_scale, z_cap = tempered(temperature_ptr, first + row[:, None], exists[:, None], scale, cap, HAS_TEMPERATURE)
+    z = capped(z, z_scale, z_cap, HAS_SCALE or HAS_TEMPERATURE, HAS_CAP)
+    if is_maximum:
+        top = tl.max(tl.where(here[None, :], z, float("-inf")), 1)
+        tl.atomic_max(row_anchor_ptr + row, top, mask=exists)
+    else:
+        target = tl.load(row_target_ptr + row, mask=exists, other=-1)
+        anchor = tl.load(row_anchor_ptr + row, mask=exists, other=0.0)
+        gap = z - anchor[:, None]
+        e = tl.where((column[None, :] == target[:, None]) | ~here[None, :], 0.0, tl.exp2(gap * LOG2E))
+        tl.store(sum_ptr + n * chunk + row, tl.sum(e, 1), mask=exists)
+        if STATISTICS:
+            tl.store(gap_ptr + n * chunk + row, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=exists)
+        if SQUARES:
+            squares = tl.sum(e * e, 1) * (SQUARED_SCALE * SQUARED_SCALE)
+            tl.store(squares_ptr + n * chunk + row, squares, mask=exists)
+        if STORE:
+            if HAS_CAP:
+                e = e * (1.0 - (z / z_cap) * (z / z_cap))
+            place = e_ptr + row[:, None] * e_stride + column.to(tl.int64)[None, :] * e_column_stride
+            tl.store(place, e.to(e_ptr.dtype.element_ty), mask=exists[:, None] & here[None, :])
 
 
 @triton.jit
@@ -825,62 +996,6 @@ def log1p(s):
     difference = one_more - 1.0
     safe = tl.where((difference == 0) | (difference == float("inf")), 1.0, difference)
     return tl.where(difference == 0, s, tl.where(s == float("inf"), s, tl.log(one_more) * (s / safe)))
-
-
-@triton.jit(do_not_specialize=["chunk"])
-def rescue_kernel(
-    x_ptr, w_ptr, bias_ptr, row_target_ptr, list_ptr, flagged_ptr, row_anchor_ptr, e_ptr, sum_ptr, gap_ptr,
-    squares_ptr, temperature_ptr, chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale, cap,
-    MAXIMUM: tl.constexpr, STORE: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr, PRECISION: tl.constexpr,
-    TURNED: tl.constexpr,
-):  # fmt: skip
-    """The listed rows once more, by pointers: first (MAXIMUM) their largest logit, then sums and e relative to it.
-
-    One program owns every PROGRAMS-th tile [BM listed rows, BN entries]; with nothing listed it ends at once.
-    """
-    listed = tl.load(flagged_ptr)
-    row_tiles = tl.cdiv(listed, BM)
-    column_tiles = tl.cdiv(columns, BN)
-    for tile in range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
-        n = tile % column_tiles
-        slot = (tile // column_tiles) * BM + tl.arange(0, BM)
-        exists = slot < listed
-        row = tl.load(list_ptr + slot, mask=exists, other=0).to(tl.int64)
-        column = n * BN + tl.arange(0, BN)
-        here = column < columns
-        z = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, size, BK):
-            d = k + tl.arange(0, BK)
-            a_place = x_ptr + row[:, None] * x_stride + d[None, :]
-            a = tl.load(a_place, mask=exists[:, None] & (d < size)[None, :], other=0.0)
-            b_place = w_ptr + weight_place(column[None, :], d[:, None], w_stride, TURNED)
-            b = tl.load(b_place, mask=here[None, :] & (d < size)[:, None], other=0.0)
-            z = dot(a, b, z, PRECISION)
-        if HAS_BIAS:
-            z += tl.load(bias_ptr + column, mask=here, other=0.0).to(tl.float32)[None, :]
-        z_scale, z_cap = tempered(temperature_ptr, row[:, None], exists[:, None], scale, cap, HAS_TEMPERATURE)
-        z = capped(z, z_scale, z_cap, HAS_SCALE or HAS_TEMPERATURE, HAS_CAP)
-        if MAXIMUM:
-            top = tl.max(tl.where(here[None, :], z, float("-inf")), 1)
-            tl.atomic_max(row_anchor_ptr + row, top, mask=exists)
-        else:
-            target = tl.load(row_target_ptr + row, mask=exists, other=-1)
-            anchor = tl.load(row_anchor_ptr + row, mask=exists, other=0.0)
-            gap = z - anchor[:, None]
-            e = tl.where((column[None, :] == target[:, None]) | ~here[None, :], 0.0, tl.exp2(gap * LOG2E))
-            tl.store(sum_ptr + n * chunk + row, tl.sum(e, 1), mask=exists)
-            if STATISTICS:
-                tl.store(gap_ptr + n * chunk + row, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=exists)
-            if SQUARES:
-                squares = tl.sum(e * e, 1) * (SQUARED_SCALE * SQUARED_SCALE)
-                tl.store(squares_ptr + n * chunk + row, squares, mask=exists)
-            if STORE:
-                if HAS_CAP:
-                    e = e * (1.0 - (z / z_cap) * (z / z_cap))
-                place = e_ptr + row[:, None] * e_stride + column.to(tl.int64)[None, :] * e_column_stride
-                tl.store(place, e.to(e_ptr.dtype.element_ty), mask=exists[:, None] & here[None, :])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1281,12 +1396,13 @@ def column_sums_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def sort_kernel(
-    key_ptr, value_ptr, sorted_ptr, token_ptr, sorted_value_ptr, bounds_ptr, tokens, vocab, edges,
-    BI: tl.constexpr, BJ: tl.constexpr,
+    key_ptr, value_ptr, sorted_ptr, token_ptr, sorted_value_ptr, bounds_ptr, unit_ptr, upstream_ptr, scale_ptr, tokens,
+    vocab, edges, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """BI tokens a program: each goes to its place among the sorted keys, with its value; tokens of one key in their own
     order. Further programs find the bounds: the first place whose key is at least 0, TARGET_GRAIN, 2 · TARGET_GRAIN, …
-    Where there are no values, keys are sorted alone.
+    Where there are no values, keys are sorted alone. With ``scale`` the first program makes it, unit · upstream: a
+    launch less for a small step.
 
     A token's place is how many come before it, counted by comparing it with every other: N² comparisons, which for few
     tokens is less than the launches of a sort. A bound is the place of a key that comes before all that are equal."""
@@ -1308,6 +1424,9 @@ def sort_kernel(
     if value_ptr is not None:
         tl.store(sorted_value_ptr + place, tl.load(value_ptr + i, mask=is_token, other=0.0), mask=is_token)
         tl.store(bounds_ptr + i, place, mask=is_bound)
+    if scale_ptr is not None:
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr, tl.load(unit_ptr) * tl.load(upstream_ptr))
 
 
 @triton.jit(do_not_specialize=["tokens", "chunk", "late"])

@@ -53,6 +53,9 @@ def waiting_layout(tokens: int, size: int, dtype: torch.dtype) -> Layout:
     return {"waiting": (shape, torch.int16), "waiting_low": (shape, torch.int8)}
 
 
+NO_SCALARS: dict[str, Tensor | None] = dict.fromkeys(("unit_ptr", "upstream_ptr", "scale_ptr"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Targets:
     """The targets' elements of the gradient, sorted by target. Tokens of one target keep their own order, so that every
@@ -64,8 +67,9 @@ class Targets:
     bounds: Tensor  # int32: the first place whose target is at least 0, TARGET_GRAIN, 2 · TARGET_GRAIN, …
 
     @classmethod
-    def of(cls, c: KernelCall, keys: Tensor, by_token: Tensor) -> Targets:
-        """keys: every token's target, V for what is not in the vocabulary; by_token: its element."""
+    def of(cls, c: KernelCall, keys: Tensor, by_token: Tensor, **scalars: Tensor) -> Targets:
+        """keys: every token's target, V for what is not in the vocabulary; by_token: its element. scalars: of up to
+        MOST_RANKED tokens what else kernels.sort_kernel makes."""
         end, grain = round_up(c.vocab, COLUMN_BLOCK), kernels.TARGET_GRAIN.value  # whole tiles and blocks
         edges = end // grain + 1
         if c.tokens > MOST_RANKED:
@@ -79,6 +83,7 @@ class Targets:
         c.launch(
             kernels.sort_kernel, cdiv(c.tokens, 16) + cdiv(edges, 16), key_ptr=keys, value_ptr=by_token,
             sorted_ptr=key, token_ptr=token, sorted_value_ptr=value, bounds_ptr=bounds, edges=edges, BI=16, BJ=512,
+            **(NO_SCALARS | scalars),
         )  # fmt: skip
         return cls(key, token, value, bounds)
 
@@ -139,7 +144,7 @@ def _sorted(c: KernelCall, keys: Tensor) -> tuple[Tensor, Tensor]:
         torch.sort(keys, stable=True, out=(key, place))  # a repeated step needs memory that is there
         return key, place
     place = c.empty(c.tokens, torch.int32)
-    nothing = {"value_ptr": None, "sorted_value_ptr": None, "bounds_ptr": None, "edges": 0}
+    nothing = {"value_ptr": None, "sorted_value_ptr": None, "bounds_ptr": None, "edges": 0, **NO_SCALARS}
     c.launch(
         kernels.sort_kernel, cdiv(c.tokens, 16), key_ptr=keys, sorted_ptr=key, token_ptr=place, **nothing, BI=16, BJ=512
     )
@@ -177,6 +182,7 @@ class GradientProducts:
     ) -> None:  # fmt: skip
         """``weight``: dW, if its memory is there already."""
         self.call, self.needs, self.smoothing, self.g, self.unit = c, needs, smoothing, g, unit
+        self.last_targets: Targets | None = None
         self.hidden_sum: Tensor | None = None
         self.is_hidden_made = False
         self.waiting: Tensor | None = None
@@ -244,7 +250,23 @@ class GradientProducts:
         c, grouped = self.call, self.grouped_targets
         if grouped is not None:
             return grouped.of_chunk(c, first, by_token)
-        return Targets.of(c, c.inputs.key, by_token) if last else None
+        if last and self.last_targets is None:
+            self.last_targets = Targets.of(c, c.inputs.key, by_token)
+        return self.last_targets
+
+    @property
+    def _wants_targets(self) -> bool:
+        return self.call.tokens > 0 and (bool(self.needs.weight) or self.bias is not None)
+
+    def scale_for(self, upstream: Tensor, factors: Factors) -> Tensor:
+        """unit · upstream, made by the kernel that sorts the last chunk's targets, if there is one."""
+        c = self.call
+        if c.tokens > MOST_RANKED or not self._wants_targets or self.grouped_targets is not None:
+            return self.unit * upstream
+        scale = torch.empty_like(self.unit)
+        scalars = {"unit_ptr": self.unit, "upstream_ptr": upstream, "scale_ptr": scale}
+        self.last_targets = Targets.of(c, c.inputs.key, factors.token_value, **scalars)
+        return scale
 
     def add_smooth_x(self, first: int, x: Tensor) -> None:
         """Σ_i g_i x_i of the chunk, from x as it came."""
@@ -276,7 +298,7 @@ class GradientProducts:
     ) -> None:
         """The products of a block e over ``entries``; scale: this is the last block of a result, and what it lacks."""
         c, targets = self.call, None
-        if factors is not None and c.tokens and (self.needs.weight or self.bias is not None):
+        if factors is not None and self._wants_targets:
             targets = self._targets(first, factors.token_value, scale is not None)
         if self.bias is not None:
             factor = None if factors is None else factors.factor[first:]

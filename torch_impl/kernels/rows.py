@@ -43,7 +43,9 @@ class Rows(Inputs):
     order: Tensor  # [N] int32: the valid tokens, then the ignored ones
     count: Tensor  # [1] int32: how many are valid
     relative: Tensor  # [N] token_weight over the largest of them, divided by the token's temperature
-    summary: Tensor  # [2]: 1 / Σ t k_y (1 for a sum), and logit_scale times the largest token weight
+    norm: Tensor  # []: 1 / Σ t k_y (1 for a sum)
+    largest: Tensor  # []: logit_scale times the largest token weight
+    unit: Tensor  # []: norm times largest
     class_index: Tensor  # [N] int64: where class_table has k_y
     class_table: Tensor | None
 
@@ -56,33 +58,28 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
     inside, key = torch.empty_like(flag), torch.empty_like(whole)
     order, count = (torch.empty(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
-    weights, relative, summary = (torch.empty(n, device=device) for n in (tokens, tokens, 2))
+    weights, relative, units, norm = (torch.empty(n, device=device) for n in (tokens, tokens, 2, ()))
     class_weight = None if class_weight is None else class_weight.float().contiguous()
     shard, shared = shard or parallel.whole(vocab), None
     target, class_index, class_table = wide, wide, class_weight
+    values: dict[str, Any] = {
+        "given_ptr": flat, "given_weight_ptr": None if token_weight is None else token_weight.reshape(-1),
+        "class_weight_ptr": None if shard.split else class_weight, "target_ptr": wide,
+        "valid_ptr": flag.view(torch.int8), "inside_ptr": inside.view(torch.int8), "weight_ptr": weights,
+        "index_ptr": whole, "key_ptr": key, "order_ptr": order, "count_ptr": count, "relative_ptr": relative,
+        "norm_ptr": norm, "units_ptr": units, "tokens": tokens, "vocab": shard.vocab, "shard_start": shard.start,
+        "entries": vocab, "ignore_index": options.ignore_index, "scale": float(options.logit_scale),
+        "MEAN": options.reduction == "mean", "BY_TOKEN": False,
+        "BLOCK": TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, "num_warps": 16,
+    }  # fmt: skip
     with on_device(device):
-        if tokens:
-            values: dict[str, Any] = {
-                "given_ptr": flat, "given_weight_ptr": None if token_weight is None else token_weight.reshape(-1),
-                "target_ptr": wide, "valid_ptr": flag.view(torch.int8), "inside_ptr": inside.view(torch.int8),
-                "weight_ptr": weights, "index_ptr": whole, "key_ptr": key, "tokens": tokens, "vocab": shard.vocab,
-                "shard_start": shard.start, "entries": vocab, "ignore_index": options.ignore_index,
-                "HAS_WEIGHT": token_weight is not None, "BLOCK": TOKEN_BLOCK,
-            }  # fmt: skip
-            launch_named(kernels.prepare_kernel, (cdiv(tokens, TOKEN_BLOCK),), values)
+        launch_named(kernels.prepare_kernel, (1,), values)
         if shard.split:
             target = shard.local_ids(wide, vocab)
             shared = chunk.shared_classes(shard, class_weight, target)
-            if shared is not None:
-                class_index, class_table = torch.arange(tokens, device=device), shared
-        values = {
-            "valid_ptr": flag.view(torch.int8), "weight_ptr": weights, "target_ptr": class_index,
-            "class_weight_ptr": class_table, "order_ptr": order, "count_ptr": count, "relative_ptr": relative,
-            "summary_ptr": summary, "tokens": tokens, "scale": float(options.logit_scale),
-            "MEAN": options.reduction == "mean", "HAS_CLASS": class_weight is not None,
-            "BLOCK": TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, "num_warps": 16,
-        }  # fmt: skip
-        launch_named(kernels.compact_kernel, (1,), values)
+        if shared is not None:  # once more, for the mean
+            class_index, class_table = torch.arange(tokens, device=device), shared
+            launch_named(kernels.prepare_kernel, (1,), values | {"class_weight_ptr": shared, "BY_TOKEN": True})
     if temperature is not None:
         temperature = temperature.reshape(-1).float().masked_fill(~flag, 1.0)
         relative = relative / temperature
@@ -90,8 +87,8 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight=weight.to(dtype),
         bias=None if bias is None else bias.to(dtype), ids=wide, target=target, valid=flag, inside=inside,
         token_weight=weights, class_weight=class_weight, shard=shard, shared_classes=shared, index=whole, key=key,
-        order=order, count=count, relative=relative, summary=summary, class_index=class_index, class_table=class_table,
-        temperature=temperature,
+        order=order, count=count, relative=relative, norm=norm, largest=units[0], unit=units[1],
+        class_index=class_index, class_table=class_table, temperature=temperature,
     )  # fmt: skip
 
 
@@ -99,7 +96,7 @@ def normalizer(inputs: Rows, options: LossOptions, given: Tensor | float | None)
     """:func:`chunk.normalizer`."""
     if options.reduction == "mean" and given is not None:
         return chunk.normalizer(inputs, options, given)
-    return inputs.summary[0]
+    return inputs.norm
 
 
 def log_probs(inputs: Rows, sums: TokenSums) -> tuple[Tensor, Tensor | None]:
@@ -143,6 +140,8 @@ def losses(inputs: Rows, options: LossOptions, sums: TokenSums) -> Tensor:
 
 def total_loss(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor) -> Tensor:
     """:func:`chunk.total_loss`, summed in a fixed order."""
+    if sums.total is not None:
+        return sums.total
     out = torch.empty((), device=norm.device)
     _launch_losses(inputs, options, sums, norm, out)
     return out

@@ -35,6 +35,10 @@ LINES = {
 }
 
 
+# Rows that a program of finish_kernel takes at a time: few up to TOKEN_BLOCK tokens, so that many programs run.
+FEW_ROWS, MANY_ROWS = 4, 16
+
+
 @dataclasses.dataclass(frozen=True)
 class Factors:
     """What turns sums into row factors, and the factors themselves, by position. g is relative to ``unit``."""
@@ -54,7 +58,7 @@ class Factors:
             c.launch(
                 kernels.upstream_kernel, 1, upstream_ptr=upstream, valid_ptr=c.inputs.valid.view(torch.int8),
                 relative_ptr=self.g, token_value_ptr=self.token_value, factor_ptr=self.factor,
-                target_value_ptr=self.target_value, summary_ptr=c.inputs.summary, unit_ptr=unit,
+                target_value_ptr=self.target_value, largest_ptr=c.inputs.largest, unit_ptr=unit,
                 **{("" if name == "g" else "out_") + f"{name}_ptr": tensor for name, tensor in new.items()},
                 BLOCK=TURN_BLOCK if c.tokens > TOKEN_BLOCK else TOKEN_BLOCK, num_warps=16,
             )  # fmt: skip
@@ -96,7 +100,8 @@ def known_by_position(c: KernelCall, known: KnownRows) -> tuple[dict[str, Tensor
 class Sums:
     """The forward's sums per token, and the lines of partial sums that they are made from."""
 
-    def __init__(self, call: KernelCall, statistics: Statistics) -> None:
+    def __init__(self, call: KernelCall, statistics: Statistics, norm: Tensor | None = None) -> None:
+        """norm: of a loss that is a sum."""
         o = call.options
         # The extremes cost the kernels little beside the entropy, so these have one switch.
         self.call, self.statistics, self.squares = call, bool(statistics), statistics is True
@@ -119,22 +124,26 @@ class Sums:
             "squares_ptr": line(self.squares),
         }
         self.highest, self.list = call.empty(call.chunk), call.empty(call.chunk, torch.int32)
-        self.flagged = call.empty(1, torch.int32)
+        self.state = call.empty(kernels.STATE.value, torch.int32)
 
         def vector(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            return torch.zeros(call.tokens, dtype=dtype, device=call.device) if wanted else None
+            return call.empty(call.tokens, dtype) if wanted else None
 
-        always = (torch.zeros(call.tokens, device=call.device) for _ in range(3))
-        self.target_logit, self.out_anchor, self.log_total = always
-        self.weighted = vector(o.label_smoothing > 0)
+        self.target_logit, self.out_anchor, self.log_total = (call.empty(call.tokens) for _ in range(3))
+        # Of a separable loss its numbers come before the product, and those of ignored tokens not at all.
+        self.weighted = torch.zeros(call.tokens, device=call.device) if o.label_smoothing else None
         self.entropy, self.max_logit, self.min_logit = (vector(self.statistics) for _ in range(3))
         self.argmax, self.others_squared = vector(self.statistics, torch.int32), vector(self.squares)
+        # Losses with other options, and of several ranks, have a kernel of their own.
+        plain = norm is not None and call.tokens and not (o.label_smoothing or call.shard.split)
+        self.norm = norm if plain and call.inputs.class_weight is None else None
+        self.total = None if self.norm is None else torch.empty_like(self.norm)
 
     def gather(self, first: int, x: Tensor) -> None:
         """The chunk's hidden states into x, its anchors, and label smoothing's share of the loss."""
         c, s = self.call, self.smoothing
         c.gather(
-            first, x, anchor_ptr=c.anchor[first:], highest_ptr=self.highest, flagged_ptr=self.flagged,
+            first, x, anchor_ptr=c.anchor[first:], highest_ptr=self.highest, state_ptr=self.state,
             weighted_rows_ptr=s.weighted_rows if s else None, weighted_ptr=self.weighted,
         )  # fmt: skip
         c.shard.sum(c.anchor[first : first + c.chunk])
@@ -144,17 +153,17 @@ class Sums:
         c = self.call
         c.logits(first, x, e, slice(0, c.vocab), mode=0 if e is None else 1, partial=self.partial)
 
-    def finish(self, first: int, x: Tensor, e: Tensor | None, factors: Factors | None) -> None:
-        """Sums to results; rows whose exponents grew too large once more, anchored at their maximum."""
+    def finish(
+        self, first: int, x: Tensor, e: Tensor | None, factors: Factors | None, scale_rows: bool = False
+    ) -> None:
+        """Sums to results; rows whose exponents grew too large once more, anchored at their maximum. ``scale_rows``:
+        x becomes u ⊙ x, for dW."""
         split = self.call.shard.split
         record = self.call.empty(len(parallel.RECORD), self.call.chunk) if split else None
         own = None if split else factors
-        self._finish(first, own, flagged=False, record=record)
-        self._rescue(first, x, e, maximum=True)
-        self._rescue(first, x, e, maximum=False)
-        self._finish(first, own, flagged=True, record=record)
+        self._finish(first, x, e, own, scale_rows, record=record)
         if record is not None:
-            self._finish(first, factors, flagged=False, lines=self._exchange(record))
+            self._finish(first, x, e, factors, scale_rows, lines=self._exchange(record))
 
     def _exchange(self, record: Tensor) -> parallel.Lines:
         """The records of all ranks; ``record`` [fields, C] is this one's."""
@@ -165,25 +174,30 @@ class Sums:
         return parallel.exchange(self.call.shard, mine)
 
     def _finish(
-        self, first: int, factors: Factors | None, flagged: bool, record: Tensor | None = None,
-        lines: parallel.Lines | None = None,
+        self, first: int, x: Tensor, e: Tensor | None, factors: Factors | None, scale_rows: bool,
+        record: Tensor | None = None, lines: parallel.Lines | None = None,
     ) -> None:  # fmt: skip
         c, o, f = self.call, self.call.options, factors
         read: Mapping[str, Tensor | None] = self.partial
         if lines is not None:
             parts = {pointer: lines.sums.get(name) for pointer, name in LINES.items()}
             read = {pointer: None if part is None else part.contiguous() for pointer, part in parts.items()}
+        many = c.tokens > TOKEN_BLOCK
+        rows, norm = MANY_ROWS if many else FEW_ROWS, self.norm if first + c.chunk >= c.tokens else None
+        blocks = cdiv(c.chunk, rows)
         c.launch(
-            kernels.finish_kernel, 8 if flagged else cdiv(c.chunk, 16), **read, **self._written(first, f),
-            anchor_ptr=c.anchor[first:], row_anchor_ptr=self.highest if lines is None else lines.anchor,
-            list_ptr=self.list, flagged_ptr=self.flagged,
+            kernels.finish_kernel, blocks if lines is not None else max(blocks, c.programs), **read,
+            **self._written(first, f), **addresses(x=x, e=e), anchor_ptr=c.anchor[first:],
+            row_anchor_ptr=self.highest if lines is None else lines.anchor, list_ptr=self.list, state_ptr=self.state,
             share_ptr=None if lines is None else lines.share.contiguous(), row_target_ptr=c.row_target[first:],
-            record_ptr=record, first=first,
-            lines=self.lines if lines is None else c.shard.ranks, keep=1.0 - o.label_smoothing, z_loss=o.z_loss,
-            FLAGGED=flagged, STATISTICS=self.statistics, SQUARES=self.squares, SUM_LOGITS=self.sum_logits,
-            FACTORS=f is not None,
+            record_ptr=record, weight_ptr=c.inputs.token_weight, norm_ptr=norm, loss_ptr=self.total, first=first,
+            lines=self.lines if lines is None else c.shard.ranks, columns=c.vocab,
+            e_column_stride=0 if e is None else e.stride(1), keep=1.0 - o.label_smoothing, z_loss=float(o.z_loss),
+            STATISTICS=self.statistics, SQUARES=self.squares, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
+            SCALE_ROWS=f is not None and scale_rows, STORE=e is not None, LOSS=norm is not None,
             HAS_CLASS=f is not None and f.class_weight is not None, SMOOTH=f is not None and f.smooth is not None,
-            RECORD=record is not None, SHARED=lines is not None, BR=16, BL=128,
+            RECORD=record is not None, SHARED=lines is not None, BR=rows, BL=128, BM=16, BN=self.tile.bn,
+            BK=64 // c.dtype.itemsize, BLOCK=TURN_BLOCK if many else TOKEN_BLOCK, num_warps=8, num_stages=2,
         )  # fmt: skip
 
     def _written(self, first: int, factors: Factors | None) -> dict[str, Tensor | None]:
@@ -207,19 +221,6 @@ class Sums:
             "token_value_ptr": f.token_value if f else None,
         }
 
-    def _rescue(self, first: int, x: Tensor, e: Tensor | None, maximum: bool) -> None:
-        c = self.call
-        c.launch(
-            kernels.rescue_kernel, c.programs, **addresses(x=x, e=e), row_target_ptr=c.row_target[first:],
-            temperature_ptr=None if c.temperature is None else c.temperature[first:],
-            list_ptr=self.list, flagged_ptr=self.flagged, row_anchor_ptr=self.highest,
-            sum_ptr=self.partial["sum_ptr"], gap_ptr=self.partial["gap_ptr"],
-            squares_ptr=self.partial["squares_ptr"], SQUARES=self.squares,
-            e_column_stride=0 if e is None else e.stride(1), columns=c.vocab, MAXIMUM=maximum,
-            STORE=e is not None, STATISTICS=self.statistics, BM=16, BN=self.tile.bn,
-            BK=64 // c.dtype.itemsize, num_warps=8,
-        )  # fmt: skip
-
     def result(self) -> TokenSums:
         weighted = self.weighted
         if weighted is not None and self.smoothing is not None:
@@ -228,5 +229,5 @@ class Sums:
             weighted = weighted + (bias if temperature is None else bias / temperature)
         return TokenSums(
             self.target_logit, self.out_anchor, self.log_total, weighted, self.entropy,
-            self.argmax, self.max_logit, self.min_logit, self.others_squared,
+            self.argmax, self.max_logit, self.min_logit, self.others_squared, self.total,
         )  # fmt: skip
