@@ -74,8 +74,8 @@ KNOWN = tl.constexpr(2)  # the gradient's matrix, from lse
 @triton.jit(do_not_specialize=["tokens", "ignore_index", "shard_start"])
 def prepare_kernel(
     given_ptr, given_weight_ptr, class_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
-    order_ptr, count_ptr, relative_ptr, norm_ptr, units_ptr, tokens, vocab, shard_start, entries, ignore_index, scale,
-    MEAN: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+    order_ptr, count_ptr, relative_ptr, norm_ptr, largest_ptr, unit_ptr, tokens, vocab, shard_start, entries,
+    ignore_index, scale, MEAN: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: what torch_impl.call.Inputs knows of each token, two more forms of its target, and their order:
     see rows.Rows.
@@ -85,7 +85,7 @@ def prepare_kernel(
 
     order = the valid tokens, then the ignored ones, each in their own order; count = how many are valid.
     norm is what the sum of the losses is multiplied by: for a MEAN 1 / Σ t k_y, or 0 where no token counts. m is the
-    largest finite |t|, or 1; relative = t / m; units = [m · scale, norm · m · scale].
+    largest finite |t|, or 1; relative = t / m; largest = m · scale; unit = norm · largest.
     """
     count = 0
     total = tl.zeros((BLOCK,), tl.float32)
@@ -125,8 +125,8 @@ def prepare_kernel(
     if MEAN:
         norm = tl.where(tl.max(counting, 0) > 0, 1.0 / tl.sum(total, 0), 0.0)
     tl.store(norm_ptr, norm)
-    tl.store(units_ptr, unit * scale)
-    tl.store(units_ptr + 1, norm * (unit * scale))
+    tl.store(largest_ptr, unit * scale)
+    tl.store(unit_ptr, norm * (unit * scale))
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
         mask = token < tokens

@@ -35,8 +35,9 @@ LINES = {
 }
 
 
-# Rows that a program of finish_kernel takes at a time: few up to TOKEN_BLOCK tokens, so that many programs run.
-FEW_ROWS, MANY_ROWS = 4, 16
+# Rows that a program of finish_kernel takes at a time, and tokens whose losses it adds up in a turn: the same for all
+# calls, for the kernel takes long to compile.
+FINISHED_ROWS, SUMMED_TOKENS = 8, 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def known_by_position(c: KernelCall, known: KnownRows) -> tuple[dict[str, Tensor
         c.launch(
             kernels.known_kernel, 1, **dict.fromkeys(f"{name}_ptr" for name in names) | others,
             factor_ptr=known.factor, target_ptr=known.target, unit_ptr=unit, out_ptr=rows, length=length,
-            stride=rows.stride(0), BLOCK=TURN_BLOCK if c.tokens > TOKEN_BLOCK else TOKEN_BLOCK, num_warps=16,
+            stride=rows.stride(0), BLOCK=TURN_BLOCK, num_warps=16,
         )  # fmt: skip
     present = ("factor_ptr", "target_value_ptr", *others)
     return NOT_KNOWN | dict(zip(present, rows[:, :length].unbind(), strict=True)), unit
@@ -182,9 +183,7 @@ class Sums:
         if lines is not None:
             parts = {pointer: lines.sums.get(name) for pointer, name in LINES.items()}
             read = {pointer: None if part is None else part.contiguous() for pointer, part in parts.items()}
-        many = c.tokens > TOKEN_BLOCK
-        rows, norm = MANY_ROWS if many else FEW_ROWS, self.norm if first + c.chunk >= c.tokens else None
-        blocks = cdiv(c.chunk, rows)
+        blocks, norm = cdiv(c.chunk, FINISHED_ROWS), self.norm if first + c.chunk >= c.tokens else None
         c.launch(
             kernels.finish_kernel, blocks if lines is not None else max(blocks, c.programs), **read,
             **self._written(first, f), **addresses(x=x, e=e), anchor_ptr=c.anchor[first:],
@@ -196,8 +195,8 @@ class Sums:
             STATISTICS=self.statistics, SQUARES=self.squares, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
             SCALE_ROWS=f is not None and scale_rows, STORE=e is not None, LOSS=norm is not None,
             HAS_CLASS=f is not None and f.class_weight is not None, SMOOTH=f is not None and f.smooth is not None,
-            RECORD=record is not None, SHARED=lines is not None, BR=rows, BL=128, BM=16, BN=self.tile.bn,
-            BK=64 // c.dtype.itemsize, BLOCK=TURN_BLOCK if many else TOKEN_BLOCK, num_warps=8, num_stages=2,
+            RECORD=record is not None, SHARED=lines is not None, BR=FINISHED_ROWS, BL=128, BM=16,
+            BN=self.tile.bn, BK=64 // c.dtype.itemsize, BLOCK=SUMMED_TOKENS, num_warps=8, num_stages=2,
         )  # fmt: skip
 
     def _written(self, first: int, factors: Factors | None) -> dict[str, Tensor | None]:
