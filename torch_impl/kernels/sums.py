@@ -196,7 +196,7 @@ class Sums:
             SCALE_ROWS=f is not None and scale_rows, STORE=e is not None, LOSS=norm is not None,
             HAS_CLASS=f is not None and f.class_weight is not None, SMOOTH=f is not None and f.smooth is not None,
             RECORD=record is not None, SHARED=lines is not None, BR=FINISHED_ROWS, BL=128, BM=16,
-            BN=self.tile.bn, BK=16, BLOCK=SUMMED_TOKENS, num_warps=8, num_stages=2,
+            BN=self.tile.bn, BK=16, BLOCK=SUMMED_TOKENS, num_warps=8,
         )  # fmt: skip
 
     def _written(self, first: int, factors: Factors | None) -> dict[str, Tensor | None]:
