@@ -1,6 +1,6 @@
 """The Triton kernels of the target-anchored chunk; torch_impl/kernels/fused.py launches them.
 
-Rows and positions. Ignored tokens are left out: :func:`compact_kernel` lists the valid tokens in ``order`` and their
+Rows and positions. Ignored tokens are left out: :func:`prepare_kernel` lists the valid tokens in ``order`` and their
 number in ``count``, both on the device. A *position* p counts valid tokens; ``order[p]`` is the token. A chunk is the
 positions first ≤ p < first + C; its *row* r is p − first. Kernels read ``count`` and work on the rows that exist, so a
 chunk of ignored tokens costs a launch and nothing more, and the host never waits.
