@@ -108,7 +108,8 @@ def differentiable_once(
                 check(ctx)
             saved = ctx.saved_tensors
             with torch.no_grad():
-                gradients = backward(ctx, saved, *upstream)
+                # A kernel reads memory, in which PyTorch's negative bit is not.
+                gradients = backward(ctx, saved, *(v if v is None else v.resolve_neg() for v in upstream))
             if not torch.is_grad_enabled():
                 return gradients
             depends = [v for v in (*saved, *upstream) if v is not None and v.requires_grad]
