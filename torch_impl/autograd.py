@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from logitless.torch_impl import steps
+from logitless.torch_impl import checks, steps
 from logitless.torch_impl.backend import Waiting
 from logitless.torch_impl.call import NO_GRADIENTS, Arrays, Call, Gradients, Needs
 from logitless.torch_impl.compiled import ops
@@ -109,7 +109,7 @@ def differentiable_once(
             saved = ctx.saved_tensors
             with torch.no_grad():
                 # A kernel reads memory, in which PyTorch's negative bit is not.
-                gradients = backward(ctx, saved, *(v if v is None else v.resolve_neg() for v in upstream))
+                gradients = backward(ctx, saved, *(None if v is None else checks.signed(v) for v in upstream))
             if not torch.is_grad_enabled():
                 return gradients
             depends = [v for v in (*saved, *upstream) if v is not None and v.requires_grad]

@@ -96,8 +96,11 @@ class Backend(Protocol[Prepared]):
     def losses(self, inputs: Prepared, options: LossOptions, sums: TokenSums, /) -> Tensor:
         """[N] the token losses, exactly 0 where ignored."""
 
-    def log_probs(self, inputs: Prepared, sums: TokenSums, /) -> tuple[Tensor, Tensor | None]:
-        """[N] log p(target), and the entropy if it was asked for; exactly 0 where ignored. No two share memory."""
+    def log_probs(self, inputs: Prepared, sums: TokenSums, /) -> Tensor:
+        """[N] log p(target), exactly 0 where ignored."""
+
+    def entropy(self, inputs: Prepared, sums: TokenSums, /) -> Tensor:
+        """[N] the entropy, which is among the sums, exactly 0 where ignored; in memory of its own."""
 
     def log_prob_rows(
         self, inputs: Prepared, options: LossOptions, sums: TokenSums, g_log_prob: Tensor | None,

@@ -312,7 +312,7 @@ class RunningSums:
 def concatenate(parts: list[TokenSums], empty: Tensor) -> TokenSums:
     if not parts:
         nothing = TokenSums(*(empty.clone() for _ in TokenSums._fields))
-        return nothing._replace(argmax=empty.to(torch.int32))
+        return nothing._replace(argmax=empty.to(torch.int32), total=None)
     wanted = [name for name in TokenSums._fields if getattr(parts[0], name) is not None]
     return TokenSums(**{name: torch.cat([getattr(part, name) for part in parts]) for name in wanted})
 
@@ -337,11 +337,15 @@ def losses(inputs: Inputs, options: LossOptions, sums: TokenSums) -> Tensor:
     return numerics.losses(XP, inputs, options, sums)
 
 
-def log_probs(inputs: Inputs, sums: TokenSums) -> tuple[Tensor, Tensor | None]:
-    """log p(target) of every token, [N], and the entropy if it is among the sums; exactly 0 where ignored."""
-    ignored, entropy = ~inputs.valid, sums.entropy
-    log_prob = (-sums.nll).masked_fill(ignored, 0.0)
-    return log_prob, None if entropy is None else entropy.masked_fill(ignored, 0.0)
+def log_probs(inputs: Inputs, sums: TokenSums) -> Tensor:
+    """log p(target) of every token, [N]; exactly 0 where ignored."""
+    return (-sums.nll).masked_fill(~inputs.valid, 0.0)
+
+
+def entropy(inputs: Inputs, sums: TokenSums) -> Tensor:
+    """The entropy of every token, [N]; exactly 0 where ignored."""
+    assert sums.entropy is not None
+    return sums.entropy.masked_fill(~inputs.valid, 0.0)
 
 
 def log_prob_rows(

@@ -39,6 +39,7 @@ from logitless.torch_impl.call import (
     is_turned,
 )
 from logitless.torch_impl.chunk import Smoothing
+from logitless.torch_impl.chunk import entropy as entropy
 from logitless.torch_impl.chunk import log_prob_rows as log_prob_rows
 from logitless.torch_impl.chunk import log_probs as log_probs
 from logitless.torch_impl.chunk import losses as losses

@@ -227,14 +227,14 @@ def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
             sums, waiting = backend.token_gradients(inputs, call.options, call.chunk_plan, needs, False)
         else:
             sums = backend.token_sums(inputs, call.options, call.chunk_plan.forward, call.statistics)
-        log_prob, entropy = backend.log_probs(inputs, sums)
-        found: dict[str, Tensor | None] = {"entropy": entropy}
+        shape = arrays.target.shape
+        log_prob = shaped(backend.log_probs(inputs, sums), shape)
+        found: dict[str, Tensor] = {}
         if call.statistics is True:
             found = numerics.token_stats(XP, inputs, sums)._asdict()
-    shape = arrays.target.shape
-    log_prob = shaped(log_prob, shape)
-    named = (found[name] for name in log_prob_statistics(call.statistics))
-    stats = tuple(shaped(value, shape) for value in named if value is not None)
+        elif call.statistics:
+            found = {"entropy": backend.entropy(inputs, sums)}
+    stats = tuple(shaped(found[name], shape) for name in log_prob_statistics(call.statistics))
     if not needs.any:
         return LogProbs(log_prob, stats, (), waiting)
     more = (getattr(sums, name) for name in kept_sums(call.statistics))

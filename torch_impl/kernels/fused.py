@@ -41,7 +41,16 @@ from logitless.torch_impl.kernels.kernel_call import KernelCall, aligned_rows
 from logitless.torch_impl.kernels.launch import cdiv
 from logitless.torch_impl.kernels.products import GradientProducts, matrix_of, operand_of
 from logitless.torch_impl.kernels.replay import run_step
-from logitless.torch_impl.kernels.rows import Rows, log_prob_rows, log_probs, losses, normalizer, prepare, total_loss
+from logitless.torch_impl.kernels.rows import (
+    Rows,
+    entropy,
+    log_prob_rows,
+    log_probs,
+    losses,
+    normalizer,
+    prepare,
+    total_loss,
+)
 from logitless.torch_impl.kernels.sums import Sums, known_by_position, relative_factors
 from logitless.torch_impl.kernels.tiles import WEIGHT
 
@@ -50,6 +59,7 @@ __all__ = [
     "BUFFER_ALIGNMENT",
     "PRODUCTS_WAIT",
     "SUMS_SLICES",
+    "entropy",
     "held_gradients",
     "held_layout",
     "holds",
@@ -185,7 +195,8 @@ def known_gradients(
     c = KernelCall(inputs, options, plan, needs.into)
     smoothing = Smoothing.prepare(inputs, options, SMOOTHING_BLOCK)
     vectors, unit = known_by_position(c, known)
-    products = GradientProducts(c, needs, smoothing, g if smoothing is None else g / unit, unit)
+    g = g if smoothing is None else g / unit  # which smoothing alone reads
+    products = GradientProducts(c, needs, smoothing, g, unit)
     with c.on_device():
         # x may lie where dX will be, unless dX is made first.
         free = len(plan.token_slices) == 1 and not c.shard.split and not plan.lends

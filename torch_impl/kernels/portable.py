@@ -109,8 +109,7 @@ def prepare_kernel(
         keep = (valid & mask).to(tl.int32)
         tl.store(order_ptr + count + tl.cumsum(keep, 0) - 1, token, mask=keep != 0)
         count += tl.sum(keep, 0)
-        size = tl.abs(weight)
-        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+        largest = larger(largest, weight)
         if MEAN:
             if class_weight_ptr is not None:
                 k_place = token if BY_TOKEN else target
@@ -119,8 +118,7 @@ def prepare_kernel(
             total += weight
             counting = tl.maximum(counting, (weight != 0).to(tl.int32))
     tl.store(count_ptr, count)
-    unit = tl.max(largest, 0)
-    unit = tl.where(unit > 0, unit, 1.0)
+    unit = largest_of(largest)
     norm = 1.0
     if MEAN:
         norm = tl.where(tl.max(counting, 0) > 0, 1.0 / tl.sum(total, 0), 0.0)
@@ -135,6 +133,20 @@ def prepare_kernel(
         tl.store(order_ptr + count + tl.cumsum(drop, 0) - 1, token, mask=drop != 0)
         count += tl.sum(drop, 0)
         tl.store(relative_ptr + token, weight / unit, mask=mask)
+
+
+@triton.jit
+def larger(largest, values):
+    """The larger of both sizes, by element. One that is not finite counts as 0."""
+    size = tl.abs(values)
+    return tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
+
+
+@triton.jit
+def largest_of(largest):
+    """The largest of all sizes; 1 if all are 0."""
+    unit = tl.max(largest, 0)
+    return tl.where(unit > 0, unit, 1.0)
 
 
 @triton.jit
@@ -162,10 +174,8 @@ def upstream_kernel(
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
         valid = tl.load(valid_ptr + token, mask=token < tokens, other=0) != 0
-        size = tl.abs(tl.load(upstream_ptr + token, mask=valid, other=0.0))
-        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
-    unit = tl.max(largest, 0)
-    unit = tl.where(unit > 0, unit, 1.0)
+        largest = larger(largest, tl.load(upstream_ptr + token, mask=valid, other=0.0))
+    unit = largest_of(largest)
     tl.store(unit_ptr, unit * tl.load(largest_ptr))
     for start in range(0, tokens, BLOCK):
         position = start + tl.arange(0, BLOCK)
@@ -186,7 +196,7 @@ def upstream_kernel(
 def log_prob_rows_kernel(
     target_logit_ptr, anchor_ptr, log_total_ptr, entropy_ptr, others_squared_ptr, valid_ptr, temperature_ptr,
     g_log_prob_ptr, g_entropy_ptr, g_lse_ptr, g_squared_ptr, factor_ptr, target_ptr, alpha_ptr, gamma_ptr, delta_ptr,
-    tokens, scale, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, scale, cap, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK tokens: numerics.known_log_prob_rows, from upstream gradients as they came; 0 for an ignored token.
 
@@ -195,21 +205,17 @@ def log_prob_rows_kernel(
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < tokens
     valid = mask & (tl.load(valid_ptr + token, mask=mask, other=0) != 0)
-    cooled = tl.full((BLOCK,), 1.0, tl.float32) * scale
-    if temperature_ptr is not None:
-        cooled = cooled / tl.load(temperature_ptr + token, mask=valid, other=1.0)
-    target_logit = tl.load(target_logit_ptr + token, mask=valid, other=0.0)
-    nll = tl.load(anchor_ptr + token, mask=valid, other=0.0) - target_logit
-    nll += tl.load(log_total_ptr + token, mask=valid, other=0.0)
+    scale, cap = tempered(temperature_ptr, token, valid, scale, cap, HAS_TEMPERATURE)
+    target_logit, nll, _ = known_token(target_logit_ptr, anchor_ptr, log_total_ptr, token, valid)
     nll = tl.where(nll > -LOWEST_GAP, -LOWEST_GAP, nll)  # p log p is 0 where p is 0; a NaN stays
     p, q = tl.exp(-nll), one_minus_exp(nll)
-    g = upstream_of(g_log_prob_ptr, token, valid, cooled)
+    g = upstream_of(g_log_prob_ptr, token, valid, scale, BLOCK)
     target, factor = -q, -g
     if alpha_ptr is not None:
         # Scaled by the row's largest coefficient, so that the matrix holds numbers near probabilities.
-        g_entropy = upstream_of(g_entropy_ptr, token, valid, cooled)
-        g_lse = upstream_of(g_lse_ptr, token, valid, cooled)
-        g_squared = upstream_of(g_squared_ptr, token, valid, cooled)
+        g_entropy = upstream_of(g_entropy_ptr, token, valid, scale, BLOCK)
+        g_lse = upstream_of(g_lse_ptr, token, valid, scale, BLOCK)
+        g_squared = upstream_of(g_squared_ptr, token, valid, scale, BLOCK)
         factor = tl.abs(g) + tl.abs(g_entropy) + tl.abs(g_lse) + tl.abs(g_squared)
         safe = tl.where(factor == 0, 1.0, factor)
         g = g / safe
@@ -232,21 +238,27 @@ def log_prob_rows_kernel(
             tl.store(delta_ptr + token, delta, mask=mask)
         tl.store(alpha_ptr + token, tl.where(valid, alpha, 0.0), mask=mask)
     if HAS_CAP:
-        ratio = target_logit / cap
-        if temperature_ptr is not None:
-            ratio = ratio * tl.load(temperature_ptr + token, mask=valid, other=1.0)
-        target = target * (1.0 - ratio * ratio)
+        target = target * (1.0 - (target_logit / cap) * (target_logit / cap))
     tl.store(factor_ptr + token, factor, mask=mask)
     tl.store(target_ptr + token, tl.where(valid, target, 0.0), mask=mask)
 
 
 @triton.jit
-def upstream_of(g_ptr, token, valid, cooled):
+def upstream_of(g_ptr, token, valid, scale, BLOCK: tl.constexpr):
     """An upstream gradient in the raw logits' unit; 0 where there is none."""
     if g_ptr is not None:
-        return tl.where(valid, tl.load(g_ptr + token, mask=valid, other=0.0) * cooled, 0.0)
+        return tl.where(valid, tl.load(g_ptr + token, mask=valid, other=0.0) * scale, 0.0)
     else:
-        return tl.zeros_like(cooled)
+        return tl.zeros((BLOCK,), tl.float32)
+
+
+@triton.jit
+def known_token(target_logit_ptr, anchor_ptr, log_total_ptr, token, mask):
+    """Tokens' target logits, nll and lse."""
+    target_logit = tl.load(target_logit_ptr + token, mask=mask, other=0.0)
+    anchor = tl.load(anchor_ptr + token, mask=mask, other=0.0)
+    log_total = tl.load(log_total_ptr + token, mask=mask, other=0.0)
+    return target_logit, (anchor - target_logit) + log_total, anchor + log_total
 
 
 @triton.jit
@@ -272,12 +284,9 @@ def known_kernel(
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
         factor = tl.load(factor_ptr + token, mask=token < tokens, other=0.0)
-        size = tl.abs(factor)
-        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
-        size = tl.abs(factor * tl.load(target_ptr + token, mask=token < tokens, other=0.0))
-        largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
-    unit = tl.max(largest, 0)
-    unit = tl.where(unit > 0, unit, 1.0)
+        target = tl.load(target_ptr + token, mask=token < tokens, other=0.0)
+        largest = larger(larger(largest, factor), factor * target)
+    unit = largest_of(largest)
     tl.store(unit_ptr, unit)
     for start in range(0, length, BLOCK):
         position = start + tl.arange(0, BLOCK)
@@ -321,10 +330,8 @@ def loss_kernel(
     for start in range(tl.program_id(0) * BLOCK, stop, BLOCK):
         token = start + tl.arange(0, BLOCK)
         mask = token < tokens
-        anchor = tl.load(anchor_ptr + token, mask=mask, other=0.0)
-        log_total = tl.load(log_total_ptr + token, mask=mask, other=0.0)
-        lse = anchor + log_total
-        loss = keep * ((anchor - tl.load(target_logit_ptr + token, mask=mask, other=0.0)) + log_total)
+        _, nll, lse = known_token(target_logit_ptr, anchor_ptr, log_total_ptr, token, mask)
+        loss = keep * nll
         if HAS_CLASS:
             target = tl.load(target_ptr + token, mask=mask, other=0)
             loss = loss * tl.load(class_weight_ptr + target, mask=mask, other=0.0)
@@ -425,14 +432,9 @@ def target_weight_kernel(
 @triton.jit(do_not_specialize=["first", "chunk"])
 def scale_rows_kernel(x_ptr, factor_ptr, count_ptr, first, chunk, x_stride, size, BLOCK: tl.constexpr):
     """One program, one row: x = factor · x in place, rounded to x's dtype: the operand of dW = eᵀ (u ⊙ x)."""
-    row = tl.program_id(0)
-    if (row < chunk) & (first + row < tl.load(count_ptr)):
-        factor = tl.load(factor_ptr + row)
-        for start in range(0, size, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            place = x_ptr + row.to(tl.int64) * x_stride + column
-            x = tl.load(place, mask=column < size, other=0.0).to(tl.float32) * factor
-            tl.store(place, x.to(x_ptr.dtype.element_ty), mask=column < size)
+    row = tl.program_id(0) + tl.arange(0, 1)
+    exists = (row < chunk) & (first + row < tl.load(count_ptr))
+    multiply_rows(x_ptr, x_stride, row, tl.load(factor_ptr + row, mask=exists, other=0.0), exists, size, BLOCK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -774,7 +776,7 @@ def finish_kernel(
                     )  # fmt: skip
             else:
                 finish_rows(
-                    tl.where(stage == 3, ticket - blocks - 2 * tiles, ticket), stage // 3, rows, all_rows, listed,
+                    tl.where(stage == 3, ticket - blocks - 2 * tiles, ticket), stage == 3, rows, all_rows, listed,
                     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr, order_ptr,
                     anchor_ptr, row_anchor_ptr, list_ptr, state_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr,
                     row_target_ptr, record_ptr, temperature_ptr, x_ptr, out_target_ptr, out_anchor_ptr, out_total_ptr,
@@ -808,7 +810,7 @@ def finish_rows(
 ):  # fmt: skip
     """BR rows of stage 0 or, ``from_list``, 3. row_anchor is the anchor that the exponentials were taken at."""
     slot = block * BR + tl.arange(0, BR)
-    is_listed = (tl.zeros((BR,), tl.int32) + from_list) != 0
+    is_listed = (tl.zeros((BR,), tl.int32) + from_list.to(tl.int32)) != 0
     exists = slot < tl.where(is_listed, listed, rows)
     row = tl.where(is_listed, tl.load(list_ptr + slot, mask=exists & is_listed, other=0), slot)
     ignored = (slot >= rows) & (slot < all_rows) & ~is_listed
@@ -819,7 +821,7 @@ def finish_rows(
     highest = tl.full((BR,), float("-inf"), tl.float32)
     lowest = tl.full((BR,), float("inf"), tl.float32)
     best = tl.zeros((BR,), tl.int32)
-    for start in range(0, tl.where((from_list != 0) | (block * BR < rows), lines, 0), BL):
+    for start in range(0, tl.where(from_list | (block * BR < rows), lines, 0), BL):
         line = start + tl.arange(0, BL)
         mask = (line < lines)[:, None] & exists[None, :]
         place = line[:, None] * chunk + row[None, :]
@@ -905,7 +907,7 @@ def finish_rows(
             tl.store(target_value_ptr + row, value, mask=done)
             tl.store(token_value_ptr + token, value, mask=done)
             if SCALE_ROWS:
-                scale_rows(x_ptr, x_stride, row, u, done, size, 8192 // BR)
+                multiply_rows(x_ptr, x_stride, row, u, done, size, 8192 // BR)
 
 
 @triton.jit
@@ -915,7 +917,7 @@ def put_result(out_ptr, token, value, done, ignored):
 
 
 @triton.jit
-def scale_rows(x_ptr, x_stride, row, factor, mask, size, BC: tl.constexpr):
+def multiply_rows(x_ptr, x_stride, row, factor, mask, size, BC: tl.constexpr):
     """x = factor · x in place, for some rows."""
     for start in range(0, size, BC):
         column = start + tl.arange(0, BC)
@@ -934,11 +936,8 @@ def sum_losses(
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
         mask = token < tokens
-        anchor = tl.load(anchor_ptr + token, mask=mask, other=0.0)
-        log_total = tl.load(log_total_ptr + token, mask=mask, other=0.0)
-        loss = (anchor - tl.load(target_logit_ptr + token, mask=mask, other=0.0)) + log_total
-        loss += z_loss * (anchor + log_total) * (anchor + log_total)
-        total += loss * tl.load(weight_ptr + token, mask=mask, other=0.0)
+        _, nll, lse = known_token(target_logit_ptr, anchor_ptr, log_total_ptr, token, mask)
+        total += (nll + z_loss * lse * lse) * tl.load(weight_ptr + token, mask=mask, other=0.0)
     tl.store(loss_ptr, tl.sum(total, 0) * tl.load(norm_ptr))
 
 

@@ -250,9 +250,9 @@ class GradientProducts:
         c, grouped = self.call, self.grouped_targets
         if grouped is not None:
             return grouped.of_chunk(c, first, by_token)
-        if last and self.last_targets is None:
-            self.last_targets = Targets.of(c, c.inputs.key, by_token)
-        return self.last_targets
+        if not last:
+            return None
+        return self.last_targets or Targets.of(c, c.inputs.key, by_token)
 
     @property
     def _wants_targets(self) -> bool:

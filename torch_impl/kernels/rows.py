@@ -100,12 +100,18 @@ def normalizer(inputs: Rows, options: LossOptions, given: Tensor | float | None)
     return inputs.norm
 
 
-def log_probs(inputs: Rows, sums: TokenSums) -> tuple[Tensor, Tensor | None]:
-    """:func:`chunk.log_probs`. A loss without options is −log p; the kernels write no entropy of an ignored token."""
+def log_probs(inputs: Rows, sums: TokenSums) -> Tensor:
+    """:func:`chunk.log_probs`: a loss without options is −log p."""
     out = torch.empty_like(sums.log_total)
     if out.numel():
         _launch_losses(inputs, NO_OPTIONS, sums, None, out, sign=-1.0)
-    return out, None if sums.entropy is None else sums.entropy.clone()
+    return out
+
+
+def entropy(inputs: Rows, sums: TokenSums) -> Tensor:
+    """:func:`chunk.entropy`, in memory of its own. The kernels wrote 0 where ignored."""
+    assert sums.entropy is not None
+    return sums.entropy.clone()
 
 
 def log_prob_rows(
@@ -125,6 +131,7 @@ def log_prob_rows(
     values |= {f"{name}_ptr": made.get(name) for name in wanted}
     if tokens:
         constants = {"HAS_CAP": options.softcap is not None, "BLOCK": TOKEN_BLOCK, "tokens": tokens}
+        constants["HAS_TEMPERATURE"] = inputs.temperature is not None
         scalars = {"scale": float(options.logit_scale), "cap": float(options.softcap or 1.0)}
         with on_device(device):
             launch_named(kernels.log_prob_rows_kernel, (cdiv(tokens, TOKEN_BLOCK),), values | constants | scalars)
