@@ -137,8 +137,8 @@ def share_of(
 def keep_pace(progress_ptr, patience, unit, step, tiles, steps, programs, PACE: gl.constexpr):
     """Count this program's PACE steps from ``step`` on, and wait until all have come, on the average, to those before.
 
-    progress: such counts of all programs. ``patience``: how often to look, at most; afterwards none is left, for then
-    not all programs run at a time, and who waits for the others would wait for their whole work.
+    progress[0]: such counts of all programs. ``patience``: how often to look, at most. Afterwards none is left, for
+    then not all programs run at a time, and who waits for the others would wait for their whole work.
     """
     # Nothing needs this count to order other accesses; but with one that does not ("relaxed") dX was 1.4 % slower.
     gl.atomic_add(progress_ptr, 1)
@@ -149,6 +149,14 @@ def keep_pace(progress_ptr, patience, unit, step, tiles, steps, programs, PACE: 
     while (left > 0) & (gl.load(progress_ptr, volatile=True) < due):
         left -= 1
     return gl.where(left > 0, patience, 0)
+
+
+@gluon.jit
+def end_pace(progress_ptr, PROGRAMS: gl.constexpr):
+    """The last program to come here leaves zeros for the next launch. progress[1]: how many look no more."""
+    if gl.atomic_add(progress_ptr + 1, 1) == PROGRAMS - 1:
+        gl.store(progress_ptr, 0)
+        gl.store(progress_ptr + 1, 0)
 
 
 @gluon.jit
@@ -194,6 +202,8 @@ def load_tiles(
             else:
                 tma_load(b_desc, [n * BN, k * BK], bar, b_smem.index(slot))
             i += 1
+    if PACE:
+        end_pace(progress_ptr, PROGRAMS)
 
 
 @gluon.jit
@@ -733,8 +743,8 @@ def hidden_kernel(
     """kernels.hidden_kernel, with the same arguments: dX of a chunk from S vocabulary entries.
 
     Beside its arguments: the sum's descriptor, so that the memory itself adds; with SPLIT ``parts`` [PROGRAMS, BM, BN],
-    where the parts of split tiles are left for kernels.combine_hidden_kernel; and with PACE ``progress`` [1], 0 before.
-    LENT: e_desc describes eᵀ.
+    where the parts of split tiles are left for kernels.combine_hidden_kernel; and with PACE ``progress`` [2], zeros
+    before and after. LENT: e_desc describes eᵀ.
     """
     e_smem = gl.allocate_shared_memory(
         e_desc.dtype, [2 * STAGES, BK, BM // 2] if LENT else [2 * STAGES, BM // 2, BK], e_desc.layout
@@ -1327,9 +1337,8 @@ class Hopper:
         if split and parts is None:
             parts = c.empty(c.programs, t.bm, t.bn)
         summed = None if sums is None else self.describe(sums, t.block_rows, t.block_columns)
-        progress = torch.zeros(1, dtype=torch.int32, device=c.device) if t.pace else None
         values = {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split, "PACE": t.pace}
-        values |= {"parts_ptr": parts, "sum_desc": summed, "progress_ptr": progress}
+        values |= {"parts_ptr": parts, "sum_desc": summed, "progress_ptr": c.inputs.progress}
         group = SQUARE_GROUP if triton.cdiv(c.size, t.bn) >= SQUARE_GROUP else t.group
         return HiddenLaunch(self.constants(t) | values, group, parts)
 

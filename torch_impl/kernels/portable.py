@@ -74,8 +74,8 @@ KNOWN = tl.constexpr(2)  # the gradient's matrix, from lse
 @triton.jit(do_not_specialize=["tokens", "ignore_index", "shard_start"])
 def prepare_kernel(
     given_ptr, given_weight_ptr, class_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
-    order_ptr, count_ptr, relative_ptr, norm_ptr, largest_ptr, unit_ptr, tokens, vocab, shard_start, entries,
-    ignore_index, scale, MEAN: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+    order_ptr, count_ptr, progress_ptr, relative_ptr, norm_ptr, largest_ptr, unit_ptr, tokens, vocab, shard_start,
+    entries, ignore_index, scale, MEAN: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: what torch_impl.call.Inputs knows of each token, two more forms of its target, and their order:
     see rows.Rows.
@@ -118,6 +118,7 @@ def prepare_kernel(
             total += weight
             counting = tl.maximum(counting, (weight != 0).to(tl.int32))
     tl.store(count_ptr, count)
+    tl.store(progress_ptr + tl.arange(0, 2), 0)
     unit = largest_of(largest)
     norm = 1.0
     if MEAN:

@@ -42,6 +42,7 @@ class Rows(Inputs):
     key: Tensor  # [N] int32 target, V for an ignored token, an id outside the vocabulary, and one of another rank
     order: Tensor  # [N] int32: the valid tokens, then the ignored ones
     count: Tensor  # [1] int32: how many are valid
+    progress: Tensor  # [2] int32: zeros but during a launch whose programs keep pace (hopper.keep_pace)
     relative: Tensor  # [N] token_weight over the largest of them, divided by the token's temperature
     norm: Tensor  # []: 1 / Σ t k_y (1 for a sum)
     largest: Tensor  # []: logit_scale times the largest token weight
@@ -57,7 +58,7 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     flat = target.reshape(-1)
     wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
     inside, key = torch.empty_like(flag), torch.empty_like(whole)
-    order, count = (torch.empty(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1))
+    order, count, progress = (torch.empty(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1, 2))
     weights, relative = (torch.empty(tokens, device=device) for _ in range(2))
     norm, largest, unit = (torch.empty((), device=device) for _ in range(3))
     class_weight = None if class_weight is None else class_weight.float().contiguous()
@@ -67,9 +68,9 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
         "given_ptr": flat, "given_weight_ptr": None if token_weight is None else token_weight.reshape(-1),
         "class_weight_ptr": None if shard.split else class_weight, "target_ptr": wide,
         "valid_ptr": flag.view(torch.int8), "inside_ptr": inside.view(torch.int8), "weight_ptr": weights,
-        "index_ptr": whole, "key_ptr": key, "order_ptr": order, "count_ptr": count, "relative_ptr": relative,
-        "norm_ptr": norm, "largest_ptr": largest, "unit_ptr": unit, "tokens": tokens, "vocab": shard.vocab,
-        "shard_start": shard.start, "entries": vocab, "ignore_index": options.ignore_index,
+        "index_ptr": whole, "key_ptr": key, "order_ptr": order, "count_ptr": count, "progress_ptr": progress,
+        "relative_ptr": relative, "norm_ptr": norm, "largest_ptr": largest, "unit_ptr": unit, "tokens": tokens,
+        "vocab": shard.vocab, "shard_start": shard.start, "entries": vocab, "ignore_index": options.ignore_index,
         "scale": float(options.logit_scale), "MEAN": options.reduction == "mean", "BY_TOKEN": False,
         "BLOCK": TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, "num_warps": 16,
     }  # fmt: skip
@@ -88,7 +89,7 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(dtype), weight=weight.to(dtype),
         bias=None if bias is None else bias.to(dtype), ids=wide, target=target, valid=flag, inside=inside,
         token_weight=weights, class_weight=class_weight, shard=shard, shared_classes=shared, index=whole, key=key,
-        order=order, count=count, relative=relative, norm=norm, largest=largest, unit=unit,
+        order=order, count=count, progress=progress, relative=relative, norm=norm, largest=largest, unit=unit,
         class_index=class_index, class_table=class_table, temperature=temperature,
     )  # fmt: skip
 
