@@ -16,7 +16,7 @@ import collections
 import math
 
 from logitless.hardware import ACCUMULATOR_TOKENS, HOPPER, Device
-from logitless.scratch import Cut
+from logitless.scratch import Cut, Tile
 from logitless.spec import ITEMSIZE
 
 
@@ -79,8 +79,8 @@ def _blocks(cut: Cut) -> list[tuple[int, int]]:
 
 def _block_depth(cut: Cut, rows: int, columns: int) -> float:
     """Turns times depth of the products of a block: logits, dX, dW."""
-    hidden_turns: float = _turns(rows, cut.hidden)
-    programs = HOPPER.multiprocessors
+    programs, tile = HOPPER.multiprocessors, cut.gradient_tile(columns, cut.hidden)
+    hidden_turns: float = _turns(rows, cut.hidden, cut.gradient_tile(rows, cut.hidden))
     if cut.splits_hidden:
         whole, left = divmod(cut.hidden_tiles(rows), programs)
         parts = min(programs // left, HOPPER.most_parts) if left else 1
@@ -88,16 +88,16 @@ def _block_depth(cut: Cut, rows: int, columns: int) -> float:
     weight_rows = rows
     if cut.in_place:  # whole rows of tiles at a time
         beside = math.ceil(cut.hidden / HOPPER.tile[1])
-        programs = programs // beside * beside
+        programs, tile = programs // beside * beside, HOPPER.tile
         weight_rows += HOPPER.in_place_tokens
     logits, hidden = _turns(rows, columns) * cut.hidden, 0 if cut.knows_sums else hidden_turns * columns
     entries = min(columns, cut.weight_entries)
-    return logits + hidden + _turns(entries, cut.hidden, programs) * weight_rows
+    return logits + hidden + _turns(entries, cut.hidden, tile, programs) * weight_rows
 
 
-def _turns(rows: int, columns: int, programs: int = HOPPER.multiprocessors) -> float:
+def _turns(rows: int, columns: int, tile: Tile = HOPPER.tile, programs: int = HOPPER.multiprocessors) -> float:
     """Turns of the programs for a product of this size."""
-    tiles = math.ceil(rows / HOPPER.tile[0]) * math.ceil(columns / HOPPER.tile[1])
+    tiles = math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
     whole, left = divmod(tiles, programs)
     return whole + _turn(left / programs)
 

@@ -14,6 +14,7 @@ from logitless.hardware import HOPPER
 from logitless.spec import ITEMSIZE
 
 Order = Literal["tokens", "vocab", "both"]
+Tile = tuple[int, int]
 Kind = Literal["triton", "pallas", "eager", "xla"]
 
 # Chunks and blocks, except the last, are multiples of these: the GPU kernels' tile, and whole vectors on a CPU.
@@ -53,6 +54,15 @@ _VOCAB_VECTORS = 4
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
+
+
+def gradient_tile(rows: int, columns: int) -> Tile:
+    """Rows and columns of the Triton kernels' tiles of a dX or dW of this size, on Hopper."""
+
+    def time(tile: Tile) -> int:
+        return round_up(rows, tile[0]) * round_up(columns, tile[1])
+
+    return min((HOPPER.tile, 1.0), (HOPPER.narrow_tile, HOPPER.narrow_time), key=lambda one: time(one[0]) * one[1])[0]
 
 
 def row_stride(columns: int, itemsize: int) -> int:
@@ -333,7 +343,12 @@ class Cut:
 
     def hidden_tiles(self, rows: int) -> int:
         """Tiles of ``rows`` rows of dX."""
-        return math.ceil(rows / HOPPER.tile[0]) * math.ceil(self.hidden / HOPPER.tile[1])
+        tile_rows, tile_columns = self.gradient_tile(rows, self.hidden)
+        return math.ceil(rows / tile_rows) * math.ceil(self.hidden / tile_columns)
+
+    def gradient_tile(self, rows: int, columns: int) -> Tile:
+        """Rows and columns of a tile of dX or dW."""
+        return gradient_tile(rows, columns) if self.kind == "triton" else HOPPER.tile
 
 
 def promised_bytes(cut: Cut) -> int:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from logitless import scratch
+from logitless.hardware import HOPPER
 from logitless.torch_impl.kernels.tiles import (
     HIDDEN,
     HIDDEN_SUM,
@@ -52,6 +54,13 @@ class Architecture:
     """Whether it takes a weight that lies in memory as [D, V]. Tiles that it would make spill registers do not."""
     temperatures: bool = True
     """Whether its first product takes a temperature per token."""
+    narrow: Mapping[str, Tiles] | None = None
+    """Those of dX and dW for the sizes that :func:`scratch.gradient_tile` has narrow tiles for; None: the others."""
+
+    def tiles_of(self, kernel: str, rows: int, columns: int) -> Tiles:
+        """For a dX or dW of this size."""
+        is_narrow = scratch.gradient_tile(rows, columns) != HOPPER.tile
+        return (self.narrow if is_narrow and self.narrow is not None else self.tiles)[kernel]
 
     def takes(self, arithmetic: str, chip: str | None, aligned: bool, turned: bool, each: bool) -> bool:
         here = self.chips is None or (chip is not None and chip.startswith(self.chips))
@@ -81,6 +90,17 @@ def _tiles(logits: Tiles, more: Tiles, hidden: Tiles, weight: Tiles) -> dict[str
     return {LOGITS: logits, LOGITS_MORE: more, HIDDEN: hidden, HIDDEN_SUM: hidden, WEIGHT: weight, WEIGHT_SUM: weight}
 
 
+def _gradients(bm: int, bn: int, group: int) -> dict[str, Tiles]:
+    """Hopper's tiles of dX and dW; ``group``: of dX."""
+    halves = functools.partial(Tiles, bm, bn, 64, halves=2, skew=1)
+    return {
+        HIDDEN: halves(group=group, stages=4, pace=4),
+        HIDDEN_SUM: halves(group=group, split=True),
+        WEIGHT: halves(),
+        WEIGHT_SUM: halves(split=True),
+    }
+
+
 def _by_pointers(
     name: str, chips: tuple[str, ...], tiles: dict[str, Tiles], aligned: bool = True, arithmetic: str = "half"
 ) -> Architecture:
@@ -102,11 +122,9 @@ ARCHITECTURES = [
         # several chunks 1 to 1.5 % slower.
         {
             **dict.fromkeys((LOGITS, LOGITS_MORE), Tiles(128, 256, 64, halves=2, skew=1, group=SQUARE_GROUP)),
-            HIDDEN: Tiles(128, 256, 64, halves=2, skew=1, group=4, stages=4, pace=4),
-            HIDDEN_SUM: Tiles(128, 256, 64, halves=2, skew=1, group=4, split=True),
-            WEIGHT: Tiles(128, 256, 64, halves=2, skew=1),
-            WEIGHT_SUM: Tiles(128, 256, 64, halves=2, skew=1, split=True),
+            **_gradients(128, 256, group=4),
         },
+        narrow=_gradients(256, 128, group=2),
         arithmetic="half",
         chips=RUN,
         aligned=True,

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from logitless.hardware import HOPPER
 from logitless.torch_impl.kernels import portable as kernels
 from logitless.torch_impl.kernels.portable import (
     halves_of_byte,
@@ -1313,7 +1314,8 @@ GROUP_REGISTERS = 232
 @functools.lru_cache
 def swizzled(bits, columns):
     """The layout in shared memory of a block of so many columns, whose elements have so many bits."""
-    return NVMMASharedLayout(min(128, bits * columns // 8), bits, 2)
+    width = min(128, bits * columns // 8)
+    return NVMMASharedLayout(width if width >= 32 else 0, bits, 2)
 
 
 class Hopper:
@@ -1339,7 +1341,9 @@ class Hopper:
         summed = None if sums is None else self.describe(sums, t.block_rows, t.block_columns)
         values = {"PIECES": 4, "PARTS": t.bn // t.block_columns, "SPLIT": split, "PACE": t.pace}
         values |= {"parts_ptr": parts, "sum_desc": summed, "progress_ptr": c.inputs.progress}
-        group = SQUARE_GROUP if triton.cdiv(c.size, t.bn) >= SQUARE_GROUP else t.group
+        rows, columns = HOPPER.tile
+        is_wide = triton.cdiv(c.size, columns) >= SQUARE_GROUP
+        group = SQUARE_GROUP * rows // t.bm if is_wide else t.group
         return HiddenLaunch(self.constants(t) | values, group, parts)
 
     def weight(self, c, t, kind, low, aligned):

@@ -71,14 +71,15 @@ KNOWN = tl.constexpr(2)  # the gradient's matrix, from lse
 # Rows
 
 
-@triton.jit(do_not_specialize=["tokens", "ignore_index", "shard_start"])
+@triton.jit(do_not_specialize=["tokens", "share", "ignore_index", "shard_start"])
 def prepare_kernel(
     given_ptr, given_weight_ptr, class_weight_ptr, target_ptr, valid_ptr, inside_ptr, weight_ptr, index_ptr, key_ptr,
-    order_ptr, count_ptr, progress_ptr, relative_ptr, norm_ptr, largest_ptr, unit_ptr, tokens, vocab, shard_start,
-    entries, ignore_index, scale, MEAN: tl.constexpr, BY_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
+    order_ptr, count_ptr, progress_ptr, relative_ptr, norm_ptr, largest_ptr, unit_ptr, tokens, share, vocab,
+    shard_start, entries, ignore_index, scale, MEAN: tl.constexpr, BY_TOKEN: tl.constexpr, TURN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: what torch_impl.call.Inputs knows of each token, two more forms of its target, and their order:
-    see rows.Rows.
+    """One program, ``share`` tokens: what torch_impl.call.Inputs knows of each, two more forms of its target, and its
+    place in their order: see rows.Rows. What depends on all tokens each program finds for itself, TURN at a time.
 
     This device has the ids shard_start ≤ y < shard_start + entries of ``vocab``. class_weight is k by id or, BY_TOKEN,
     k_y by token; None: 1.
@@ -87,11 +88,38 @@ def prepare_kernel(
     norm is what the sum of the losses is multiplied by: for a MEAN 1 / Σ t k_y, or 0 where no token counts. m is the
     largest finite |t|, or 1; relative = t / m; largest = m · scale; unit = norm · largest.
     """
-    count = 0
-    total = tl.zeros((BLOCK,), tl.float32)
-    counting = tl.zeros((BLOCK,), tl.int32)
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, tokens, BLOCK):
+    first = tl.program_id(0) * share
+    count, before = 0, 0  # valid tokens: all of them, and those before this program's
+    total = tl.zeros((TURN,), tl.float32)
+    counting = tl.zeros((TURN,), tl.int32)
+    largest = tl.zeros((TURN,), tl.float32)
+    for start in range(0, tokens, TURN):
+        token = start + tl.arange(0, TURN)
+        mask = token < tokens
+        target, valid, weight = given_token(given_ptr, given_weight_ptr, token, mask, ignore_index)
+        keep = (valid & mask).to(tl.int32)
+        count += tl.sum(keep, 0)
+        before += tl.sum(tl.where(token < first, keep, 0), 0)
+        largest = larger(largest, weight)
+        if MEAN:
+            if class_weight_ptr is not None:
+                inside = (target >= 0) & (target < vocab)
+                k_place = token if BY_TOKEN else tl.where(valid & inside, target, 0)
+                # An ignored token stands for id 0, whose weight may be no number.
+                weight = weight * tl.load(class_weight_ptr + k_place, mask=keep != 0, other=0.0)
+            total += weight
+            counting = tl.maximum(counting, (weight != 0).to(tl.int32))
+    unit = largest_of(largest)
+    if tl.program_id(0) == 0:
+        norm = 1.0
+        if MEAN:
+            norm = tl.where(tl.max(counting, 0) > 0, 1.0 / tl.sum(total, 0), 0.0)
+        tl.store(count_ptr, count)
+        tl.store(progress_ptr + tl.arange(0, 2), 0)
+        tl.store(norm_ptr, norm)
+        tl.store(largest_ptr, unit * scale)
+        tl.store(unit_ptr, norm * (unit * scale))
+    for start in range(first, tl.minimum(first + share, tokens), BLOCK):
         token = start + tl.arange(0, BLOCK)
         mask = token < tokens
         target, valid, weight = given_token(given_ptr, given_weight_ptr, token, mask, ignore_index)
@@ -101,39 +129,17 @@ def prepare_kernel(
         tl.store(valid_ptr + token, valid.to(tl.int8), mask=mask)
         tl.store(inside_ptr + token, (inside | ~valid).to(tl.int8), mask=mask)
         tl.store(weight_ptr + token, weight, mask=mask)
+        tl.store(relative_ptr + token, weight / unit, mask=mask)
         place = target - shard_start
         here = (place >= 0) & (place < entries)
         index = tl.where(inside | ~valid, tl.where(here, place, ELSEWHERE), -1)
         tl.store(index_ptr + token, index.to(tl.int32), mask=mask)
         tl.store(key_ptr + token, tl.where(valid & inside & here, place, entries).to(tl.int32), mask=mask)
         keep = (valid & mask).to(tl.int32)
-        tl.store(order_ptr + count + tl.cumsum(keep, 0) - 1, token, mask=keep != 0)
-        count += tl.sum(keep, 0)
-        largest = larger(largest, weight)
-        if MEAN:
-            if class_weight_ptr is not None:
-                k_place = token if BY_TOKEN else target
-                # An ignored token stands for id 0, whose weight may be no number.
-                weight = weight * tl.load(class_weight_ptr + k_place, mask=keep != 0, other=0.0)
-            total += weight
-            counting = tl.maximum(counting, (weight != 0).to(tl.int32))
-    tl.store(count_ptr, count)
-    tl.store(progress_ptr + tl.arange(0, 2), 0)
-    unit = largest_of(largest)
-    norm = 1.0
-    if MEAN:
-        norm = tl.where(tl.max(counting, 0) > 0, 1.0 / tl.sum(total, 0), 0.0)
-    tl.store(norm_ptr, norm)
-    tl.store(largest_ptr, unit * scale)
-    tl.store(unit_ptr, norm * (unit * scale))
-    for start in range(0, tokens, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        mask = token < tokens
-        _, valid, weight = given_token(given_ptr, given_weight_ptr, token, mask, ignore_index)
-        drop = (~valid & mask).to(tl.int32)
-        tl.store(order_ptr + count + tl.cumsum(drop, 0) - 1, token, mask=drop != 0)
-        count += tl.sum(drop, 0)
-        tl.store(relative_ptr + token, weight / unit, mask=mask)
+        valid_place = before + tl.cumsum(keep, 0) - 1
+        ignored_place = count + token - valid_place - 1  # of the tokens before it, those that are not valid
+        tl.store(order_ptr + tl.where(keep != 0, valid_place, ignored_place), token, mask=mask)
+        before += tl.sum(keep, 0)
 
 
 @triton.jit

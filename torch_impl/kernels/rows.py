@@ -31,6 +31,8 @@ def on_device(device: torch.device) -> Any:
 
 # Tokens of a program, and of a turn of the programs that go through all of them alone.
 TOKEN_BLOCK, TURN_BLOCK = 1024, 4096
+# Programs at most that share what is prepared of the tokens. Each of them goes through all tokens once.
+PREPARING_PROGRAMS = 64
 NO_OPTIONS = LossOptions()
 
 
@@ -55,6 +57,7 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     """:func:`chunk.prepare`, and the tokens' order."""
     hidden, weight, bias, target, token_weight, class_weight, temperature = arrays
     tokens, vocab, device = target.numel(), weight.shape[0], hidden.device
+    share = TOKEN_BLOCK * max(1, cdiv(tokens, TOKEN_BLOCK * PREPARING_PROGRAMS))
     flat = target.reshape(-1)
     wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
     inside, key = torch.empty_like(flag), torch.empty_like(whole)
@@ -70,18 +73,19 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
         "valid_ptr": flag.view(torch.int8), "inside_ptr": inside.view(torch.int8), "weight_ptr": weights,
         "index_ptr": whole, "key_ptr": key, "order_ptr": order, "count_ptr": count, "progress_ptr": progress,
         "relative_ptr": relative, "norm_ptr": norm, "largest_ptr": largest, "unit_ptr": unit, "tokens": tokens,
-        "vocab": shard.vocab, "shard_start": shard.start, "entries": vocab, "ignore_index": options.ignore_index,
-        "scale": float(options.logit_scale), "MEAN": options.reduction == "mean", "BY_TOKEN": False,
-        "BLOCK": TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, "num_warps": 16,
+        "share": share, "vocab": shard.vocab, "shard_start": shard.start, "entries": vocab, "BY_TOKEN": False,
+        "ignore_index": options.ignore_index, "scale": float(options.logit_scale), "MEAN": options.reduction == "mean",
+        "TURN": TURN_BLOCK if tokens > TOKEN_BLOCK else TOKEN_BLOCK, "BLOCK": TOKEN_BLOCK, "num_warps": 16,
     }  # fmt: skip
+    grid = (max(1, cdiv(tokens, share)),)
     with on_device(device):
-        launch_named(kernels.prepare_kernel, (1,), values)
+        launch_named(kernels.prepare_kernel, grid, values)
         if shard.split:
             target = shard.local_ids(wide, vocab)
             shared = chunk.shared_classes(shard, class_weight, target)
         if shared is not None:  # once more, for the mean
             class_index, class_table = torch.arange(tokens, device=device), shared
-            launch_named(kernels.prepare_kernel, (1,), values | {"class_weight_ptr": shared, "BY_TOKEN": True})
+            launch_named(kernels.prepare_kernel, grid, values | {"class_weight_ptr": shared, "BY_TOKEN": True})
     if temperature is not None:
         temperature = temperature.reshape(-1).float().masked_fill(~flag, 1.0)
         relative = relative / temperature
