@@ -27,8 +27,10 @@ from hypothesis import strategies as st  # noqa: E402
 from implementations import TorchTriton, assert_within, problem_named, run_case, truth  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
+from logitless.spec import LossOptions  # noqa: E402
 from logitless.tolerances import GRADIENT, TINY, error  # noqa: E402
 from logitless.torch_impl import cross_entropy, linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl.call import Arrays  # noqa: E402
 from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E402
 from logitless.torch_impl.given_logits import kernels as logits_kernels  # noqa: E402
 from logitless.torch_impl.kernels import kernel_call, launch, products, rows  # noqa: E402
@@ -372,3 +374,46 @@ def test_many_tokens_are_sorted_otherwise(monkeypatch: pytest.MonkeyPatch) -> No
         assert bool(seen) == (most < 40)
         monkeypatch.undo()
     assert all(map(torch.equal, *made))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 47, 130, 200])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_what_is_prepared_of_tokens(tokens: int, mean: bool, weighted: bool) -> None:
+    """Several programs, blocks and turns, beside Python. Of ids in [0, 10), 3 is ignored."""
+    random, vocab, ignored = np.random.default_rng(tokens), 10, 3
+    targets = random.choice([-2, 0, 3, 3, 5, 9, 10], tokens).tolist()
+    given_weight = random.choice([0.0, 0.5, -2.0, float("inf")], tokens).tolist() if weighted else None
+    class_weight = [float(k) for k in range(1, vocab + 1)]
+    arrays = Arrays(
+        torch.randn(tokens, 4), torch.randn(vocab, 4), None, torch.tensor(targets),
+        None if given_weight is None else torch.tensor(given_weight), torch.tensor(class_weight) if weighted else None,
+    )  # fmt: skip
+    options = LossOptions(reduction="mean" if mean else "sum", ignore_index=ignored, logit_scale=2.0)
+    blocks = {"TOKEN_BLOCK": 16, "TURN_BLOCK": 64, "PREPARING_PROGRAMS": 3}
+    with mock.patch.multiple(rows, **blocks):
+        made = rows.prepare(arrays, options, torch.float32)
+    valid = [y != ignored for y in targets]
+    inside = [0 <= y < vocab for y in targets]
+    weight = [(t if v else 0.0) for t, v in zip(given_weight or [1.0] * tokens, valid, strict=True)]
+    k = [class_weight[y if i else 0] if weighted else 1.0 for y, i in zip(targets, inside, strict=True)]
+    sizes = [abs(t) for t in weight if abs(t) < float("inf")]
+    unit = max(sizes) if any(sizes) else 1.0
+    parts = [t * one for t, one, v in zip(weight, k, valid, strict=True) if v]
+    norm = (1 / np.float32(sum(parts)) if any(parts) else 0.0) if mean else 1.0
+    assert made.order.tolist() == sorted(range(tokens), key=lambda i: not valid[i])
+    assert (made.count.tolist(), made.progress.tolist()) == ([sum(valid)], [0, 0])
+    assert made.valid.tolist() == valid
+    assert made.inside.tolist() == [i or not v for i, v in zip(inside, valid, strict=True)]
+    kept = [v and i for v, i in zip(valid, inside, strict=True)]
+    assert made.ids.tolist() == [y if keep else 0 for y, keep in zip(targets, kept, strict=True)]
+    assert made.key.tolist() == [y if keep else vocab for y, keep in zip(targets, kept, strict=True)]
+    lost = [-1 if v and not i else 0 for v, i in zip(valid, inside, strict=True)]
+    assert made.index.tolist() == [y if keep else out for y, keep, out in zip(targets, kept, lost, strict=True)]
+    assert made.token_weight.tolist() == weight
+    assert torch.equal(made.relative, torch.tensor(weight) / unit)
+    assert torch.allclose(made.norm, torch.tensor(norm), equal_nan=True)
+    assert (made.largest.item(), made.unit.item()) == (
+        2 * unit,
+        pytest.approx(made.norm.item() * 2 * unit, nan_ok=True),
+    )
