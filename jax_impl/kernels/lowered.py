@@ -171,7 +171,8 @@ def _compile_beside(kernel: Kernel) -> None:
     kernel.begun = True
     sharding = jax.sharding.SingleDeviceSharding(target)
     arrays = [jax.ShapeDtypeStruct(o.shape, o.dtype, sharding=sharding) for o in kernel.signature.operands]
-    _compilers().submit(lambda: jax.jit(kernel.exported().call).lower(*arrays).compile())
+    # Lowered here: with two threads that did so at a time, jax 0.11.2 once ended in a segmentation fault.
+    _compilers().submit(jax.jit(kernel.exported().call).lower(*arrays).compile)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1411,20 +1411,26 @@ def sort_kernel(
     launch less for a small step.
 
     A token's place is how many come before it, counted by comparing it with every other: N² comparisons, which for few
-    tokens is less than the launches of a sort. A bound is the place of a key that comes before all that are equal."""
+    tokens is less than the launches of a sort. A bound is the place of a key that comes before all that are equal.
+    Blocks of BJ tokens, a multiple of BI, that lie before a program's own one come before equal keys, too."""
     first_edge = tl.cdiv(tokens, BI)
     is_edge = tl.program_id(0) >= first_edge
-    i = (tl.program_id(0) - tl.where(is_edge, first_edge, 0)) * BI + tl.arange(0, BI)
+    first = (tl.program_id(0) - tl.where(is_edge, first_edge, 0)) * BI
+    i = first + tl.arange(0, BI)
     is_token, is_bound = i < tl.where(is_edge, 0, tokens), i < tl.where(is_edge, edges, 0)
     key = tl.load(key_ptr + i, mask=is_token, other=0)
     key = tl.where(is_edge, tl.minimum(i * TARGET_GRAIN, vocab), key)
-    equal_until = tl.where(is_edge, 0, i)
-    place = tl.zeros((BI,), tl.int32)
+    own = tl.where(is_edge, -BJ, first // BJ * BJ)
+    before = tl.zeros((BI, BJ), tl.int32)
     for start in range(0, tokens, BJ):
         j = start + tl.arange(0, BJ)
         other = tl.load(key_ptr + j, mask=j < tokens, other=BIGGEST_INDEX)
-        equal_before = (other[None, :] == key[:, None]) & (j[None, :] < equal_until[:, None])
-        place += tl.sum(((other[None, :] < key[:, None]) | equal_before).to(tl.int32), 1)
+        end = key + (start < own).to(tl.int32)
+        before += (other[None, :] < end[:, None]).to(tl.int32)
+    j = own + tl.arange(0, BJ)
+    other = tl.load(key_ptr + j, mask=(j >= 0) & (j < tokens), other=BIGGEST_INDEX)
+    before += ((other[None, :] == key[:, None]) & (j[None, :] < i[:, None])).to(tl.int32)
+    place = tl.sum(before, 1)
     tl.store(sorted_ptr + place, key, mask=is_token)
     tl.store(token_ptr + place, i, mask=is_token)
     if value_ptr is not None:

@@ -22,8 +22,8 @@ from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, WEIGHT, WEIGH
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels
 
-# Tokens up to which targets are sorted by counting, in one launch, with their values and bounds: the sort alone took 28
-# µs for so many, where torch.sort takes 50; for twice as many 99 and 53.
+# Tokens up to which targets are sorted by counting, in one launch, with their values and bounds: 24 µs for so many on
+# an H200, where torch.sort alone takes 50.
 MOST_RANKED = 8192
 # Columns that one program of kernels.column_sums_kernel sums: as many as the tallest tile of dW has entries, or more.
 COLUMN_BLOCK = 256
