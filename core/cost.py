@@ -79,8 +79,8 @@ def _blocks(cut: Cut) -> list[tuple[int, int]]:
 
 def _block_depth(cut: Cut, rows: int, columns: int) -> float:
     """Turns times depth of the products of a block: logits, dX, dW."""
-    programs, tile = HOPPER.multiprocessors, cut.gradient_tile(columns, cut.hidden)
-    hidden_turns: float = _turns(rows, cut.hidden, cut.gradient_tile(rows, cut.hidden))
+    programs, tile = HOPPER.multiprocessors, cut.gradient_tile
+    hidden_turns: float = _turns(rows, cut.hidden, tile)
     if cut.splits_hidden:
         whole, left = divmod(cut.hidden_tiles(rows), programs)
         parts = min(programs // left, HOPPER.most_parts) if left else 1

@@ -56,13 +56,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def gradient_tile(rows: int, columns: int) -> Tile:
-    """Rows and columns of the Triton kernels' tiles of a dX or dW of this size, on Hopper."""
-
-    def time(tile: Tile) -> int:
-        return round_up(rows, tile[0]) * round_up(columns, tile[1])
-
-    return min((HOPPER.tile, 1.0), (HOPPER.narrow_tile, HOPPER.narrow_time), key=lambda one: time(one[0]) * one[1])[0]
+def gradient_tile(hidden: int) -> Tile:
+    """Rows and columns of the Triton kernels' tiles of dX and dW on Hopper. They do not depend on the number of tokens:
+    another one compiles nothing."""
+    wide, narrow = (round_up(hidden, columns) for _, columns in (HOPPER.tile, HOPPER.narrow_tile))
+    return HOPPER.narrow_tile if narrow * HOPPER.narrow_time < wide else HOPPER.tile
 
 
 def row_stride(columns: int, itemsize: int) -> int:
@@ -343,12 +341,13 @@ class Cut:
 
     def hidden_tiles(self, rows: int) -> int:
         """Tiles of ``rows`` rows of dX."""
-        tile_rows, tile_columns = self.gradient_tile(rows, self.hidden)
+        tile_rows, tile_columns = self.gradient_tile
         return math.ceil(rows / tile_rows) * math.ceil(self.hidden / tile_columns)
 
-    def gradient_tile(self, rows: int, columns: int) -> Tile:
+    @property
+    def gradient_tile(self) -> Tile:
         """Rows and columns of a tile of dX or dW."""
-        return gradient_tile(rows, columns) if self.kind == "triton" else HOPPER.tile
+        return gradient_tile(self.hidden) if self.kind == "triton" else HOPPER.tile
 
 
 def promised_bytes(cut: Cut) -> int:

@@ -187,9 +187,15 @@ def test_transforms(name: str, device: str, backend: str) -> None:
 @pytest.mark.case(32, 37)
 @in_every_torch_place
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_forward_mode_is_refused(name: str, device: str, backend: str) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forward_mode_is_refused(name: str, frozen: bool, device: str, backend: str) -> None:
+    """Also where nothing wants a gradient in reverse mode."""
     f, x = make(name, device, backend)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="reverse mode"):
+    x = x.detach().requires_grad_(not frozen)
+    with (
+        torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(not frozen),
+        pytest.raises(NotImplementedError, match="reverse mode"),
+    ):  # fmt: skip
         f(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 

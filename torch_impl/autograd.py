@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from logitless.torch_impl import checks, steps
 from logitless.torch_impl.backend import Waiting
@@ -143,11 +144,26 @@ def reverse_only(name: str) -> staticmethod[..., NoReturn]:
 def values(arrays: Arrays, normalizer: Tensor | float | None, call: Call) -> tuple[Tensor, ...]:
     """The loss and, if asked for, lse and the statistics; or the log-probabilities and the statistics of
     :func:`spec.log_prob_statistics`."""
-    if call.log_probs:
+    results: tuple[Tensor | None, ...]
+    if _is_constant(arrays, call):  # an autograd.Function would cost as much as all checks
+        if call.log_probs:
+            log_probs = steps.log_probs(arrays, call, NO_GRADIENTS)
+            results = (log_probs.log_prob, *log_probs.stats)
+        else:
+            step = steps.loss(arrays, normalizer, call, NO_GRADIENTS)
+            results = (step.loss, step.lse, *step.stats)
+    elif call.log_probs:
         results = LinearLogProbsFunction.apply(call, *arrays.head)  # type: ignore[no-untyped-call]
     else:
         results = LinearCrossEntropyFunction.apply(call, normalizer, *arrays)  # type: ignore[no-untyped-call]
     return tuple(value for value in results if value is not None)
+
+
+def _is_constant(arrays: Arrays, call: Call) -> bool:
+    """Whether nobody can differentiate the results."""
+    if call.traced or forward_ad._current_level >= 0:
+        return False
+    return not (call.differentiate and any(array is not None and array.requires_grad for array in arrays[:3]))
 
 
 def _steps(call: Call) -> Steps:

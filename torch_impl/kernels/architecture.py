@@ -55,11 +55,11 @@ class Architecture:
     temperatures: bool = True
     """Whether its first product takes a temperature per token."""
     narrow: Mapping[str, Tiles] | None = None
-    """Those of dX and dW for the sizes that :func:`scratch.gradient_tile` has narrow tiles for; None: the others."""
+    """Those of dX and dW for the widths that :func:`scratch.gradient_tile` has narrow tiles for; None: the others."""
 
-    def tiles_of(self, kernel: str, rows: int, columns: int) -> Tiles:
-        """For a dX or dW of this size."""
-        is_narrow = scratch.gradient_tile(rows, columns) != HOPPER.tile
+    def tiles_of(self, kernel: str, hidden: int) -> Tiles:
+        """For a dX or dW with so many columns."""
+        is_narrow = scratch.gradient_tile(hidden) != HOPPER.tile
         return (self.narrow if is_narrow and self.narrow is not None else self.tiles)[kernel]
 
     def takes(self, arithmetic: str, chip: str | None, aligned: bool, turned: bool, each: bool) -> bool:

@@ -363,7 +363,7 @@ class GradientProducts:
         c, s, final = self.call, self.smoothing, scale is not None
         # A chunk's dX is whole at once, unless the next slice or another rank adds to it.
         waits = not final and c.plan.hidden_waits and not c.shard.split
-        t = c.architecture.tiles_of(HIDDEN if final or waits else HIDDEN_SUM, c.chunk, c.size)
+        t = c.architecture.tiles_of(HIDDEN if final or waits else HIDDEN_SUM, c.size)
         placed = self._hidden_results(final, waits)
         target_w = c.weight if c.target_weight is None else c.target_weight
         own = c.products.hidden(c, t, None if final or waits else self.hidden_sum, self.parts, s is not None)
@@ -404,7 +404,7 @@ class GradientProducts:
         smooth = self.smoothing is not None and not (into and first + c.chunk < c.tokens)
         out: Any = self.weight if final else self._weight_accumulator()
         parted = self.parted and (first > 0 or not final)
-        t = self._weight_tiles(out.dtype, entries.stop - entries.start)
+        t = self._weight_tiles(out.dtype)
         reads = first > 0 if not into else out.dtype != torch.float32
         kind = WeightKind(
             final, parted, reads, smooth, targets is not None, c.plan.in_place, self.turned, self.low_bits
@@ -433,10 +433,10 @@ class GradientProducts:
             **(NO_TARGETS if targets is None else targets.pointers),
         )  # fmt: skip
 
-    def _weight_tiles(self, dtype: torch.dtype, rows: int) -> Tiles:
-        """Those of so many rows of dW, or of its sum. In place the widest: fewer programs wait for each other."""
+    def _weight_tiles(self, dtype: torch.dtype) -> Tiles:
+        """Those of dW, or of its sum. In place the widest: fewer programs wait for each other."""
         c, kernel = self.call, WEIGHT_SUM if dtype in (torch.float32, torch.int16) else WEIGHT
-        return c.tiles(kernel) if c.plan.in_place else c.architecture.tiles_of(kernel, rows, c.size)
+        return c.tiles(kernel) if c.plan.in_place else c.architecture.tiles_of(kernel, c.size)
 
     def _in_place(self, t: Tiles) -> tuple[int, dict[str, object]]:
         """How many programs make dW, and in which order. If e lies in its rows, the column tiles of a row of tiles are
