@@ -249,9 +249,11 @@ def test_compiled_is_the_same_kernels_in_the_same_memory(chunk: int) -> None:
     chosen = plan(**sizes, order="tokens", chunk=chunk, fused=True)
     compiled = torch.compile(lambda *a: linear_cross_entropy(*a, z_loss=1e-4, plan=chosen), fullgraph=True)
 
-    def step() -> Any:
+    def step(used: bool = False) -> Any:
         x.grad = w.grad = None
         loss = compiled(x, w, y)
+        if used:  # where dW will lie, others' numbers were
+            torch.full_like(w, torch.nan)
         loss.backward()
         return loss.detach()
 
@@ -261,7 +263,7 @@ def test_compiled_is_the_same_kernels_in_the_same_memory(chunk: int) -> None:
     step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = step()
+        loss = step(used=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     grads = x.grad, w.grad

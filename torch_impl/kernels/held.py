@@ -115,7 +115,10 @@ def held_gradients(
     # A float32 dW is its own accumulator where the forward may keep it; here it is read beside the finished one.
     products.weight_sum = held.get("weight_sum")
     products.waiting, products.waiting_low = held.get("waiting"), held.get("waiting_low")
-    products.high, products.low = held.get("high"), held.get("low")
+    products.low = held.get("low")
+    if "high" in held:  # the sum's upper bits lie where dW will be
+        assert products.weight is not None
+        products.high = products.weight.view(torch.int16).copy_(held["high"])
     products.smooth_x = held.get("smooth_x")
     if "bias" in held:
         products.bias = held["bias"].clone()

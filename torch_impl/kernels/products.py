@@ -412,6 +412,8 @@ class GradientProducts:
         width = c.vocab if self.turned else c.size
         aligned = (width * out.element_size()) % 16 == 0
         summed, start, k = out if into else self.high if parted else self.weight_sum, entries.start, c.class_weight
+        # Hopper's kernel has one descriptor for the upper bits that it reads and the result that it writes.
+        assert not parted or (summed is not None and summed.data_ptr() == out.data_ptr())
         if c.plan.has_own_sum:
             summed = None if summed is None else summed[entries]
             targets = None if targets is None else targets.of_entries(start)
