@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language import NVMMASharedLayout
 
 from logitless.torch_impl.kernels import hopper
 from logitless.torch_impl.kernels.architecture import ARCHITECTURES
-from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGHT, WEIGHT_SUM, WeightKind
+from logitless.torch_impl.kernels.tiles import HIDDEN, HIDDEN_SUM, LOGITS, WEIGHT, WEIGHT_SUM, Tiles, WeightKind
 
 (HOPPER,) = (found for found in ARCHITECTURES if found.name == "hopper")
 
@@ -52,7 +52,7 @@ READS = {
 
 def block(dtype: str, rows: int, columns: int) -> str:
     bits = {"fp32": 32, "i32": 32, "i8": 8}.get(dtype, 16)
-    layout = NVMMASharedLayout(min(128, bits * columns // 8), bits, rank=2)
+    layout = hopper.swizzled(bits, columns)
     return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
 
 
@@ -80,9 +80,14 @@ def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]
     }
 
 
-def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
+def gradient_tiles(narrow: bool) -> Mapping[str, Tiles]:
+    """Those of dX and dW."""
+    return HOPPER.narrow if narrow and HOPPER.narrow is not None else HOPPER.tiles
+
+
+def hidden(dtype: str, final: bool, narrow: bool = False, **chosen: bool) -> dict[str, Any]:
     waits = chosen.get("WAITS", False)
-    t = HOPPER.tiles[HIDDEN if final or waits else HIDDEN_SUM]
+    t = gradient_tiles(narrow)[HIDDEN if final or waits else HIDDEN_SUM]
     false = ("WAITS", "ROWS", "SMOOTH", "SPLIT", "LENT", "TURNED")
     options = {"ADD": False, "FINAL": final} | dict.fromkeys(false, False) | chosen
     return {
@@ -101,9 +106,9 @@ def hidden(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
     }
 
 
-def weight(dtype: str, final: bool, **chosen: bool) -> dict[str, Any]:
+def weight(dtype: str, final: bool, narrow: bool = False, **chosen: bool) -> dict[str, Any]:
     into = chosen.get("INTO", False) and not chosen.pop("NARROW", False)  # a float32 buffer
-    t = HOPPER.tiles[WEIGHT if final and not into else WEIGHT_SUM]
+    t = gradient_tiles(narrow)[WEIGHT if final and not into else WEIGHT_SUM]
     options = dict.fromkeys(("ADD", "INTO", "PARTED", "SMOOTH", "HAS_CLASS", "TARGETS", "LENT", "TURNED"), False)
     options |= {"FINAL": final, "LOW_BITS": 8} | chosen
     kind = WeightKind(*(options[flag] for flag in KIND))
@@ -187,6 +192,17 @@ CONFIGURATIONS = {
     "weight narrowly parted, added": lambda: weight("bf16", False, PARTED=True, ADD=True, TARGETS=True, LOW_BITS=4),
     "weight from narrow parts": lambda: weight("bf16", True, PARTED=True, ADD=True, TARGETS=True, LOW_BITS=4),
     "weight from wide parts": lambda: weight("bf16", True, PARTED=True, ADD=True, TARGETS=True),
+    "hidden, narrow": lambda: hidden("bf16", True, True, ROWS=True),
+    "hidden, narrow, waiting, split": lambda: hidden("bf16", False, True, ROWS=True, WAITS=True, SPLIT=True),
+    "hidden, narrow, lent, turned": lambda: hidden("bf16", True, True, ROWS=True, LENT=True, TURNED=True),
+    "hidden sum, narrow, add": lambda: hidden("bf16", False, True, ADD=True),
+    "weight, narrow": lambda: weight("bf16", True, True, TARGETS=True),
+    "weight, narrow, turned": lambda: weight("bf16", True, True, TARGETS=True, TURNED=True),
+    "weight sum, narrow, add": lambda: weight("bf16", False, True, ADD=True),
+    "weight parted, narrow, added": lambda: weight("bf16", False, True, PARTED=True, ADD=True),
+    "weight from narrow parts, narrow": lambda: weight(
+        "bf16", True, True, PARTED=True, ADD=True, TARGETS=True, LOW_BITS=4
+    ),
     "weight from parts": lambda: weight("bf16", True, PARTED=True, ADD=True, SMOOTH=True, TARGETS=True),
 }
 
@@ -204,7 +220,7 @@ def compile_one(what: dict[str, Any]) -> dict[str, Any]:
     own = {name: "*" + what["dtype"] for name in ("w_ptr", "target_w_ptr", "bias_ptr", "hidden_ptr")}
     whole = ("row_target_ptr", "argmax_ptr", "count_ptr", "order_ptr", "progress_ptr")
     whole += ("counter_ptr", "key_ptr", "token_ptr", "bounds_ptr")
-    narrow = constants.get("FINAL") and t is not HOPPER.tiles[WEIGHT_SUM]
+    narrow = constants.get("FINAL") and t not in (HOPPER.tiles[WEIGHT_SUM], gradient_tiles(True)[WEIGHT_SUM])
     out = {"out_ptr": "*" + what["dtype"] if narrow else "*fp32"}
     if constants.get("INTO"):
         out["sum_ptr"] = out["out_ptr"]

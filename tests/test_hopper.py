@@ -34,11 +34,14 @@ PLAIN = (
 PLAIN += ("hidden, waiting", "hidden, waiting, split", "hidden, waiting, turned", "weight sum", "weight sum, add")
 PLAIN += ("anchored, turned", "hidden, turned", "weight, turned", "weight in place, turned")
 PLAIN += ("weight and targets", "weight into, add", "weight parted", "weight parted, added")
+PLAIN += ("hidden, narrow", "hidden, narrow, waiting, split", "hidden, narrow, lent, turned", "hidden sum, narrow, add")
+PLAIN += ("weight, narrow", "weight, narrow, turned", "weight sum, narrow, add", "weight parted, narrow, added")
 OTHERS = ("hidden sum", "entropy", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all")
 OTHERS += ("weight into narrow", "weight and targets, all")
 OTHERS += ("weight sum, turned, add", "weight from parts", "anchored, lent, all", "weight in place, all")
 # The first three spill the thread's number, once at the start.
 OTHERS += ("weight narrowly parted", "weight narrowly parted, added", "weight from narrow parts")
+OTHERS += ("weight from narrow parts, narrow",)
 OTHERS += ("weight from wide parts", "weight parted, turned, added")
 
 
