@@ -419,3 +419,18 @@ def test_what_is_prepared_of_tokens(tokens: int, mean: bool, weighted: bool) -> 
         2 * unit,
         pytest.approx(made.norm.item() * 2 * unit, nan_ok=True),
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_what_dw_in_place_counts_in_is_zeroed(tokens: int) -> None:
+    """With the chunk's hidden states, by fewer or more programs than there are numbers. In place it would wait for
+    ever. (dW's kernel itself runs on a GPU: test_in_place.)"""
+    arrays = Arrays(torch.randn(tokens, 64), torch.randn(700, 64), None, torch.zeros(tokens, dtype=torch.int64))
+    chosen = plan(tokens=tokens, hidden=64, vocab=700, dtype="bfloat16", fused=True, order="tokens", chunk=tokens)
+    chosen = dataclasses.replace(chosen, lends=True)
+    assert chosen.in_place
+    c = kernel_call.KernelCall(rows.prepare(arrays, LossOptions(), torch.float32), LossOptions(), chosen)
+    c.counter.fill_(7)
+    c.gather(0, c.operand())
+    assert c.counter.numel() >= 2
+    assert not c.counter.any()

@@ -18,7 +18,7 @@ from logitless.torch_impl.call import is_turned
 from logitless.torch_impl.kernels.architecture import architecture_of, multiprocessors
 from logitless.torch_impl.kernels.launch import cdiv, launch_named
 from logitless.torch_impl.kernels.rows import Rows, on_device
-from logitless.torch_impl.kernels.tiles import GROUP_BYTES, LOGITS, LOGITS_MORE, Tiles
+from logitless.torch_impl.kernels.tiles import GROUP_BYTES, LOGITS, LOGITS_MORE, WEIGHT, Tiles
 
 with contextlib.suppress(ImportError):  # without triton, fused.unavailable() says so before a kernel is launched
     from logitless.torch_impl.kernels import portable as kernels
@@ -67,6 +67,7 @@ class KernelCall:
         self.order, self.count, self.target = inputs.order, inputs.count, inputs.index
         self.target_weight = None if held is None else held.get("target_weight")
         self.temperature: Tensor | None = None  # by position
+        self.gathers = held is None
         if held is not None:
             self.row_target = held["row_target"]
             return
@@ -97,6 +98,12 @@ class KernelCall:
         if lent is None or not aligned or lent.dtype.itemsize < self.dtype.itemsize:
             return self.matrix(self.chunk, self.size)
         return lent.view(-1).view(self.dtype)[: self.chunk * self.size].view(self.chunk, self.size)
+
+    @functools.cached_property
+    def counter(self) -> Tensor:
+        """What dW in place counts in, a number for each half of a tile's rows: zeros, once the chunk was gathered."""
+        make = torch.empty if self.gathers else torch.zeros
+        return make(2 * cdiv(self.vocab, self.tiles(WEIGHT).bm), dtype=torch.int32, device=self.device)
 
     @functools.cached_property
     def shared(self) -> dict[str, Any]:
@@ -154,6 +161,8 @@ class KernelCall:
             row_target_ptr=self.row_target[first:], first=first, DOTS=wanted["anchor_ptr"] is not None,
             WEIGHTED=wanted["weighted_rows_ptr"] is not None, target_w_ptr=gathered,
             target_w_stride=0 if gathered is None else gathered.stride(0), BLOCK=self.block,
+            counter_ptr=self.counter if self.plan.in_place else None,
+            counters=self.counter.numel() if self.plan.in_place else 0,
         )  # fmt: skip
 
     def _gather_target_weight(self, first: int) -> None:

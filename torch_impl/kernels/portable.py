@@ -361,11 +361,11 @@ def loss_kernel(
         tl.store(out_ptr, tl.sum(total, 0) * tl.load(norm_ptr))
 
 
-@triton.jit(do_not_specialize=["first", "chunk"])
+@triton.jit(do_not_specialize=["first", "chunk", "counters"])
 def rows_kernel(
     hidden_ptr, w_ptr, bias_ptr, target_ptr, order_ptr, count_ptr, weighted_rows_ptr, temperature_ptr,
-    x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, state_ptr, target_w_ptr,
-    first, chunk, hidden_stride, w_stride, x_stride, target_w_stride, size, scale, cap,
+    x_ptr, row_target_ptr, anchor_ptr, highest_ptr, weighted_ptr, state_ptr, counter_ptr, target_w_ptr,
+    first, chunk, counters, hidden_stride, w_stride, x_stride, target_w_stride, size, scale, cap,
     DOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr, WEIGHTED: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -373,7 +373,8 @@ def rows_kernel(
     for ELSEWHERE).
 
     weighted = x · Σ_j k_j w_j, label smoothing's part of the loss. temperature, by position, divides both. A row past
-    the last one becomes zero. target_w has w_y if the weight is TURNED: :func:`target_weight_kernel`.
+    the last one becomes zero. target_w has w_y if the weight is TURNED: :func:`target_weight_kernel`. All programs
+    together zero what later kernels count in: ``state``, and ``counter`` [counters] if there is one.
     """
     row = tl.program_id(0)
     position = first + row
@@ -410,6 +411,9 @@ def rows_kernel(
             tl.store(state_ptr + tl.arange(0, STATE), 0)
     if WEIGHTED:
         tl.store(weighted_ptr + token, tl.sum(weighted, 0) * scale, mask=exists)
+    if counter_ptr is not None:
+        for place in range(row, counters, chunk):
+            tl.store(counter_ptr + place, 0)
 
 
 @triton.jit(do_not_specialize=["first", "chunk"])

@@ -447,10 +447,9 @@ class GradientProducts:
         if not c.plan.in_place:
             return c.programs, {"GROUP": t.group, "counter_ptr": None}
         beside = cdiv(c.size, t.bn)
-        counter = torch.zeros(2 * cdiv(c.vocab, t.bm), dtype=torch.int32, device=c.device)
         programs = c.programs // beside * beside
         cooperative = {"PROGRAMS": programs, "launch_cooperative_grid": True}
-        return programs, {"GROUP": 1, "counter_ptr": counter, "LENT": True} | cooperative
+        return programs, {"GROUP": 1, "counter_ptr": c.counter, "LENT": True} | cooperative
 
     def _weight_accumulator(self) -> Tensor:
         """What a chunk's dW is added to that is not the last: the upper 16 bits of the sum, or all of it."""
