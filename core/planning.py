@@ -41,6 +41,7 @@ from logitless.scratch import (
     Cut,
     Kind,
     Order,
+    gradient_tile,
     promised_bytes,
     round_up,
 )
@@ -365,8 +366,9 @@ def _best_halves(request: Request, sizes: list[int]) -> list[ChunkPlan]:
 
 def _widths(request: Request) -> list[int]:
     """Entries of a slice: among them as many as fill a turn or a few with tiles of dW."""
-    beside = math.ceil(request.hidden / HOPPER.tile[1])
-    whole = (turns * HOPPER.multiprocessors // beside * HOPPER.tile[0] for turns in (1, 2, 3))
+    rows, columns = gradient_tile(request.hidden) if request.kind == "triton" else HOPPER.tile
+    beside = math.ceil(request.hidden / columns)
+    whole = (turns * HOPPER.multiprocessors // beside * rows for turns in (1, 2, 3))
     return sorted({min(request.vocab, width) for width in (*WEIGHT_SLICES, *whole) if width})
 
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,25 @@ def checked_accesses() -> Iterator[None]:
 
     with checked():
         yield
+
+
+@pytest.fixture
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """Fill with NaN what torch.empty gives. Otherwise who reads memory that nobody has written may find the right
+    numbers there, those of the call before."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

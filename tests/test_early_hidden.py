@@ -18,6 +18,8 @@ from logitless.tolerances import GRADIENT, error  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy  # noqa: E402
 from logitless.torch_impl.kernels.products import GradientProducts  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 
 def late(tokens: int, hidden: int, vocab: int, dtype: str = "bfloat16", **more: Any) -> Request:
     """What is asked for a plan of one chunk."""

@@ -19,6 +19,8 @@ from logitless.problems import PROBLEMS, Case, Problem
 from logitless.rounding import round_to
 from logitless.tolerances import GRADIENT, TARGET_GRADIENT, TINY, allowance, error
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 NAMES = [problem.name for problem in PROBLEMS if "large" not in problem.tags and problem.name not in ("gpt2", "qwen")]
 FEW = 100

@@ -17,6 +17,8 @@ from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa:
 from logitless.torch_impl.backend import backend_named, chosen_backend  # noqa: E402
 from logitless.torch_impl.memory import peak_scratch_bytes  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 on_gpu = pytest.mark.gpu
 
 

@@ -15,6 +15,8 @@ from logitless.problems import BY_NAME
 from logitless.rounding import round_to
 from logitless.tolerances import AREAL, GRADIENT, ROUNDING, TARGET_GRADIENT, THREE_DIGITS, TINY, error
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 
 class TorchTritonInterpreted(TorchEager):
     """The kernels on CPU tensors."""

@@ -18,6 +18,8 @@ from logitless import reference
 from logitless.rounding import round_to
 from logitless.tolerances import ELEMENTS, GRADIENT, ON_TOP_GRADIENT, ON_TOP_LOSS, TINY, error
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 SHAPE, D, V = (3, 17), 12, 70
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 OPTIONS = {"temperature": 1.7, "logit_scale": 0.8, "softcap": 4.0}

@@ -24,6 +24,8 @@ from logitless.torch_impl import checks, linear_cross_entropy, linear_log_probs 
 from logitless.torch_impl.call import LatePlan  # noqa: E402
 from logitless.torch_impl.compiled import tracing  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 
 def in_turns(names: str, values: Iterable[tuple[Any, ...]]) -> Any:
     """Every value in both places of a GPU. On a CPU eager and interpreted kernels take turns, because both are slow."""

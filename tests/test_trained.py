@@ -23,6 +23,8 @@ from implementations import (
 from logitless import plan
 from logitless.problems import PROBLEMS, Problem
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 TRAINED = [problem for problem in PROBLEMS if "trained" in problem.tags]
 PLANS: dict[str, dict[str, Any]] = {
     "one_chunk": {"order": "tokens"},

@@ -38,7 +38,7 @@ from logitless.torch_impl.kernels import portable as kernels  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"),
-    pytest.mark.usefixtures("checked_accesses"),
+    pytest.mark.usefixtures("checked_accesses", "unwritten_memory_is_nan"),
 ]
 
 

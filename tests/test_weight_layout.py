@@ -23,6 +23,8 @@ from logitless import ChunkPlan, plan
 from logitless.problems import BY_NAME, Problem
 from logitless.tolerances import GRADIENT, error
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 # Every epilogue, a ragged vocabulary, rows that are done again, an upstream gradient per token, targets that cancel.
 PROBLEMS = ("odd_bias", "odd_none_most", "confident_wrong", "gemma", "trained_smooth")
 MORE = [pytest.param(TorchTriton(), id="torch_triton", marks=interpreted), *MORE_DTYPES]

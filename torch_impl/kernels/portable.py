@@ -1416,7 +1416,8 @@ def sort_kernel(
 
     A token's place is how many come before it, counted by comparing it with every other: N² comparisons, which for few
     tokens is less than the launches of a sort. A bound is the place of a key that comes before all that are equal.
-    Blocks of BJ tokens, a multiple of BI, that lie before a program's own one come before equal keys, too."""
+    Tokens are compared BJ at a time, a multiple of BI. An equal key comes first if its block of BJ does. Within one
+    block their places decide."""
     first_edge = tl.cdiv(tokens, BI)
     is_edge = tl.program_id(0) >= first_edge
     first = (tl.program_id(0) - tl.where(is_edge, first_edge, 0)) * BI
