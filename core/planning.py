@@ -366,7 +366,7 @@ def _best_halves(request: Request, sizes: list[int]) -> list[ChunkPlan]:
 
 def _widths(request: Request) -> list[int]:
     """Entries of a slice: among them as many as fill a turn or a few with tiles of dW."""
-    rows, columns = gradient_tile(request.hidden) if request.kind == "triton" else HOPPER.tile
+    rows, columns = gradient_tile(request.hidden, request.kind)
     beside = math.ceil(request.hidden / columns)
     whole = (turns * HOPPER.multiprocessors // beside * rows for turns in (1, 2, 3))
     return sorted({min(request.vocab, width) for width in (*WEIGHT_SLICES, *whole) if width})

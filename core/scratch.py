@@ -56,9 +56,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def gradient_tile(hidden: int) -> Tile:
-    """Rows and columns of the Triton kernels' tiles of dX and dW on Hopper. They do not depend on the number of tokens:
-    another one compiles nothing."""
+def gradient_tile(hidden: int, kind: Kind = "triton") -> Tile:
+    """Rows and columns of the tiles of dX and dW on Hopper. They do not depend on the number of tokens: another one
+    compiles nothing. Of the other backends' plans tiles are counted as if none were narrow."""
+    if kind != "triton":
+        return HOPPER.tile
     wide, narrow = (round_up(hidden, columns) for _, columns in (HOPPER.tile, HOPPER.narrow_tile))
     return HOPPER.narrow_tile if narrow * HOPPER.narrow_time < wide else HOPPER.tile
 
@@ -347,7 +349,7 @@ class Cut:
     @property
     def gradient_tile(self) -> Tile:
         """Rows and columns of a tile of dX or dW."""
-        return gradient_tile(self.hidden) if self.kind == "triton" else HOPPER.tile
+        return gradient_tile(self.hidden, self.kind)
 
 
 def promised_bytes(cut: Cut) -> int:

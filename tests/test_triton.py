@@ -312,7 +312,7 @@ def test_turns_are_whole_groups(row_tiles: int, column_tiles: int, group: int, w
     assert programs(row_tiles, column_tiles, group, 132) == wanted
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(1, 1300), st.integers(0, 2**32))
 @example(1300, 0)
 def test_tokens_are_sorted_by_target(tokens: int, seed: int) -> None:
