@@ -2,7 +2,8 @@
 
 A step is a loss and all gradients in bfloat16, started back to back as in training, the host's time included. Each
 shape has the floor (three bare cuBLAS products), full logits by PyTorch and by torch.compile, our kernels, a CUDA graph
-of ours, and log-probabilities. ``launches`` are kernels and memory fills of one step, counted by the profiler.
+of ours, and log-probabilities; and ours inside torch.compile, with its own CUDA graphs too (mode "reduce-overhead").
+``launches`` are kernels and memory fills of one step, counted by the profiler.
 
 ``--host`` needs no GPU. Calls choose what they would on a Hopper GPU, and their launches do nothing. ``time_ms`` is
 what is left: the median time of PyTorch's and our own code on a CPU. What a GPU would do as a CUDA graph does nothing,
@@ -100,12 +101,47 @@ def own_steps(arrays: Any) -> dict[str, Any]:
     }
 
 
+def compiled_steps(arrays: Any) -> dict[str, Any]:
+    """Steps inside torch.compile. The weight is a module's: a CUDA graph copies what is no parameter."""
+    import torch
+
+    from bench.gpu_torch import Step, full_logits_float32
+
+    class Head(torch.nn.Module):
+        def __init__(self, loss: Callable[..., Any]) -> None:
+            super().__init__()
+            self.weight, self.loss = arrays.w, loss
+
+        def forward(self, hidden: Any, target: Any) -> Any:
+            return self.loss(hidden, self.weight, target)
+
+    def compiled(loss: Callable[..., Any], mode: str | None) -> Callable[[], Any]:
+        head = torch.compile(Head(loss), mode=mode)
+
+        def run() -> Any:
+            arrays.x.grad = arrays.w.grad = None
+            if mode is not None:
+                torch.compiler.cudagraph_mark_step_begin()
+            value = head(arrays.x, arrays.y)
+            value.backward()
+            return value
+
+        return run
+
+    ours, graphs = functools.partial(arrays.loss, backend="triton"), "reduce-overhead"
+    return {
+        "triton, torch.compile": Step(arrays, compiled(ours, None)),
+        f"triton, {graphs}": Step(arrays, compiled(ours, graphs)),
+        f"full logits, {graphs}": Step(arrays, compiled(full_logits_float32, graphs)),
+    }
+
+
 def gpu_rows(name: str, rounds: int) -> list[dict[str, Any]]:
     from bench.gpu_torch import Arrays, wait
     from bench.timing import burst_ms
 
     arrays = Arrays(named(name))
-    steps = {"floor": arrays.floor(), **own_steps(arrays)}
+    steps = {"floor": arrays.floor(), **own_steps(arrays), **compiled_steps(arrays)}
     steps |= {name: arrays.step(loss) for name, loss, _ in arrays.peers() if "full logits" in name}
 
     def variant(step: Any, run: Callable[[], Any]) -> Variant:
@@ -224,7 +260,9 @@ def host_rows(rounds: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     try:
         with without_launches():
-            for name, step in own_steps(Arrays(HOST_SHAPE)).items():
+            arrays = Arrays(HOST_SHAPE)
+            compiled = {name: step for name, step in compiled_steps(arrays).items() if name == "triton, torch.compile"}
+            for name, step in (own_steps(arrays) | compiled).items():
                 for variant, off in ((name, False), (f"{name}, as it runs", True)):
                     with mock.patch.object(replay.settings, "off", off):
                         median_host_ms(step, 5)

@@ -297,21 +297,59 @@ def test_who_looks_sees_the_step_itself(repeated: list[Any], monkeypatch: pytest
     assert not replay.programs
 
 
-def test_compiled_calls_run_as_they_are(repeated: list[Any]) -> None:
-    """What waits leaves a compiled forward as tensors, which nobody who repeats a step has by name."""
-    (hidden, weight, target), _ = arrays(1, {})
-    expected = results(1, {})
+# What one of these calls does in a compiled graph, another one does too.
+LATE_COMPILED = (
+    *LATE, "everything", "slices", "lse", "temperatures", "temperatures in chunks", "hidden alone",
+    "shifted", "no gradient", "zeros of several sizes", "held per token", "held log-probs, temperatures",
+)  # fmt: skip
 
-    def loss(hidden: Any, weight: Any, target: Any) -> Any:
-        return linear_cross_entropy(hidden, weight, target, backend="triton")
 
-    compiled = torch.compile(loss, backend="aot_eager")
-    for _ in range(3):
-        found = compiled(hidden, weight, target)
-        gradients = torch.autograd.grad(found, (hidden, weight))
-        assert torch.equal(found.detach(), expected[0].detach())
-        assert all(gradient.isfinite().all() for gradient in gradients)
-    assert not repeated
+@pytest.mark.late(where=lambda p: p["name"] in LATE_COMPILED)
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("both")])  # which is no graph's
+def test_a_repeated_compiled_call_has_the_same_bits(
+    name: str, repeated: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operations of a graph are steps of their own: forward and backward."""
+    options = dict(CALLS[name])
+    function: Callable[..., Any] = options.get("function", linear_cross_entropy)
+    tokens = options.pop("tokens", TOKENS)
+    constants = arrays(0, {n: v for n, v in options.items() if n != "function"})[1]
+    constants = {name: value for name, value in constants.items() if not torch.is_tensor(value)}
+
+    def call(hidden: Any, weight: Any, target: Any, tensors: dict[str, Any]) -> Any:
+        return function(hidden, weight, target, backend="triton", **tensors, **constants)
+
+    torch._dynamo.reset()
+    graph = torch.compile(call, backend="aot_eager", fullgraph=True)
+    options["function"] = lambda *given, backend, **named: graph(
+        *given, {name: value for name, value in named.items() if torch.is_tensor(value)}
+    )
+    with unwritten_is_nan():
+        calls = [results(seed, options, tokens) for seed in range(4)]
+    operations = 1 if options.get("gradients") is False else 2
+    assert len(replay.programs) == operations
+    assert len(repeated) == 2 * operations
+    monkeypatch.setattr(replay.settings, "on_cpu", False)
+    for seed, found in enumerate(calls):
+        assert_same(found, results(seed, options, tokens))
+    assert len(repeated) == 2 * operations
+
+
+def test_a_retained_compiled_graph_is_repeated(repeated: list[Any]) -> None:
+    """A graph's tensors are written to by nobody: a second backward has the bits of the first."""
+    options = {"plan": {"order": "tokens", "chunk": 16}, "bias": True}
+    constants = {"plan": plan(**SIZES | options["plan"])}
+    graph = torch.compile(
+        lambda *given: linear_cross_entropy(*given, backend="triton", **constants), backend="aot_eager", fullgraph=True
+    )
+    for seed in range(4):
+        (hidden, weight, target), named = arrays(seed, options)
+        leaves = hidden, weight, named["bias"]
+        loss = graph(hidden, weight, target, named["bias"])
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        assert_same(list(torch.autograd.grad(loss, leaves)), list(first))
+    # Of eight backwards the first ran and the second was written down.
+    assert len(repeated) == 2 + 6
 
 
 def test_another_kind_is_not_mistaken(repeated: list[Any]) -> None:
@@ -388,7 +426,7 @@ def test_the_host_alone_is_measured(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     times = {row["variant"]: row["time_ms"] for row in json.loads((tmp_path / "small_host.json").read_text())["rows"]}
-    assert len(times) == 8
+    assert len(times) == 10
     for variant in times:
         if not variant.endswith("as it runs"):
             assert 0 < times[variant] < times[f"{variant}, as it runs"], variant

@@ -88,9 +88,9 @@ def _no_autocast(arrays: Arrays) -> contextlib.AbstractContextManager[object]:
 def _run_step(
     name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable[[Call], Result], *others: Tensor | float | None
 ) -> Result:
-    """The result of a whole step, run by the call's backend. ``others``: all tensors that it reads beside ``arrays``.
-    What else it reads depends on ``call``."""
-    return backend_named(call.backend).run_step(name, arrays, call, needs, step, others)
+    """The result of a whole step, run by the call's backend; of a traced call, compiled/ops.py runs more as one step.
+    ``others``: all tensors that it reads beside ``arrays``. What else it reads depends on ``call``."""
+    return step(call) if call.traced else backend_named(call.backend).run_step(name, arrays, call, needs, step, others)
 
 
 def _cast(gradients: Gradients, arrays: Arrays) -> Gradients:

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -136,11 +136,15 @@ def _loss(*arguments: Any) -> list[Tensor]:
     recipe = _recipe(text)
     arrays = plain(recipe.arrays(tensors))
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
-    step = steps.loss(arrays, normalizer, call, needs)
-    saved = list(step.saved)
-    if recipe.held:
-        saved = cast(WaitingLoss, step.waiting).tensors(_held_layout(arrays, recipe, token_chunk))
-    return [value for value in (step.loss, step.lse, *step.stats, *saved) if value is not None]
+
+    def run(call: Call) -> list[Tensor]:
+        step = steps.loss(arrays, normalizer, call, needs)
+        saved = list(step.saved)
+        if recipe.held:
+            saved = cast(WaitingLoss, step.waiting).tensors(_held_layout(arrays, recipe, token_chunk))
+        return [value for value in (step.loss, step.lse, *step.stats, *saved) if value is not None]
+
+    return _whole("loss", arrays, call, needs, run, normalizer)
 
 
 @_loss.register_fake
@@ -173,9 +177,13 @@ def _loss_gradients(*arguments: Any) -> list[Tensor]:
     recipe = _recipe(text)
     arrays = plain(recipe.arrays(tensors))
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
-    if recipe.held:
-        return _present(steps.held_gradients(arrays, call, needs, saved, upstream), recipe)
-    return _present(steps.loss_gradients(arrays, call, needs, tuple(saved), None, upstream, g_lse), recipe)
+
+    def run(call: Call) -> list[Tensor]:
+        if recipe.held:
+            return _present(steps.held_gradients(arrays, call, needs, saved, upstream), recipe)
+        return _present(steps.loss_gradients(arrays, call, needs, tuple(saved), None, upstream, g_lse), recipe)
+
+    return _whole("loss_gradients", arrays, call, needs, run, *saved, upstream, g_lse)
 
 
 @torch.library.custom_op(
@@ -188,8 +196,13 @@ def _log_probs(*arguments: Any) -> list[Tensor]:
     *tensors, text, token_chunk = arguments
     recipe = _recipe(text)
     arrays = plain(recipe.arrays(Arrays.of_head(*tensors)))
-    step = steps.log_probs(arrays, recipe.call(arrays, token_chunk), recipe.needs(arrays))
-    return [step.log_prob, *step.stats, *step.saved]
+    call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
+
+    def run(call: Call) -> list[Tensor]:
+        step = steps.log_probs(arrays, call, needs)
+        return [step.log_prob, *step.stats, *step.saved]
+
+    return _whole("log_probs", arrays, call, needs, run)
 
 
 @_log_probs.register_fake
@@ -217,7 +230,11 @@ def _log_probs_gradients(*arguments: Any) -> list[Tensor]:
     recipe = _recipe(text)
     arrays = plain(recipe.arrays(Arrays.of_head(*tensors)))
     call, needs = recipe.call(arrays, token_chunk), recipe.needs(arrays)
-    return _present(steps.log_probs_gradients(arrays, call, needs, tuple(saved), None, upstream), recipe)
+
+    def run(call: Call) -> list[Tensor]:
+        return _present(steps.log_probs_gradients(arrays, call, needs, tuple(saved), None, upstream), recipe)
+
+    return _whole("log_probs_gradients", arrays, call, needs, run, *saved, *upstream)
 
 
 @_loss_gradients.register_fake
@@ -226,6 +243,14 @@ def _(*arguments: Any) -> list[Tensor]:
     arrays, recipe = Arrays(*arguments[:4]), _recipe(arguments[-2])
     pairs = zip(arrays[:3], recipe.wanted, strict=True)
     return [array.new_empty(array.shape) for array, wanted in pairs if wanted and array is not None]
+
+
+def _whole(
+    name: str, arrays: Arrays, call: Call, needs: Needs, run: Callable[[Call], list[Tensor]], *others: Tensor | None
+) -> list[Tensor]:
+    """``run(call)``: an operation's results, as one step of the call's backend. ``others``: what it reads beside
+    ``arrays``."""
+    return backend_named(call.backend).run_step(name, arrays, call, needs, run, others)
 
 
 def _new(arrays: Arrays, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -155,6 +155,12 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         named = dict(kwargs or {})
+        if not self.is_launching:
+            # Below autograd, as in an operation of torch.compile's, nobody has taken it apart.
+            with self:
+                parts: object = function.decompose(*args, **named)
+            if parts is not NotImplemented:
+                return parts
         result: object = function(*args, **named)
         if not self.is_launching:
             self._note(self._note_operation, function, args, named, result)

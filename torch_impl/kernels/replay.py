@@ -4,8 +4,9 @@ The second call of a kind is written down while it runs (recording.py). A later 
 few pieces and repeats the list (program.py): the launches of the first two, and so their bits. A kind that is seen once
 costs nothing but its name.
 
-The Triton backend runs its steps through :func:`run_step`. Steps that others look at (torch.compile, dispatch modes,
-profilers of launches), and those that add to a buffer run as they are. With ``LOGITLESS_REPEAT=0`` all do. A step of
+The Triton backend runs its steps through :func:`run_step`; of a compiled call, these are whole operations of
+compiled/ops.py. Steps that others look at (dispatch modes, profilers of launches), and those that add to a buffer run
+as they are. With ``LOGITLESS_REPEAT=0`` all do. A step of
 several ranks is repeated with its collectives, whether the other ranks repeat theirs or not. No mirror: XLA compiles
 a whole program.
 """
@@ -85,7 +86,7 @@ def _kind_of(
     device = arrays.hidden.device
     if settings.off or (device.type != "cuda" and not settings.on_cpu):
         return None
-    if call.into is not None or call.deferred is not None or call.traced:
+    if call.into is not None or call.deferred is not None:
         return None
     if not arrays.target.numel() or torch._C._len_torch_dispatch_stack() or launch.is_watched():
         return None
