@@ -1,4 +1,8 @@
-"""eager.small_loss: a small loss on a CPU is as right as full logits, and takes few operations."""
+"""torch_impl/plain_loss: a loss without options is as right as full logits, and takes few operations.
+
+What GPUs take runs on the CPU, too: with float32 operands, and with rounded ones by a stand-in for the product that a
+CPU does not have.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from bench import registry, report  # noqa: E402
 from logitless import plan, reference  # noqa: E402
 from logitless.tolerances import TARGET_GRADIENT, allowance, error  # noqa: E402
-from logitless.torch_impl import eager, linear_cross_entropy  # noqa: E402
+from logitless.torch_impl import call as calls  # noqa: E402
+from logitless.torch_impl import checks, chunk, eager, linear_cross_entropy  # noqa: E402
+from logitless.torch_impl.plain_loss import large, small  # noqa: E402
 
 N, D, V = 12, 16, 60
 CASES: dict[str, dict[str, Any]] = {
@@ -74,8 +80,17 @@ def full_logits(case: dict[str, Any], dtype: str) -> list[Any]:
     return [value.detach().numpy() for value in (loss, *torch.autograd.grad(loss, (x, w, b)))]
 
 
+@pytest.fixture(params=["small", "large"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Which of the two is taken."""
+    if request.param == "large":
+        monkeypatch.setattr(small, "loss", large.loss)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("path")
 def test_it_is_right(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     options = {key: value for key, value in case.items() if key not in ("ignored", "own", "shift", "weight_layout")}
@@ -84,8 +99,8 @@ def test_it_is_right(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     true = reference.linear_cross_entropy(*arrays(case, dtype), **options)
     wanted = (true.loss, true.hidden_grad, true.weight_grad, true.bias_grad)
     taken = []
-    small = eager.small_loss
-    monkeypatch.setattr(eager, "small_loss", lambda *given: taken.append(small(*given)) or taken[0])
+    real = eager.small_loss
+    monkeypatch.setattr(eager, "small_loss", lambda *given: taken.append(real(*given)) or taken[0])
     found = made(case, dtype)
     assert taken[0] is not None
     for one, full, right in zip(found, full_logits(case, dtype), wanted, strict=True):
@@ -93,6 +108,7 @@ def test_it_is_right(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.usefixtures("path")
 def test_a_row_that_is_not_finite_is_as_in_general(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its loss and its row of dX, and which elements of dW are finite."""
 
@@ -112,6 +128,7 @@ def test_a_row_that_is_not_finite_is_as_in_general(value: float, monkeypatch: py
 
 
 @pytest.mark.parametrize("nats", [10.0, 20.0, 40.0])
+@pytest.mark.usefixtures("path")
 def test_a_confident_token(nats: float) -> None:
     """Where the target has nearly all, the loss and dX are of the rest, to the last digits."""
     x, w, y, _ = arrays({}, "float32")
@@ -124,6 +141,7 @@ def test_a_confident_token(nats: float) -> None:
     assert error(torch.autograd.grad(loss, hidden)[0].numpy(), true.hidden_grad) <= TARGET_GRADIENT["float32"]
 
 
+@pytest.mark.usefixtures("path")
 def test_a_target_that_is_banned_has_an_infinite_loss() -> None:
     x, w, y, b = map(torch.from_numpy, arrays({}, "float32"))
     y[0] = V - 1
@@ -133,6 +151,7 @@ def test_a_target_that_is_banned_has_an_infinite_loss() -> None:
     assert torch.isfinite(torch.autograd.grad(loss, x)[0]).all()
 
 
+@pytest.mark.usefixtures("path")
 def test_every_backward_of_a_retained_graph_has_the_same_bits() -> None:
     x, w, y, b = map(torch.from_numpy, arrays({}, "float32"))
     x.requires_grad_()
@@ -145,9 +164,10 @@ def test_every_backward_of_a_retained_graph_has_the_same_bits() -> None:
     "more", [{"label_smoothing": 0.1}, {"z_loss": 0.1}, {"softcap": 5.0}, {"return_stats": True}, {"reduction": "none"},
              {"plan": plan(tokens=N, hidden=D, vocab=V, dtype="float32", device="cpu", order="vocab")}]
 )  # fmt: skip
+@pytest.mark.usefixtures("path")
 def test_it_leaves_the_rest_alone(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    small = eager.small_loss
-    monkeypatch.setattr(eager, "small_loss", lambda *given: small(*given) and pytest.fail("taken"))
+    real = eager.small_loss
+    monkeypatch.setattr(eager, "small_loss", lambda *given: real(*given) and pytest.fail("taken"))
     x, w, y, b = map(torch.from_numpy, arrays({}, "float32"))
     made = linear_cross_entropy(x.requires_grad_(), w, y, b, backend="eager", **more)
     (made[0] if isinstance(made, tuple) else made).sum().backward()
@@ -185,3 +205,106 @@ def test_small_steps_on_a_cpu_are_measured(tmp_path: Path) -> None:
         assert (full["over_full_logits"], ours["time_ms"] > 0) == (1.0, True)
         assert 0 < ours["scratch_bytes"] < full["scratch_bytes"]
     assert len(report.small_cpu_table(rows).splitlines()) == 2 + len(rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A large loss
+
+
+def _rounded_product(a: Any, b: Any, out: Any, add: bool) -> None:
+    """As a GPU's: operands are read as they are, and accumulate in out's dtype."""
+    made = a.to(out.dtype) @ b.to(out.dtype)
+    _ = out.add_(made) if add else out.copy_(made)
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products read low precision, as on a GPU."""
+    monkeypatch.setattr(small, "loss", large.loss)
+    monkeypatch.setattr(calls, "operand_dtype", lambda dtype, device: dtype)
+    monkeypatch.setattr(chunk, "product", _rounded_product)
+
+
+ROUNDED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignored": {"ignored": True},
+    "sum and a bias": {"reduction": "sum", "bias": True, "ignored": True},
+    "scale": {"logit_scale": 0.5},
+    "trained": {"trained": True},
+    "trained, a bias": {"trained": True, "bias": True, "ignored": True},
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.usefixtures("rounded")
+def test_rounded_operands(name: str, dtype: str, chunks: int) -> None:
+    """At most so much further from the truth than full logits in float32, whose gradient is rounded once."""
+    case, tokens, size, vocab = dict(ROUNDED[name]), 400, 32, 300
+    random = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype)
+    w = torch.randn(vocab, size, generator=random).to(kind)
+    y = torch.randint(vocab, (tokens,), generator=random)
+    x = torch.randn(tokens, size, generator=random)
+    if case.pop("trained", False):  # what the tokens' own classes say, and noise
+        x = w[y].float() + 0.3 * x
+    x = x.to(kind)
+    if case.pop("ignored", False):
+        y[::3] = -100
+        x[0] = torch.nan
+    b = torch.randn(vocab, generator=random).to(kind) if case.pop("bias", False) else None
+    size_of = plan(tokens=tokens, hidden=size, vocab=vocab, dtype=dtype, eager=True, order="tokens",
+                   chunk=-(-tokens // chunks))  # fmt: skip
+    leaves = [leaf.requires_grad_() for leaf in (x, w, b) if leaf is not None]
+    loss = linear_cross_entropy(x, w, y, b, backend="eager", plan=size_of, **case)
+    made = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    true = reference.linear_cross_entropy(
+        *(v.detach().double().nan_to_num().numpy() for v in (x, w)), y.numpy(),
+        None if b is None else b.detach().double().numpy(), **case,
+    )  # fmt: skip
+    wanted = [true.loss, true.hidden_grad, true.weight_grad, true.bias_grad][: len(made)]
+    ideal = _ideal([v.detach().nan_to_num() for v in leaves], y, case)
+    for one, best, right in zip(made, ideal, wanted, strict=True):
+        assert error(one.double().numpy(), right) <= allowance(error(best.double().numpy(), right), dtype)
+
+
+def _ideal(leaves: list[Any], y: Any, case: dict[str, Any]) -> list[Any]:
+    """Loss and gradients of full logits in float32, whose gradient is rounded once."""
+    dtype, (x, w, *b) = leaves[0].dtype, (leaf.float() for leaf in leaves)
+    scale, mean = case.get("logit_scale", 1.0), case.get("reduction") != "sum"
+    z = ((x @ w.T + (b[0] if b else 0.0)) * scale).requires_grad_()
+    loss = torch.nn.functional.cross_entropy(z, y, reduction="sum")
+    (dz,) = torch.autograd.grad(loss, z)
+    dz, factor = dz.to(dtype).float(), scale / (int((y != -100).sum()) if mean else 1)
+    found = [dz @ w, dz.T @ x, *([dz.sum(0)] if b else [])]
+    return [loss.detach() / (factor and scale / factor), *((value * factor).to(dtype) for value in found)]
+
+
+@pytest.mark.parametrize("nats", [5.0, 12.0, 20.0, 40.0])
+@pytest.mark.usefixtures("rounded")
+def test_a_confident_token_of_rounded_operands(nats: float) -> None:
+    x, w = torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(300, 32, dtype=torch.bfloat16)
+    x[0, 0], w[7, 0] = 1.0, nats
+    y = torch.tensor([7])
+    true = reference.linear_cross_entropy(x.double().numpy(), w.double().numpy(), y.numpy())
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, w, y, backend="eager")
+    (found,) = torch.autograd.grad(loss, x)
+    assert error(found.double().numpy(), true.hidden_grad) <= TARGET_GRADIENT["bfloat16"]
+    assert error(loss.detach().double().numpy(), true.loss) <= TARGET_GRADIENT["float32"]
+
+
+@pytest.mark.parametrize("chunk_size", [4, 7])
+def test_ids_outside_make_their_rows_nan(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "loss", large.loss)
+    x, w, y, _ = map(torch.from_numpy, arrays({}, "float32"))
+    y[5] = V + 3
+    monkeypatch.setattr(checks, "check_ids", lambda *_: None)  # on a GPU nobody looks
+    x.requires_grad_()
+    chosen = plan(tokens=N, hidden=D, vocab=V, dtype="float32", eager=True, order="tokens", chunk=chunk_size)
+    loss = linear_cross_entropy(x, w, y, backend="eager", plan=chosen)
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.isnan(loss)
+    assert torch.isnan(found).all(1).nonzero().flatten().tolist() == [5]

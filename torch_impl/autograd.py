@@ -192,8 +192,11 @@ def _take(ctx: Context) -> Waiting | None:
     """
     waiting = ctx.waiting
     if isinstance(waiting, Gradients) and torch._C._autograd._get_current_graph_task_keep_graph():
-        kept = (waiting.hidden, waiting.weight, waiting.bias)
-        return Gradients(*(None if gradient is None else gradient.clone() for gradient in kept))
+        hidden, weight, bias = (
+            None if gradient is None else gradient.clone()
+            for gradient in (waiting.hidden, waiting.weight, waiting.bias)
+        )
+        return Gradients(hidden, weight, bias, waiting.factor)
     ctx.waiting = None
     return waiting
 

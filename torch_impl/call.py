@@ -287,16 +287,21 @@ class Gradients:
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    factor: Tensor | None = None
+    """[] what they still lack."""
 
     def finish(self, upstream: Tensor) -> Gradients:
         """Times the upstream scalar, in place: the buffers are ours."""
+        factor = upstream if self.factor is None else upstream * self.factor
         for gradient in (self.hidden, self.weight, self.bias):
             if gradient is not None:
-                gradient.mul_(upstream)
-        return self
+                gradient.mul_(factor)
+        return Gradients(self.hidden, self.weight, self.bias)
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
         """The gradients of these names, all of them wanted, as they lie in memory: a turned weight's is [D, V]."""
+        if self.factor is not None:
+            return self.finish(self.factor.new_ones(())).tensors(names)
         weight = self.weight
         lying = self if weight is None or not is_turned(weight) else dataclasses.replace(self, weight=weight.T)
         return [getattr(lying, name).contiguous() for name in names]

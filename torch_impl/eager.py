@@ -22,7 +22,7 @@ from torch import Tensor
 from logitless import numerics
 from logitless.planning import ChunkPlan
 from logitless.scratch import slices
-from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, LossOptions, Statistics
+from logitless.spec import LOWEST_GAP, LossOptions, Statistics
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import (
     XP,
@@ -46,6 +46,7 @@ from logitless.torch_impl.chunk import losses as losses
 from logitless.torch_impl.chunk import normalizer as normalizer
 from logitless.torch_impl.chunk import prepare as prepare
 from logitless.torch_impl.chunk import total_loss as total_loss
+from logitless.torch_impl.plain_loss import large, small
 
 Result = TypeVar("Result")
 
@@ -325,6 +326,15 @@ def loss_gradients(
     return chunk.of_all(found, inputs), gradients.finish()
 
 
+def small_loss(
+    arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs
+) -> tuple[Tensor, Gradients] | None:
+    """The loss, and gradients that wait for the upstream scalar, in few operations; None where an option asks for
+    more."""
+    made = large.loss if arrays.hidden.device.type == "cuda" else small.loss
+    return made(arrays, normalizer, call, needs)
+
+
 def token_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:
@@ -419,71 +429,3 @@ def known_gradients(
             gradients.add_block(z, start, stop)
         gradients.finish_chunk()
     return gradients.finish()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A small loss on a CPU
-
-
-def small_loss(
-    arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs
-) -> tuple[Tensor, Gradients] | None:
-    """The loss, and gradients that wait for the upstream scalar, where on a CPU all logits are one block of the plan.
-
-    What Python and PyTorch do around an operation costs more here than the operation. So this takes a third of them, or
-    is None where an option asks for more or an id is outside. As all logits are known before any exponential is, a
-    row's anchor is its largest logit.
-    """
-    if not _is_small(arrays, call, needs):
-        return None
-    options, weight, bias = call.options, arrays.weight, arrays.bias
-    hidden, target = arrays.hidden.reshape(-1, weight.shape[1]), arrays.target.reshape(-1)
-    order = _counted(target, options.ignore_index, len(weight))
-    x, y = (hidden, target) if order is None else (hidden[order], target[order])
-    if order is not None and not chunk.all_inside(y, len(weight)):
-        return None
-    column = y.long().unsqueeze(1)
-    norm: Tensor | float = 1.0
-    if options.reduction == "mean":
-        norm = 1 / max(len(y), 1) if normalizer is None else torch.ones((), dtype=x.dtype) / normalizer
-    z = x.mm(weight.t()) if bias is None else torch.addmm(bias.to(x.dtype), x, weight.t())
-    if options.logit_scale != 1.0:
-        z.mul_(options.logit_scale)
-    own = z.gather(1, column)
-    anchor = torch.maximum(z.amax(1, keepdim=True), own).clamp_(min=LOWEST_ANCHOR)
-    e = z.scatter_(1, column, -torch.inf).sub_(anchor).exp_()
-    s, gap = e.sum(1, keepdim=True), own - anchor
-    more = gap.expm1().add_(s)  # Σ_j exp(z_j − anchor) − 1, exact where the target has nearly all
-    total = (more.log1p() - gap).sum().mul_(norm)
-    factor = more.add_(1.0).reciprocal_().mul_(norm * options.logit_scale)
-    e.scatter_(1, column, s.neg_())
-    hidden_gradient = weight_gradient = None
-    if needs.hidden:
-        hidden_gradient = e.mm(weight).mul_(factor)
-        if order is not None:
-            hidden_gradient = torch.zeros_like(hidden).index_copy_(0, order, hidden_gradient)
-    if needs.weight:
-        weight_gradient = torch.mm(e.t(), x * factor, out=empty_like_weight(weight, x.dtype))
-    return total, Gradients(hidden_gradient, weight_gradient, e.t().mv(factor.squeeze(1)) if needs.bias else None)
-
-
-def _counted(target: Tensor, ignore_index: int, vocab: int) -> Tensor | None:
-    """Which tokens are not ignored; None: all, and all ids are inside."""
-    if not 0 <= ignore_index < vocab and chunk.all_inside(target, vocab):
-        return None
-    return (target != ignore_index).nonzero().squeeze(1)
-
-
-def _is_small(arrays: Arrays, call: Call, needs: Needs) -> bool:
-    """Whether :func:`small_loss` knows all that is asked for."""
-    if call.shard is not None or call.statistics or call.deferred is not None or needs.into is not None:
-        return False
-    plan, options = call.plan, call.options
-    if not isinstance(plan, ChunkPlan) or not plan.holds_all or plan.vocab_chunk < plan.vocab:
-        return False
-    if options.label_smoothing or options.z_loss or options.softcap is not None:
-        return False
-    if arrays.token_weight is not None or arrays.class_weight is not None or arrays.temperature is not None:
-        return False
-    same = arrays.hidden.dtype == arrays.weight.dtype == call.compute_dtype
-    return same and call.compute_dtype.itemsize >= 4 and arrays.hidden.device.type == "cpu"

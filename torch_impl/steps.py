@@ -134,11 +134,11 @@ def loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: N
 def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> Loss:
     options, backend, statistics = call.options, backend_named(call.backend), call.statistics is True
     waiting: Waiting | None = None
-    if needs.any and one_pass(call):
-        made = backend.small_loss(arrays, normalizer, call, needs)
-        if made is not None:
-            return Loss(made[0], None, (None,) * len(TokenStats._fields), (), made[1])
     with _no_autocast(arrays):
+        if needs.any and one_pass(call):
+            made = backend.small_loss(arrays, normalizer, call, needs)
+            if made is not None:
+                return Loss(made[0], None, (None,) * len(TokenStats._fields), (), made[1])
         inputs = _prepare(arrays, call)
         norm = backend.normalizer(inputs, options, normalizer)
         if needs.any and one_pass(call):
