@@ -152,6 +152,19 @@ def test_a_target_that_is_banned_has_an_infinite_loss() -> None:
 
 
 @pytest.mark.usefixtures("path")
+def test_ignored_tokens_beside_no_class_at_all() -> None:
+    x, w, y, b = map(torch.from_numpy, arrays({}, "float32"))
+    b[:] = -torch.inf
+    leaves = [leaf.requires_grad_() for leaf in (x, w, b)]
+    loss = linear_cross_entropy(x, w, torch.full_like(y, -100), b, backend="eager")
+    assert not loss
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, leaves))
+    y[::2] = -100
+    loss = linear_cross_entropy(x, w, y, b, backend="eager")
+    assert not torch.autograd.grad(loss, x)[0][::2].any()
+
+
+@pytest.mark.usefixtures("path")
 def test_every_backward_of_a_retained_graph_has_the_same_bits() -> None:
     x, w, y, b = map(torch.from_numpy, arrays({}, "float32"))
     x.requires_grad_()

@@ -63,6 +63,8 @@ class _Chunks:
         x = chunk.rows_of(inputs, rows).masked_fill_(~inputs.inside[rows].unsqueeze(1), torch.nan)
         z = self.logits[: len(x)]
         chunk.logits_block(x, inputs, rows, 0, z.shape[1], self.options, z)
+        if inputs.bias is not None:  # which may ban all classes; an ignored token has one left
+            z[:, 0].masked_fill_(~inputs.valid[rows], 0.0)
         own = torch.log_softmax(z, 1, out=z).gather(1, target)
         p = z.exp_().scatter_(1, target, 0.0)
         share = p.sum(1, keepdim=True)
