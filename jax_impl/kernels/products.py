@@ -69,9 +69,11 @@ class GradientProducts:
                 arguments["weighted_rows"] = c.along_size(self.smoothing.weighted_rows)
         length = round_up(c.chunk, 8) if c.chunks == 1 else round_up(c.chunks * c.chunk, 8)
         shape = jax.ShapeDtypeStruct((length, c.padded_size), jnp.float32 if scale is None else c.dtype)
-        adds = state.hidden is not None and not whole
+        adds, old = state.hidden is not None and not whole, state.hidden
+        if old is None and c.chunks > 1 and whole:  # as for the next chunks, or a kernel more would be compiled
+            old = jnp.zeros(shape.shape, shape.dtype)
         kernel = functools.partial(hopper.hidden, adds=adds, turned=c.turned)
-        results = _into(kernel, arguments, {"out": state.hidden}, {"out": shape})
+        results = _into(kernel, arguments, {"out": old}, {"out": shape})
         return state._replace(hidden=results["out"])
 
     def weight(
