@@ -15,13 +15,17 @@ from typing import Any
 
 from bench.shapes import Shape
 
+# The mode of torch.compile that has CUDA graphs, in the names of variants.
+REDUCE_OVERHEAD = "reduce-overhead"
+
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A step of a shape: how it is metered and how it is timed."""
 
-    scratch_bytes: Callable[[], int]
-    """Runs the step until it is warm; the bytes that it needs beyond inputs and gradients."""
+    scratch_bytes: Callable[[], int | None]
+    """Runs the step until it is warm; the bytes that it needs beyond inputs and gradients, None where nobody can
+    say."""
     sample_ms: Callable[[], list[float]]
     """The times of one round."""
     promised_bytes: int | None = None
