@@ -43,7 +43,7 @@ class _Chunks:
     def __init__(self, inputs: Inputs, options: LossOptions, plan: ChunkPlan, needs: Needs) -> None:
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
         self.inputs, self.options, self.operand = inputs, options, None
-        self.rows = plan.token_chunk
+        self.rows = min(plan.token_chunk, inputs.tokens)
         """Tokens of a chunk: the plan's, or fewer, so that what the products read fits into the plan's scratch too."""
         if inputs.operand_dtype != dtype:
             # The plan has a chunk's logits, and two blocks of them for what is done to these.
