@@ -26,6 +26,7 @@ from implementations import unwritten_is_nan  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from logitless import plan  # noqa: E402
+from logitless.tolerances import GRADIENT, error  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.torch_impl.kernels import products, program, recording, replay  # noqa: E402
 from logitless.torch_impl.kernels.rows import TOKEN_BLOCK  # noqa: E402
@@ -350,6 +351,36 @@ def test_a_retained_compiled_graph_is_repeated(repeated: list[Any]) -> None:
         assert_same(list(torch.autograd.grad(loss, leaves)), list(first))
     # Of eight backwards the first ran and the second was written down.
     assert len(repeated) == 2 + 6
+
+
+def stepped(tensor: Any) -> Any:
+    """The same values, in every other row of a matrix."""
+    return torch.stack([tensor, torch.full_like(tensor, torch.nan)], 1).flatten(0, 1)[::2]
+
+
+def shifted(tensor: Any) -> Any:
+    """The same values, not at a multiple of 16 bytes."""
+    return torch.cat([torch.zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+LAYOUTS: tuple[Callable[[Any], Any], ...] = (torch.clone, stepped, shifted, lambda tensor: tensor.T.contiguous().T)
+
+
+@pytest.mark.slow
+def test_compiled_calls_in_other_layouts(repeated: list[Any]) -> None:
+    """One graph, whose tensors lie in another way from call to call: each way is a kind of its own."""
+    torch._dynamo.reset()
+    graph = torch.compile(lambda *given: linear_cross_entropy(*given, backend="triton"), backend="aot_eager")
+    random.seed(0)
+    for seed in range(24):
+        lying = LAYOUTS[seed % 4], random.choice(LAYOUTS)
+        (hidden, weight, target), _ = arrays(seed, {})
+        leaves = [lie(tensor.detach()).requires_grad_() for lie, tensor in zip(lying, (hidden, weight), strict=True)]
+        found = torch.autograd.grad(graph(*leaves, target), leaves)
+        loss = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().T, target)
+        for one, right in zip(found, torch.autograd.grad(loss, (hidden, weight)), strict=True):
+            assert error(one.numpy(), right.numpy()) <= GRADIENT["float32"]
+    assert repeated
 
 
 def test_another_kind_is_not_mistaken(repeated: list[Any]) -> None:
