@@ -144,13 +144,11 @@ def gpu_rows(name: str, rounds: int) -> list[dict[str, Any]]:
     steps = {"floor": arrays.floor(), **own_steps(arrays), **compiled_steps(arrays)}
     steps |= {name: arrays.step(loss) for name, loss, _ in arrays.peers() if "full logits" in name}
 
-    def variant(step: Any, run: Callable[[], Any]) -> Variant:
-        return Variant(step.scratch_bytes, lambda: burst_ms(run, wait))
+    def variant(step: Any, run: Callable[[], Any], known: bool = True) -> Variant:
+        return Variant(step.scratch_bytes if known else lambda: None, lambda: burst_ms(run, wait))
 
-    variants = {key: variant(step, step) for key, step in steps.items()}
-    for key in steps:
-        if REDUCE_OVERHEAD in key:  # its graph keeps gradients and scratch in memory of its own
-            variants[key] = dataclasses.replace(variants[key], scratch_bytes=lambda: None)
+    # A graph of torch.compile's keeps gradients and scratch in memory of its own.
+    variants = {key: variant(step, step, REDUCE_OVERHEAD not in key) for key, step in steps.items()}
     ours = steps["triton"]
     variants["triton, CUDA graph"] = variant(ours, graph_of(ours))
     rows = measured_rows(name, named(name), variants, rounds)
@@ -264,8 +262,8 @@ def host_rows(rounds: int) -> list[dict[str, Any]]:
     try:
         with without_launches():
             arrays = Arrays(HOST_SHAPE)
-            compiled = {name: step for name, step in compiled_steps(arrays).items() if name == "triton, torch.compile"}
-            for name, step in (own_steps(arrays) | compiled).items():
+            compiled = "triton, torch.compile"
+            for name, step in (own_steps(arrays) | {compiled: compiled_steps(arrays)[compiled]}).items():
                 for variant, off in ((name, False), (f"{name}, as it runs", True)):
                     with mock.patch.object(replay.settings, "off", off):
                         median_host_ms(step, 5)

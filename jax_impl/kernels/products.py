@@ -70,7 +70,9 @@ class GradientProducts:
         length = round_up(c.chunk, 8) if c.chunks == 1 else round_up(c.chunks * c.chunk, 8)
         shape = jax.ShapeDtypeStruct((length, c.padded_size), jnp.float32 if scale is None else c.dtype)
         adds, old = state.hidden is not None and not whole, state.hidden
-        if old is None and c.chunks > 1 and whole:  # as for the next chunks, or a kernel more would be compiled
+        if old is None and c.chunks > 1 and whole:
+            # The next chunks write into an array that is there. The first one takes their kernel, on zeros: a kernel
+            # with an output of its own would have to be compiled, too.
             old = jnp.zeros(shape.shape, shape.dtype)
         kernel = functools.partial(hopper.hidden, adds=adds, turned=c.turned)
         results = _into(kernel, arguments, {"out": old}, {"out": shape})

@@ -6,9 +6,8 @@ costs nothing but its name.
 
 The Triton backend runs its steps through :func:`run_step`; of a compiled call, these are whole operations of
 compiled/ops.py. Steps that others look at (dispatch modes, profilers of launches), and those that add to a buffer run
-as they are. With ``LOGITLESS_REPEAT=0`` all do. A step of
-several ranks is repeated with its collectives, whether the other ranks repeat theirs or not. No mirror: XLA compiles
-a whole program.
+as they are. With ``LOGITLESS_REPEAT=0`` all do. A step of several ranks is repeated with its collectives, whether the
+other ranks repeat theirs or not. No mirror: XLA compiles a whole program.
 """
 
 from __future__ import annotations
