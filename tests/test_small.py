@@ -6,6 +6,7 @@ CPU does not have.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -21,6 +22,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from bench import registry, report  # noqa: E402
 from logitless import plan, reference  # noqa: E402
+from logitless.ideal import ideal_gradients  # noqa: E402
+from logitless.problems import Problem  # noqa: E402
+from logitless.spec import LossOptions  # noqa: E402
 from logitless.tolerances import TARGET_GRADIENT, allowance, error  # noqa: E402
 from logitless.torch_impl import call as calls  # noqa: E402
 from logitless.torch_impl import checks, chunk, eager, linear_cross_entropy  # noqa: E402
@@ -278,21 +282,12 @@ def test_rounded_operands(name: str, dtype: str, chunks: int) -> None:
         None if b is None else b.detach().double().numpy(), **case,
     )  # fmt: skip
     wanted = [true.loss, true.hidden_grad, true.weight_grad, true.bias_grad][: len(made)]
-    ideal = _ideal([v.detach().nan_to_num() for v in leaves], y, case)
-    for one, best, right in zip(made, ideal, wanted, strict=True):
-        assert error(one.double().numpy(), right) <= allowance(error(best.double().numpy(), right), dtype)
-
-
-def _ideal(leaves: list[Any], y: Any, case: dict[str, Any]) -> list[Any]:
-    """Loss and gradients of full logits in float32, whose gradient is rounded once."""
-    dtype, (x, w, *b) = leaves[0].dtype, (leaf.float() for leaf in leaves)
-    scale, mean = case.get("logit_scale", 1.0), case.get("reduction") != "sum"
-    z = ((x @ w.T + (b[0] if b else 0.0)) * scale).requires_grad_()
-    loss = torch.nn.functional.cross_entropy(z, y, reduction="sum")
-    (dz,) = torch.autograd.grad(loss, z)
-    dz, factor = dz.to(dtype).float(), scale / (int((y != -100).sum()) if mean else 1)
-    found = [dz @ w, dz.T @ x, *([dz.sum(0)] if b else [])]
-    return [loss.detach() / (factor and scale / factor), *((value * factor).to(dtype) for value in found)]
+    problem = Problem("rounded", (tokens,), size, vocab, dtype, LossOptions(**case), bias=b is not None)
+    hidden, weight, bias = (None if v is None else v.detach().float().nan_to_num().numpy() for v in (x, w, b))
+    given = dataclasses.replace(problem.case(), hidden=hidden, weight=weight, bias=bias, target=y.numpy())
+    ideals = list(ideal_gradients(given).values())[: len(made)]
+    for one, ideal, right in zip(made, ideals, wanted, strict=True):
+        assert error(one.double().numpy(), right) <= allowance(error(ideal, right), dtype)
 
 
 @pytest.mark.parametrize("nats", [5.0, 12.0, 20.0, 40.0])
