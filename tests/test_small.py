@@ -103,8 +103,8 @@ def test_it_is_right(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     true = reference.linear_cross_entropy(*arrays(case, dtype), **options)
     wanted = (true.loss, true.hidden_grad, true.weight_grad, true.bias_grad)
     taken = []
-    real = eager.small_loss
-    monkeypatch.setattr(eager, "small_loss", lambda *given: taken.append(real(*given)) or taken[0])
+    real = eager.plain_loss
+    monkeypatch.setattr(eager, "plain_loss", lambda *given: taken.append(real(*given)) or taken[0])
     found = made(case, dtype)
     assert taken[0] is not None
     for one, full, right in zip(found, full_logits(case, dtype), wanted, strict=True):
@@ -126,7 +126,7 @@ def test_a_row_that_is_not_finite_is_as_in_general(value: float, monkeypatch: py
         return [loss.detach(), *torch.autograd.grad(loss, (x, w))]
 
     found = results()
-    monkeypatch.setattr(eager, "small_loss", lambda *_: None)
+    monkeypatch.setattr(eager, "plain_loss", lambda *_: None)
     for one, other in zip(found, results(), strict=True):
         assert torch.equal(torch.isfinite(one), torch.isfinite(other))
 
@@ -183,8 +183,8 @@ def test_every_backward_of_a_retained_graph_has_the_same_bits() -> None:
 )  # fmt: skip
 @pytest.mark.usefixtures("path")
 def test_it_leaves_the_rest_alone(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = eager.small_loss
-    monkeypatch.setattr(eager, "small_loss", lambda *given: real(*given) and pytest.fail("taken"))
+    real = eager.plain_loss
+    monkeypatch.setattr(eager, "plain_loss", lambda *given: real(*given) and pytest.fail("taken"))
     x, w, y, b = map(torch.from_numpy, arrays({}, "float32"))
     made = linear_cross_entropy(x.requires_grad_(), w, y, b, backend="eager", **more)
     (made[0] if isinstance(made, tuple) else made).sum().backward()

@@ -117,10 +117,10 @@ class Backend(Protocol[Prepared]):
     ) -> tuple[TokenSums, WaitingLoss]:
         """Sums, and gradients that wait for the upstream scalar. 6·N·D·V flops in all."""
 
-    def small_loss(
+    def plain_loss(
         self, arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs, /
     ) -> tuple[Tensor, WaitingLoss] | None:
-        """The loss and its gradients in few operations, or None where the general way must be taken."""
+        """A loss without options and its gradients in few operations, or None where the general way must be taken."""
 
     def token_gradients(
         self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, needs: Needs, statistics: bool, /

@@ -326,7 +326,7 @@ def loss_gradients(
     return chunk.of_all(found, inputs), gradients.finish()
 
 
-def small_loss(
+def plain_loss(
     arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs
 ) -> tuple[Tensor, Gradients] | None:
     """The loss, and gradients that wait for the upstream scalar, in few operations; None where an option asks for

@@ -136,7 +136,7 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
     waiting: Waiting | None = None
     with _no_autocast(arrays):
         if needs.any and one_pass(call):
-            made = backend.small_loss(arrays, normalizer, call, needs)
+            made = backend.plain_loss(arrays, normalizer, call, needs)
             if made is not None:
                 return Loss(made[0], None, (None,) * len(TokenStats._fields), (), made[1])
         inputs = _prepare(arrays, call)

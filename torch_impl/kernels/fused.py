@@ -71,9 +71,9 @@ __all__ = [
     "losses",
     "normalizer",
     "one_pass",
+    "plain_loss",
     "prepare",
     "run_step",
-    "small_loss",
     "token_gradients",
     "token_sums",
     "total_loss",
@@ -116,8 +116,8 @@ def holds(dtype: torch.dtype) -> bool:
     return dtype != torch.float16
 
 
-def small_loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> None:
-    """Small losses have no kernels of their own: repeating a step (replay.py) is what helps here."""
+def plain_loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: Needs) -> None:
+    """Plain losses have no kernels of their own: repeating a step (replay.py) is what helps here."""
     del arrays, normalizer, call, needs
 
 
