@@ -27,7 +27,7 @@ def for_slices(length: int, size: int, body: Callable[[Carry, Index, int], Carry
     """carry = body(carry, start, size) for every slice: a loop over the full ones, then the ragged rest."""
     full, rest = divmod(length, size)
     if length and parallel.tracked():
-        carry = _varied(lambda state: body(state, jnp.int32(0), min(size, length)), carry)
+        carry = varied(lambda state: body(state, jnp.int32(0), min(size, length)), carry)
     if full == 1:
         carry = body(carry, 0, size)
     elif full > 1:
@@ -41,8 +41,8 @@ def for_slices(length: int, size: int, body: Callable[[Carry, Index, int], Carry
     return carry
 
 
-def _varied(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """``carry`` with the types that a loop's body gives it: JAX asks that they vary over the same axes."""
+def varied(body: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """``carry`` with the types that a loop's body gives it: JAX asks that they vary over the same axes (shard_map)."""
     while True:
         shapes = jax.eval_shape(body, carry)
         wanted = jax.tree.map(lambda part, like: parallel.vary_over(part, parallel.varying(like)), carry, shapes)

@@ -23,10 +23,11 @@ from jax import Array, lax
 
 from logitless import numerics
 from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, TokenSums
+from logitless.jax_impl.chunk import empty_sums
 from logitless.jax_impl.kernels import architecture
 from logitless.jax_impl.kernels.held import Held, Waiting, held_gradients
 from logitless.jax_impl.kernels.kernel_call import KernelCall
-from logitless.jax_impl.kernels.loops import after, later_blocks, one_by_one
+from logitless.jax_impl.kernels.loops import after, blocks, one_by_one
 from logitless.jax_impl.kernels.products import GradientProducts, State, add_to_sum
 from logitless.jax_impl.kernels.rows import own_target_logits
 from logitless.jax_impl.kernels.sums import (
@@ -90,12 +91,12 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
 def _token_sums(c: KernelCall, statistics: Statistics) -> TokenSums:
     smoothing = smoothing_of(c)
 
-    def chunk(state: TokenSums | None, first: Index) -> TokenSums:
+    def chunk(state: TokenSums, first: Index) -> TokenSums:
         rows = c.rows_at(first)
         sums, weighted, _ = chunk_sums(c, rows, statistics, holds=False)
-        return c.by_position(rows, sums.finish(weighted), state)
+        return rows.put(state, sums.finish(weighted))
 
-    sums = later_blocks(chunk, chunk(None, jnp.int32(0)), c.chunks, c.chunk)
+    sums = blocks(chunk, c.by_position(empty_sums(c.inputs, c.sums_logits, statistics)), c.chunks, c.chunk)
     return with_weighted(c, c.by_token(sums), smoothing)
 
 
@@ -106,9 +107,16 @@ Vectors = tuple[TokenSums, Factors]
 """What the forward knows of every token, by position."""
 
 
-def _vectors(c: KernelCall, vectors: Vectors | None, part: Forwarded) -> Vectors:
-    """``vectors``, or new ones, with what a chunk's forward gives for its rows."""
-    return c.by_position(part.rows, (part.sums, part.factors), vectors)
+def _vectors(c: KernelCall, statistics: bool) -> Vectors:
+    """Vectors for the chunks' forwards to fill."""
+    sums = empty_sums(c.inputs, c.sums_logits, statistics)
+    some = sums.log_total
+    return c.by_position((sums, Factors(some, some, some)))
+
+
+def _filled(vectors: Vectors, part: Forwarded) -> Vectors:
+    """``vectors`` with what a chunk's forward gives for its rows."""
+    return part.rows.put(vectors, (part.sums, part.factors))
 
 
 def loss_gradients(
@@ -126,21 +134,20 @@ def loss_gradients(
 def _loss_gradients(c: KernelCall, g: Array, needs: Needs, statistics: bool) -> tuple[TokenSums, Waiting]:
     p = GradientProducts(c, needs, g, numerics.largest_factor(XP, g))
 
-    def chunk(carry: tuple[Vectors | None, State], first: Index) -> tuple[Vectors | None, State]:
+    def chunk(carry: tuple[Vectors, State], first: Index) -> tuple[Vectors, State]:
         vectors, state = carry
         part = forward(c, first, p.g, statistics)
         x = part.factors.operand(part.rows, c.dtype)
         state = p.weight(state, part.rows, part.e, x, 0, c.vocab, None)
         state = p.hidden(state, part.rows, part.e, 0, part.factors, None)
         state = p.bias(state, part.rows, part.e, 0, c.vocab, part.factors.factor)
-        return _vectors(c, vectors, part), state
+        return _filled(vectors, part), state
 
-    carry: tuple[Vectors | None, State] = (None, State())
-    if c.chunks > 1:
-        carry = later_blocks(chunk, chunk(carry, jnp.int32(0)), c.chunks - 1, c.chunk)
+    carry = _vectors(c, statistics), p.begun(jnp.float32, parted=True) if c.chunks > 1 else State()
+    carry = blocks(chunk, carry, c.chunks - 1, c.chunk)
     (vectors, state), last = after(carry, (c.chunks - 1) * c.chunk)
     part = forward(c, last, p.g, statistics)
-    sums, by_token = c.by_token(_vectors(c, vectors, part))
+    sums, by_token = c.by_token(_filled(vectors, part))
     state = p.last_bias(state, part.rows, part.e, part.factors, by_token)
     state = add_to_sum(c, state, by_token)
     x = part.factors.operand(part.rows, c.dtype)
@@ -155,7 +162,7 @@ def token_gradients(
     def run(inputs: Inputs, g: Array) -> tuple[TokenSums, Waiting]:
         c = KernelCall(inputs, options, plan)
         part = forward(c, jnp.int32(0), g / numerics.largest_factor(XP, g), statistics)
-        sums, by_token = c.by_token(_vectors(c, None, part))
+        sums, by_token = c.by_token(_filled(_vectors(c, statistics), part))
         waiting = Waiting(None, part.e, part.factors, by_token, State())
         return with_weighted(c, sums, smoothing_of(c)), waiting
 
@@ -202,10 +209,8 @@ def _known_chunks(c: KernelCall, p: GradientProducts, known: KnownRows) -> State
         state = p.hidden(state, rows, e, 0, None, p.unit)
         return p.bias(state, rows, e, 0, c.vocab, None)
 
-    state = State()
-    if c.chunks > 1:
-        state = later_blocks(chunk, chunk(state, jnp.int32(0)), c.chunks - 1, c.chunk)
-    state, last = after(state, (c.chunks - 1) * c.chunk)
+    state = p.begun(c.hidden_dtype, parted=True) if c.chunks > 1 else State()
+    state, last = after(blocks(chunk, state, c.chunks - 1, c.chunk), (c.chunks - 1) * c.chunk)
     return chunk(state, last, final=True)
 
 
@@ -220,8 +225,8 @@ def _known_slices(c: KernelCall, p: GradientProducts, known: KnownRows) -> tuple
         return p.bias(state, rows, e, start, columns, None)
 
     full, rest = divmod(c.vocab, c.columns)
-    state = part(State(), jnp.int32(0), c.columns)
-    state = later_blocks(lambda state, start: part(state, start, c.columns), state, full, c.columns)
+    state = p.begun(jnp.float32, parted=False)
+    state = blocks(lambda state, start: part(state, start, c.columns), state, full, c.columns)
     state, last = after(state, full * c.columns)
     state = part(state, last, rest) if rest else state
     done: tuple[State, Array] = lax.optimization_barrier((state, rows.x))

@@ -366,16 +366,31 @@ def _pieces(tile: _Tile, size: int, width: int) -> int:
 
 
 def _store(
-    tile: _Tile, piece: Callable[[int, int], Array], width: int, staging: References, to: References, size: int,
-    turned: bool = False,
+    tile: _Tile, piece: Callable[[Index, Array], Array], value: Array, width: int, staging: References,
+    to: References, size: int, turned: bool = False,
 ) -> None:  # fmt: skip
     """Store a warpgroup's part of a tile by TMA ``to`` its part of a matrix of ``size`` columns.
 
-    It goes piece(column, width) by piece: see :func:`_store_piece`.
+    It goes piece(number, value's columns) by piece: see :func:`_store_piece`. They are a loop: as one after the other,
+    the kernel would take twice as long to lower.
     """
     count = _pieces(tile, size, width)
-    for number in range(count):
-        _store_piece(tile, number, count, piece(number * width, width), staging, to, turned)
+    cuts = _cuts(value, count, width)
+
+    def step(number: Index, _: None = None) -> None:
+        part = piece(number, cuts[0]() if count == 1 else lax.switch(number, cuts))
+        _store_piece(tile, number, count, part, staging, to, turned)
+
+    if count == 1:
+        step(0)
+    else:
+        lax.fori_loop(0, count, step, None)
+
+
+def _cuts(value: Array, count: int, width: int) -> list[Callable[[], Array]]:
+    """What takes the first ``count`` pieces out of a tile: registers have no index, so it has to be a choice."""
+    edges = [((0, first), (value.shape[0], first + width)) for first in range(0, count * width, width)]
+    return [functools.partial(lax.slice, value, *edge) for edge in edges]
 
 
 def _store_piece(
@@ -389,8 +404,10 @@ def _store_piece(
     slot, width, dtype = lax.rem(number, 2), value.shape[1], staging["out"].dtype
     parts = parted(value, dtype) if "low" in to else (value.astype(dtype),)
     # One piece may be on its way, but not from this slot. The last piece of the tile before may be in it, where the
-    # number of pieces is odd: it is even in a loop, whose number is no int.
-    plgpu.wait_smem_to_gmem(0 if isinstance(number, int) and number == 0 and count % 2 else 1, wait_read_only=True)
+    # number of pieces is odd.
+    if count % 2:
+        pl.when(number == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     for name, part in zip(to, parts, strict=True):
         if turned:
             transposed(staging[name].at[tile.warpgroup, slot])[...] = plgpu.layout_cast(part, TURNED_LAYOUT)
@@ -438,10 +455,13 @@ class Logits:
     group: int = HOPPER.logits.group
     turned: bool = False
     """Whether the weight is [D, V]."""
-    seldom: bool = False
-    """Whether the kernel mostly has no tile. Then it has one epilogue for all of them, and is made in less time."""
     each: bool = False
     """Whether each row has a temperature of its own."""
+
+    @property
+    def seldom(self) -> bool:
+        """Whether the kernel mostly has no tile. Then it has one epilogue for all of them, and is made in less time."""
+        return self.mode == HIGHEST
 
     @property
     def tiles(self) -> Tiles:
@@ -535,8 +555,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
                     _store_piece(tile, number, count, values, {"out": r["staging"]}, {"out": to})
                 return lines
 
-            edges = [((0, first), (tile.height, first + width)) for first in range(0, count * width, width)]
-            cuts = [functools.partial(lax.slice, value, *edge) for edge in edges]
+            cuts = _cuts(value, count, width)
             lines: dict[str, Array] = {}
             if config.extremes:
                 lines = lax.fori_loop(
@@ -703,40 +722,50 @@ def gradient_columns(row_tiles: int, size: int) -> int:
 
 
 def _with_sums(
-    r: References, part_of: Callable[[Ref, _Tile], Ref], names: tuple[str, ...]
-) -> tuple[Callable[[_Tile], None], Callable[[_Tile, int, Array], Array]]:
+    r: References, part_of: Callable[[Ref, _Tile], Ref], names: tuple[str, ...], fresh: Array | None = None
+) -> tuple[Callable[[_Tile], None], Callable[[_Tile, Index, Array], Array]]:
     """(begin, add) with which a product's tiles get what was summed before. The next pieces are always on their way.
 
     add(tile, number, piece): piece plus the number-th [64, 32] of the warpgroup's part of the sum, which lies in the
-    matrix of that one name, or in the two of :func:`arithmetic.parted`.
+    matrix of that one name, or in the two of :func:`arithmetic.parted`. With ``fresh`` the sum holds nothing yet, and
+    is not read.
     """
     if "arrived" not in r:
         return lambda tile: None, lambda tile, number, piece: piece
     arrived = r["arrived"]
     width = STAGED_FLOAT32
 
-    def fetch(tile: _Tile, number: int) -> None:
-        slot = number % 2
+    def fetch(tile: _Tile, number: Index) -> None:
+        slot = lax.rem(number, 2)
         for name in names:
             part = part_of(r[name], tile).at[:, pl.ds(number * width, width)]
             loading = r[f"loading_{name}"].at[tile.warpgroup, slot]
             plgpu.copy_gmem_to_smem(part, loading, arrived.at[tile.warpgroup * 2 + slot])
 
     def begin(tile: _Tile) -> None:
-        @pl.when(tile.exists)
+        @pl.when(tile.exists if fresh is None else tile.exists & (fresh == 0))
         def _() -> None:
             for number in range(2):
                 fetch(tile, number)
 
-    def add(tile: _Tile, number: int, piece: Array) -> Array:
-        slot = number % 2
+    def added(tile: _Tile, number: Index, piece: Array) -> Array:
+        slot = lax.rem(number, 2)
         plgpu.barrier_wait(arrived.at[tile.warpgroup * 2 + slot])
         loaded = [r[f"loading_{name}"][tile.warpgroup, slot] for name in names]
         summed = [plgpu.layout_cast(part, plgpu.Layout.WGMMA) for part in loaded]
         total = piece + (summed[0] if len(names) == 1 else joined(*summed))
-        if number + 2 < tile.width // width:
+
+        @pl.when(number + 2 < tile.width // width)
+        def _() -> None:
             plgpu.commit_smem()
             fetch(tile, number + 2)
+
+        return total
+
+    def add(tile: _Tile, number: Index, piece: Array) -> Array:
+        if fresh is None:
+            return added(tile, number, piece)
+        total: Array = lax.cond(fresh == 0, lambda: added(tile, number, piece), lambda: piece)
         return total
 
     return begin, add
@@ -764,12 +793,13 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
     """dX of a chunk from S vocabulary entries, by position.
 
         value = e w        with factor: factor ⊙ (e w) + rest ⊙ target_rows, for what e's target's element lacks
-        float32 out:       out[first + r] = value (+ out[first + r] with ``adds``)
+        float32 out:       out[first + r] = value (+ out[first + r] with ``adds``, unless it is ``fresh``)
         low precision:     out[first + r] = scale · (value + smooth_r · weighted_rows)
 
     Arguments:
         tiles: [1 + …] int32 as for :func:`logits`; first, start: [1] int32; e: [C, S]; w: [V, D], or turned [D, V].
         factor, rest: [rows] float32, target_rows: [rows, tiles of D] w_y, in one pass.
+        fresh: [1] int32, with ``adds``: whether out holds nothing yet.
         scale: [1] float32; smooth: [rows], weighted_rows: [tiles of D] float32, with label smoothing.
     ``outputs`` (or a reference, as with ``adds``): out [≥ first + C, D].
     """
@@ -784,7 +814,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
         def part_of(matrix: Ref, tile: _Tile) -> Ref:
             return matrix.at[pl.ds(first + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
 
-        begin, add = _with_sums(r, part_of, ("out",))
+        begin, add = _with_sums(r, part_of, ("out",), r["fresh"][0] if adds else None)
 
         def epilogue(tile: _Tile, _: None, value: Array) -> None:
             shape = (WARPGROUP_ROWS, staged_columns)
@@ -795,18 +825,18 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
             if "factor" in r:
                 value = value * _along_rows(_of_rows(r, "factor", tile), tile.shape)
 
-            def piece(column: int, width: int) -> Array:
-                part = value[:, column : column + width]
+            def piece(number: Index, part: Array) -> Array:
+                column, width = number * staged_columns, staged_columns
                 if "rest" in r:
                     rows = r["target_rows"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column + column, width)]
                     part = part + along("rest") * load_matrix(rows)
-                part = add(tile, column // width, part)
+                part = add(tile, number, part)
                 if "smooth" in r:
                     weights = load(r["weighted_rows"], tile.column + column, width, COLUMN_LAYOUT)
                     part = part + along("smooth") * _along_columns(weights, shape)
                 return part * r["scale"][0] if "scale" in r else part
 
-            _store(tile, piece, staged_columns, {"out": r["staging_out"]}, {"out": part_of(out, tile)}, size)
+            _store(tile, piece, value, staged_columns, {"out": r["staging_out"]}, {"out": part_of(out, tile)}, size)
 
         _product(
             _Operand(r["e"], depth_first=False),
@@ -826,7 +856,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
 def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, turned: bool) -> dict[str, Array]:
     """dW of vocabulary entries start ≤ j < start + columns from a chunk.
 
-        without scale:  sum = eᵀ x (+ sum with ``adds``)
+        without scale:  sum = eᵀ x (+ sum with ``adds``, unless it is ``fresh``)
         with it:        out = scale · (eᵀ x + sum with ``adds`` − k_j smooth_x)
         with listed:    the same, with a row of ``listed`` added to some entries' sums
 
@@ -835,11 +865,12 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
     Arguments:
         rows: [1] int32: how many rows e and x have; start: [1] int32: the first vocabulary entry.
         e: [C, S]; x: [C, D]; low: [V, D] int8, with ``adds``; scale: [1] float32.
+        fresh: [1] int32: whether the sum holds nothing yet, with ``adds`` and without scale.
         high: [V, D], a sum's upper 16 bits that do not lie in out: with ``turned`` and ``adds``.
         smooth_x: [tiles of D], class_weight: [tiles of V] float32, with label smoothing.
         listed: [places, D], bounds, numbers, or none of them: see :class:`_Listed`.
     ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Where e has no rows, sums stay as
-    they are. ``turned``: out is [D, V]; a sum is not.
+    they are, and fresh ones become 0. ``turned``: out is [D, V]; a sum is not.
     """
     final, high = "scale" in arguments, "high" if turned else "out"
     dtype = {**outputs, **arguments}["out"].dtype
@@ -851,20 +882,22 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
         rows = r["rows"][0]
         row_tiles: Index = pl.cdiv(columns, TILE_ROWS)
         tile_columns = gradient_columns(pl.cdiv(columns, TILE_ROWS), r["x"].shape[1])
-        if adds and not final:
-            row_tiles = jnp.where(rows > 0, row_tiles, 0)
+        fresh = r["fresh"][0] if "fresh" in r else None
+        if fresh is not None:
+            row_tiles = jnp.where((rows > 0) | (fresh > 0), row_tiles, 0)
 
         def part_of(matrix: Ref, tile: _Tile, turned: bool = False) -> Ref:
             rows, columns = pl.ds(start + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)
             return matrix.at[columns, rows] if turned else matrix.at[rows, columns]
 
-        begin, add = _with_sums(r, part_of, (high, "low"))
+        begin, add = _with_sums(r, part_of, (high, "low"), fresh)
 
         def epilogue(tile: _Tile, _: None, value: Array) -> None:
             shape = (WARPGROUP_ROWS, staged_columns)
 
-            def piece(column: int, width: int) -> Array:
-                part = add(tile, column // width, value[:, column : column + width])
+            def piece(number: Index, part: Array) -> Array:
+                column, width = number * staged_columns, staged_columns
+                part = add(tile, number, part)
                 if "smooth_x" in r:
                     share = _along_columns(load(r["smooth_x"], tile.column + column, width, COLUMN_LAYOUT), shape)
                     if "class_weight" in r:
@@ -875,7 +908,7 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
 
             to = {name: part_of(r[name], tile, turned) for name in staged}
             staging, width = {name: r[f"staging_{name}"] for name in staged}, r["x"].shape[1]
-            _store(tile, piece, staged_columns, staging, to, width, turned)
+            _store(tile, piece, value, staged_columns, staging, to, width, turned)
 
         _product(
             _Operand(r["e"], depth_first=True),

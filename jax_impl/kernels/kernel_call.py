@@ -17,7 +17,7 @@ from logitless.scratch import PADDED_HIDDEN, PADDED_VOCAB, round_up
 from logitless.spec import LossOptions
 
 with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says so before a kernel is launched
-    from logitless.jax_impl.kernels import hopper
+    from logitless.jax_impl.kernels import hopper, launch
 
 # Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
 GROUP_BYTES = 8 * 2**20
@@ -53,6 +53,11 @@ class KernelCall:
         self._compact()
         if self.turned:
             self._sort_by_column()
+
+    @property
+    def sums_logits(self) -> bool:
+        """Whether a chunk's forward also sums k z: label smoothing that is part of the matrix."""
+        return self.options.label_smoothing > 0 and not self.options.separable
 
     def _along_vocab(self, values: Array | None) -> Array | None:
         """A vector along the vocabulary in whole tiles, wherever a slice begins, in float32."""
@@ -118,13 +123,11 @@ class KernelCall:
         vectors: Carry = jax.tree.map(lambda vector: vector[self.position], values)
         return vectors
 
-    def by_position(self, rows: Rows, parts: Carry, vectors: Carry | None) -> Carry:
-        """``vectors`` by position, zeros if there are none yet, with a chunk's ``parts`` in its rows' places."""
-        if vectors is None:
-            length = self.chunks * self.chunk + self.rows
-            vectors = jax.tree.map(lambda part: jnp.zeros(length, part.dtype), parts)
-        filled: Carry = jax.tree.map(rows.put, vectors, parts)
-        return filled
+    def by_position(self, like: Carry) -> Carry:
+        """Vectors by position for the chunks to fill; ``like``: vectors of the same dtypes."""
+        length = self.chunks * self.chunk + self.rows
+        vectors: Carry = jax.tree.map(lambda vector: launch.empty((length,), vector.dtype), like)
+        return vectors
 
     def matrix(self, columns: int) -> jax.ShapeDtypeStruct:
         """Shape of e over ``columns`` vocabulary entries."""

@@ -11,6 +11,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.jax_impl.kernels import lowered
 from logitless.jax_impl.kernels.architecture import HOPPER, interpreted, pair, programs
@@ -108,6 +109,12 @@ def _persistent() -> plgpu.Mesh:
 def reference(value: Array) -> jax.Ref:
     """A jax.Ref for kernels to write to, behind a barrier as every other argument of theirs (:func:`launch`)."""
     return jax.new_ref(lax.optimization_barrier(value))
+
+
+def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """An array that holds anything, for kernels to write to."""
+    array: Array = lax.empty(shape, dtype)
+    return array
 
 
 def written(reference: jax.Ref) -> Array:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.jax_impl.slices import Carry, Index
+from logitless.jax_impl.distributed import parallel
+from logitless.jax_impl.slices import Carry, Index, varied
 
 Result = TypeVar("Result")
 
@@ -20,18 +21,24 @@ Result = TypeVar("Result")
 def after(done: Carry, first: Index) -> tuple[Carry, Array]:
     """``done``, and ``first`` once that is there. Chunks that need nothing of each other would hold two matrices."""
     number = jnp.asarray(first, jnp.int32)
-    if not jax.tree.leaves(done):  # the only chunk: its number stays a constant, and what follows from it is made once
+    if isinstance(first, int) and first == 0:  # a constant: what follows from it is made once
         return done, number
     both: tuple[Carry, Array] = lax.optimization_barrier((done, number))
     return both
 
 
-def later_blocks(body: Callable[[Carry, Index], Carry], state: Carry, count: int, size: int) -> Carry:
-    """state = body(state, first) for ``count`` blocks of ``size`` but the first, which has made ``state``.
+def blocks(body: Callable[[Carry, Index], Carry], state: Carry, count: int, size: int) -> Carry:
+    """state = body(state, first) for ``count`` blocks of ``size``.
 
-    Each waits for the one before, even where XLA unrolls the loop, as it does one of a single turn.
+    The first one is in the loop: it takes as long to compile as all others together. Each waits for the one before,
+    even where XLA unrolls the loop.
     """
-    return lax.fori_loop(1, count, lambda i, state: body(*after(state, i * size)), state) if count > 1 else state
+    if count < 2:
+        return body(state, jnp.int32(0)) if count else state
+    if parallel.tracked():
+        state = varied(lambda state: body(state, jnp.int32(0)), state)
+    last: Carry = lax.fori_loop(0, count, lambda i, state: body(*after(state, i * size)), state)
+    return last
 
 
 def one_by_one(function: Callable[..., Result]) -> Callable[..., Result]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.jax_impl.call import Gradients, Needs
 from logitless.jax_impl.kernels.architecture import HOPPER
@@ -46,6 +47,22 @@ class GradientProducts:
             x = jnp.where(c.inputs.valid[:, None], c.inputs.hidden.astype(jnp.float32), 0.0)
             self.smooth_x = s.factor * (x * self.g[:, None]).sum(axis=0)
 
+    def begun(self, hidden_dtype: DTypeLike, parted: bool) -> State:
+        """What several blocks write to, or add to: dX in this dtype; dW, a sum in two parts if ``parted``; db. All of
+        it but db holds anything, until the first block."""
+        c, needs = self.call, self.needs
+        size = (c.padded_vocab, c.padded_size)
+        shape = size[::-1] if c.turned and not parted else size
+        hidden = launch.empty(self._hidden_shape, hidden_dtype) if needs.hidden else None
+        weight = launch.empty(shape, c.dtype) if needs.weight else None
+        low = launch.empty(size, jnp.int8) if needs.weight and parted else None
+        return State(hidden, weight, low, jnp.zeros(c.vocab, jnp.float32) if needs.bias else None)
+
+    @property
+    def _hidden_shape(self) -> tuple[int, int]:
+        """Of dX by position."""
+        return round_up(self.call.chunks * self.call.chunk, 8), self.call.padded_size
+
     def hidden(
         self, state: State, rows: Rows, e: Array, start: Index, factors: Factors | None, scale: Array | None
     ) -> State:
@@ -67,15 +84,11 @@ class GradientProducts:
             if self.smoothing is not None and self.smooth is not None:
                 arguments["smooth"] = rows.pick(self.smooth)
                 arguments["weighted_rows"] = c.along_size(self.smoothing.weighted_rows)
-        length = round_up(c.chunk, 8) if c.chunks == 1 else round_up(c.chunks * c.chunk, 8)
-        shape = jax.ShapeDtypeStruct((length, c.padded_size), jnp.float32 if scale is None else c.dtype)
-        adds, old = state.hidden is not None and not whole, state.hidden
-        if old is None and c.chunks > 1 and whole:
-            # The next chunks write into an array that is there. The first one takes their kernel, on zeros: a kernel
-            # with an output of its own would have to be compiled, too.
-            old = jnp.zeros(shape.shape, shape.dtype)
-        kernel = functools.partial(hopper.hidden, adds=adds, turned=c.turned)
-        results = _into(kernel, arguments, {"out": old}, {"out": shape})
+        shape = jax.ShapeDtypeStruct(self._hidden_shape, jnp.float32 if scale is None else c.dtype)
+        if not whole:
+            arguments["fresh"] = _is_first(start)
+        kernel = functools.partial(hopper.hidden, adds=not whole, turned=c.turned)
+        results = _into(kernel, arguments, {"out": state.hidden}, {"out": shape})
         return state._replace(hidden=results["out"])
 
     def weight(
@@ -97,6 +110,8 @@ class GradientProducts:
         adds = state.low is not None
         if turned and adds and state.weight is not None:
             arguments["high"], outs["out"] = state.weight, None
+        if adds and scale is None:
+            arguments["fresh"] = _is_first(rows.first)
         if scale is None:
             outs["low"], shapes["low"] = state.low, jax.ShapeDtypeStruct(size, jnp.int8)
         else:
@@ -164,6 +179,11 @@ class GradientProducts:
         lends = lent is not None and (lent.shape, lent.dtype) == (out.shape, out.dtype)
         results = _into(row_kernels.by_token, arguments, {"out": lent if lends else None}, {"out": out})
         return results["out"][:, : c.size]
+
+
+def _is_first(start: Index) -> Array:
+    """Whether the block that begins there is the first, as kernels read it: [1] int32."""
+    return (as_index(start) == 0).astype(jnp.int32)
 
 
 def _into(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from logitless.jax_impl.call import Inputs
 from logitless.jax_impl.chunk import capped, weight_at
+from logitless.jax_impl.slices import Carry, put
 from logitless.spec import LossOptions
 
 
@@ -23,9 +25,11 @@ class Rows(NamedTuple):
     x: Array  # [C, D]
     tiles: Array  # [1 + …] int32: how many row tiles there are, and which
 
-    def put(self, vector: Array, part: Array) -> Array:
-        """A vector by position with ``part`` in the rows' places."""
-        return lax.dynamic_update_slice_in_dim(vector, part, self.first[0], 0)
+    def put(self, vectors: Carry, parts: Carry) -> Carry:
+        """Vectors by position with ``parts`` in the rows' places."""
+        first = self.first[0]
+        filled: Carry = jax.tree.map(lambda vector, part: put(vector, part, first), vectors, parts)
+        return filled
 
     def pick(self, by_token: Array, nothing: float = 0.0) -> Array:
         """The rows' part of a vector by token; ``nothing`` where there is no row."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -80,36 +79,35 @@ def chunk_sums(
 ) -> tuple[RunningSums, Array | None, Array | None]:
     """The first product of a chunk: its sums, Σ k z where label smoothing asks for it, and the exponentials if
     ``holds``. Of a sharded vocabulary the sums are those of all devices."""
-    sum_logits = c.options.label_smoothing > 0 and not c.options.separable
     extremes = statistics is True
     mode = hopper.ANCHORED if holds else hopper.SUMS
-    config = c.config(mode, entropy=bool(statistics), extremes=extremes, sum_logits=sum_logits)
+    config = c.config(mode, entropy=bool(statistics), extremes=extremes, sum_logits=c.sums_logits)
     target_logit = _target_logits(c, rows)
     anchor = jnp.maximum(target_logit, LOWEST_ANCHOR)
     arguments = c.first_product(config, rows)
-    if sum_logits and c.class_weight is not None:
+    if c.sums_logits and c.class_weight is not None:
         arguments["class_weight"] = c.class_weight
     outputs = dict.fromkeys(config.lines, c.line(config))
     if holds:
         outputs["e"] = c.matrix(c.vocab)
+    written = {name: launch.empty(shape.shape, shape.dtype) for name, shape in outputs.items()}
 
-    def anchored(at: Array) -> dict[str, Array]:
-        return arguments | {"anchor": jnp.where(rows.exists, at, NO_ROW)}
+    def exponentiate(tiles: Array, anchor: Array) -> RunningSums:
+        """Exponentials of these tiles, and the sums of all. It writes in place the first time, too: one kernel."""
+        references = {name: launch.reference(value) for name, value in written.items()}
+        at = jnp.where(rows.exists, anchor, NO_ROW)
+        hopper.logits(config, {**arguments, "anchor": at, "tiles": tiles, **references}, {})
+        written.update({name: launch.written(reference) for name, reference in references.items()})
+        lines = {name: written[name] for name in config.lines}
+        return _line_sums(rows, lines, anchor, target_logit)
 
-    lines = hopper.logits(config, anchored(anchor), outputs)
-    sums = _line_sums(rows, lines, anchor, target_logit)
-    again, moved = _rescued(c, rows, sums, extremes)
-    references = {name: launch.reference(value) for name, value in lines.items()}
-    seldom = dataclasses.replace(config, seldom=True)
-    del arguments["hits"]
-    hopper.logits(seldom, {**anchored(moved), "tiles": again, **references}, {})
-    lines = {name: launch.written(reference) for name, reference in references.items()}
-    sums = _line_sums(rows, lines, moved, target_logit)
+    sums = exponentiate(rows.tiles, anchor)
+    sums = exponentiate(*_rescued(c, rows, sums, extremes))
     weighted = sums.sums.pop("logit_sum", None)
     if extremes:
         sums = sums.extremes(c.inputs.shard)
     sums, weighted = sums.total(c.inputs.shard, weighted)
-    return sums, weighted, lines.get("e")
+    return sums, weighted, written.get("e")
 
 
 def _target_logits(c: KernelCall, rows: Rows) -> Array:
@@ -148,7 +146,7 @@ def _rescued(c: KernelCall, rows: Rows, sums: RunningSums, extremes: bool) -> tu
     again = _tiles_of(flagged)
     highest = sums.highest
     if not extremes:
-        config = c.config(hopper.HIGHEST, seldom=True)
+        config = c.config(hopper.HIGHEST)
         lines = hopper.logits(config, c.first_product(config, rows) | {"tiles": again}, {"highest": c.line(config)})
         highest = lines["highest"].max(axis=0)
     moved = jnp.where(flagged, highest, sums.anchor)
