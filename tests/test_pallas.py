@@ -268,15 +268,20 @@ def test_vmap_of_grad_lowers_or_says_why_not(reduction: Any, compiled: None) -> 
 
 
 @pytest.mark.case(32)
-def test_checkpoint_scan_and_donation_lower(compiled: None) -> None:
+@pytest.mark.parametrize(
+    "cut", [{}, {"order": "tokens", "chunk": 24}, {"order": "tokens", "chunk": 8}, {"order": "vocab", "chunk": 128}],
+    ids=["one_chunk", "two_chunks", "chunks", "slices"],
+)  # fmt: skip
+def test_checkpoint_scan_and_donation_lower(cut: dict[str, Any], compiled: None) -> None:
     x, w, y = batch()
     x, y = jax.ShapeDtypeStruct(x.shape[1:], x.dtype), jax.ShapeDtypeStruct(y.shape[1:], y.dtype)
+    chosen = plan(tokens=len(y), hidden=w.shape[1], vocab=w.shape[0], dtype="bfloat16", fused=True, padded=True, **cut)
 
     @jax.checkpoint
     def model(x: Any, w: Any, y: Any) -> Any:
         def layer(h: Any, _: Any) -> Any:
             h = jnp.tanh(h)
-            return h, linear_cross_entropy(h, w, y, backend="pallas")
+            return h, linear_cross_entropy(h, w, y, plan=chosen, backend="pallas")
 
         return jax.lax.scan(layer, x, None, length=3)[1].sum()
 

@@ -138,9 +138,9 @@ def _loss_gradients(c: KernelCall, g: Array, needs: Needs, statistics: bool) -> 
         vectors, state = carry
         part = forward(c, first, p.g, statistics)
         x = part.factors.operand(part.rows, c.dtype)
-        state = p.weight(state, part.rows, part.e, x, 0, c.vocab, None)
+        state = p.weight(state, part.rows, part.e, x, 0, None)
         state = p.hidden(state, part.rows, part.e, 0, part.factors, None)
-        state = p.bias(state, part.rows, part.e, 0, c.vocab, part.factors.factor)
+        state = p.bias(state, part.rows, part.e, 0, part.factors.factor)
         return _filled(vectors, part), state
 
     carry = _vectors(c, statistics), p.begun(jnp.float32, parted=True) if c.chunks > 1 else State()
@@ -191,7 +191,7 @@ def known_gradients(
     def run(inputs: Inputs, known: KnownRows, g: Array) -> Gradients:
         c, unit = KernelCall(inputs, options, plan), known.unit(XP)
         p = GradientProducts(c, needs, g, unit)
-        if c.columns < c.vocab:
+        if c.sliced:
             state, lent = _known_slices(c, p, known)
             return p.finish(state, unit, lent)
         return p.finish(_known_chunks(c, p, known), unit)
@@ -204,10 +204,10 @@ def _known_chunks(c: KernelCall, p: GradientProducts, known: KnownRows) -> State
 
     def chunk(state: State, first: Index, final: bool = False) -> State:
         rows = c.rows_at(first)
-        e = known_matrix(c, p.unit, known, rows, 0, c.vocab)
-        state = p.weight(state, rows, e, rows.x, 0, c.vocab, p.unit if final else None)
+        e = known_matrix(c, p.unit, known, rows, 0)
+        state = p.weight(state, rows, e, rows.x, 0, p.unit if final else None)
         state = p.hidden(state, rows, e, 0, None, p.unit)
-        return p.bias(state, rows, e, 0, c.vocab, None)
+        return p.bias(state, rows, e, 0, None)
 
     state = p.begun(c.hidden_dtype, parted=True) if c.chunks > 1 else State()
     state, last = after(blocks(chunk, state, c.chunks - 1, c.chunk), (c.chunks - 1) * c.chunk)
@@ -218,16 +218,12 @@ def _known_slices(c: KernelCall, p: GradientProducts, known: KnownRows) -> tuple
     """The vocab order: dW is finished slice by slice, dX adds up in float32. Also rows.x, read for the last time."""
     rows = c.rows_at(jnp.int32(0))
 
-    def part(state: State, start: Index, columns: int) -> State:
-        e = known_matrix(c, p.unit, known, rows, start, columns)
-        state = p.weight(state, rows, e, rows.x, start, columns, p.unit)
+    def part(state: State, start: Index) -> State:
+        e = known_matrix(c, p.unit, known, rows, start)
+        state = p.weight(state, rows, e, rows.x, start, p.unit)
         state = p.hidden(state, rows, e, start, None, None)
-        return p.bias(state, rows, e, start, columns, None)
+        return p.bias(state, rows, e, start, None)
 
-    full, rest = divmod(c.vocab, c.columns)
-    state = p.begun(jnp.float32, parted=False)
-    state = blocks(lambda state, start: part(state, start, c.columns), state, full, c.columns)
-    state, last = after(state, full * c.columns)
-    state = part(state, last, rest) if rest else state
+    state = blocks(part, p.begun(jnp.float32, parted=False), -(-c.vocab // c.columns), c.columns)
     done: tuple[State, Array] = lax.optimization_barrier((state, rows.x))
     return done

@@ -44,7 +44,7 @@ def held_gradients(c: KernelCall, g: Array, held: Waiting, needs: Needs, upstrea
     scale = (p.unit * upstream).astype(jnp.float32)
     single = c.chunks == 1  # of several chunks the sum has the targets
     listed = listed_targets(c, held.by_token) if single and needs.weight else {}
-    state = p.weight(held.state, rows, held.e, x, 0, c.vocab, scale, listed)
+    state = p.weight(held.state, rows, held.e, x, 0, scale, listed)
     if state.weight is not None and not c.turned:
         # dX's operand is gathered when dW's is not needed any more. (A turned weight's rows are gathered once.)
         weight, target = lax.optimization_barrier((state.weight, rows.target))

@@ -203,7 +203,7 @@ def _of_rows(r: References, name: str, tile: _Tile) -> Array:
 
 
 def _product(
-    a: _Operand, b: _Operand, counts: tuple[Index, int], steps: Index, *, tiles: Tiles,
+    a: _Operand, b: _Operand, counts: tuple[Index, Index], steps: Index, *, tiles: Tiles,
     row_tile: Callable[[Array], Array], begin: Callable[[_Tile], Begun],
     epilogue: Callable[[_Tile, Begun, Array], None], listed: _Listed | None = None,
 ) -> None:  # fmt: skip
@@ -503,6 +503,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
     Arguments:
         tiles: [1 + ⌈C / 128⌉] int32: how many row tiles, then which.
         start: [1] int32: the first vocabulary entry.
+        columns: [1] int32, or none: how many there are, at most config.columns. e's other tiles are not written.
         limit: [1] int32, or none: entries from there on count as past the end.
         x: [C, D]; w: [V, D], or [D, V] with config.turned; bias: [tiles of V] float32, or none.
         target: [rows] int32; anchor: [rows] float32; temperature: [rows] float32, with config.each.
@@ -516,7 +517,8 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
 
     def body(r: References) -> None:
         start = _scalar(r, "start", config.turned)
-        end: Index = config.columns
+        end: Index = r["columns"][0] if "columns" in r else config.columns
+        column_tiles = pl.cdiv(end, config.shape[1])
         if "limit" in r:
             end = jnp.minimum(end, r["limit"][0] - start)
 
@@ -570,7 +572,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
         _product(
             _Operand(r["x"], depth_first=False),
             _Operand(r["w"], depth_first=config.turned, start=start, start_axis=int(config.turned)),
-            (r["tiles"][0], config.column_tiles),
+            (r["tiles"][0], column_tiles),
             pl.cdiv(r["x"].shape[1], STEP),
             tiles=config.tiles,
             row_tile=lambda i: r["tiles"][i + 1],
@@ -798,6 +800,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
 
     Arguments:
         tiles: [1 + …] int32 as for :func:`logits`; first, start: [1] int32; e: [C, S]; w: [V, D], or turned [D, V].
+        columns: [1] int32, or none: how many vocabulary entries there are, at most S.
         factor, rest: [rows] float32, target_rows: [rows, tiles of D] w_y, in one pass.
         fresh: [1] int32, with ``adds``: whether out holds nothing yet.
         scale: [1] float32; smooth: [rows], weighted_rows: [tiles of D] float32, with label smoothing.
@@ -842,7 +845,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
             _Operand(r["e"], depth_first=False),
             _Operand(r["w"], depth_first=not turned, start=_scalar(r, "start", turned), start_axis=int(turned)),
             (r["tiles"][0], pl.cdiv(size, columns)),
-            r["e"].shape[1] // STEP,
+            pl.cdiv(r["columns"][0], STEP) if "columns" in r else r["e"].shape[1] // STEP,
             tiles=dataclasses.replace(HOPPER.hidden_sum if adds else HOPPER.hidden, columns=columns),
             row_tile=lambda i: r["tiles"][i + 1],
             begin=begin,
@@ -864,6 +867,7 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
 
     Arguments:
         rows: [1] int32: how many rows e and x have; start: [1] int32: the first vocabulary entry.
+        columns: [1] int32, or none: how many there are, at most as many as the argument of this name says.
         e: [C, S]; x: [C, D]; low: [V, D] int8, with ``adds``; scale: [1] float32.
         fresh: [1] int32: whether the sum holds nothing yet, with ``adds`` and without scale.
         high: [V, D], a sum's upper 16 bits that do not lie in out: with ``turned`` and ``adds``.
@@ -880,7 +884,7 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
     def body(r: References) -> None:
         start = _scalar(r, "start", turned)
         rows = r["rows"][0]
-        row_tiles: Index = pl.cdiv(columns, TILE_ROWS)
+        row_tiles: Index = pl.cdiv(r["columns"][0] if "columns" in r else columns, TILE_ROWS)
         tile_columns = gradient_columns(pl.cdiv(columns, TILE_ROWS), r["x"].shape[1])
         fresh = r["fresh"][0] if "fresh" in r else None
         if fresh is not None:

@@ -7,6 +7,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.jax_impl.call import Inputs
 from logitless.jax_impl.kernels.architecture import HOPPER
@@ -123,15 +124,36 @@ class KernelCall:
         vectors: Carry = jax.tree.map(lambda vector: vector[self.position], values)
         return vectors
 
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike, rows: Rows | None = None) -> Array:
+        """An array that holds anything, for kernels to write to.
+
+        It waits for the inputs, and in a loop for the chunk's ``rows``: jax.checkpoint makes what needs none of them
+        apart from what does, and keeps it. It cannot keep a reference to it (seen with jax 0.10.2).
+        """
+        arrays = (self.hidden if rows is None else rows.x, self.weight, *(() if self.bias is None else (self.bias,)))
+        array: Array = lax.optimization_barrier((launch.empty(shape, dtype), *arrays))[0]
+        return array
+
     def by_position(self, like: Carry) -> Carry:
         """Vectors by position for the chunks to fill; ``like``: vectors of the same dtypes."""
         length = self.chunks * self.chunk + self.rows
-        vectors: Carry = jax.tree.map(lambda vector: launch.empty((length,), vector.dtype), like)
+        vectors: Carry = jax.tree.map(lambda vector: self.empty((length,), vector.dtype), like)
         return vectors
 
-    def matrix(self, columns: int) -> jax.ShapeDtypeStruct:
-        """Shape of e over ``columns`` vocabulary entries."""
-        return jax.ShapeDtypeStruct((round_up(self.chunk, 8), round_up(columns, HOPPER.step)), self.dtype)
+    @property
+    def matrix(self) -> jax.ShapeDtypeStruct:
+        """Shape of e."""
+        return jax.ShapeDtypeStruct((round_up(self.chunk, 8), round_up(self.columns, HOPPER.step)), self.dtype)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the vocabulary is cut into slices."""
+        return self.columns < self.vocab
+
+    def slice_at(self, start: Index) -> dict[str, Array]:
+        """How wide the slice from ``start`` is, as kernels read it. The last one may be narrower. As only the device
+        knows that, one kernel does for all."""
+        return {"columns": as_index(jnp.minimum(self.columns, self.vocab - start))} if self.sliced else {}
 
     def config(self, mode: str, columns: int | None = None, **more: bool) -> hopper.Logits:
         """Of a first product; ``more``: what its epilogue sums."""

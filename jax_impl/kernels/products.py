@@ -53,10 +53,14 @@ class GradientProducts:
         c, needs = self.call, self.needs
         size = (c.padded_vocab, c.padded_size)
         shape = size[::-1] if c.turned and not parted else size
-        hidden = launch.empty(self._hidden_shape, hidden_dtype) if needs.hidden else None
-        weight = launch.empty(shape, c.dtype) if needs.weight else None
-        low = launch.empty(size, jnp.int8) if needs.weight and parted else None
-        return State(hidden, weight, low, jnp.zeros(c.vocab, jnp.float32) if needs.bias else None)
+        hidden = c.empty(self._hidden_shape, hidden_dtype) if needs.hidden else None
+        weight = c.empty(shape, c.dtype) if needs.weight else None
+        low = c.empty(size, jnp.int8) if needs.weight and parted else None
+        return State(hidden, weight, low, self._no_bias() if needs.bias else None)
+
+    def _no_bias(self) -> Array:
+        """db before the first block, in whole slices."""
+        return jnp.zeros(round_up(self.call.vocab, self.call.columns), jnp.float32)
 
     @property
     def _hidden_shape(self) -> tuple[int, int]:
@@ -73,7 +77,7 @@ class GradientProducts:
         if c.inputs.shard.active:
             scale = None  # other devices' shares follow
         arguments = {"tiles": rows.tiles, "first": rows.first, "start": as_index(start), "e": e, "w": c.weight}
-        whole = c.columns >= c.vocab
+        arguments |= c.slice_at(start)
         if factors is not None:
             width = hopper.gradient_columns(rows.tiles.shape[0] - 1, c.padded_size)
             more = round_up(c.padded_size, width) - c.padded_size
@@ -85,14 +89,14 @@ class GradientProducts:
                 arguments["smooth"] = rows.pick(self.smooth)
                 arguments["weighted_rows"] = c.along_size(self.smoothing.weighted_rows)
         shape = jax.ShapeDtypeStruct(self._hidden_shape, jnp.float32 if scale is None else c.dtype)
-        if not whole:
+        if c.sliced:
             arguments["fresh"] = _is_first(start)
-        kernel = functools.partial(hopper.hidden, adds=not whole, turned=c.turned)
+        kernel = functools.partial(hopper.hidden, adds=c.sliced, turned=c.turned)
         results = _into(kernel, arguments, {"out": state.hidden}, {"out": shape})
         return state._replace(hidden=results["out"])
 
     def weight(
-        self, state: State, rows: Rows, e: Array, x: Array, start: Index, columns: int, scale: Array | None,
+        self, state: State, rows: Rows, e: Array, x: Array, start: Index, scale: Array | None,
         listed: dict[str, Array] | None = None,
     ) -> State:  # fmt: skip
         """dW of a block, added to the sum if there is one.
@@ -103,6 +107,7 @@ class GradientProducts:
         if not self.needs.weight:
             return state
         arguments = {"rows": rows.number, "start": as_index(start), "e": e, "x": x} | (listed or {})
+        arguments |= c.slice_at(start)
         turned = c.turned and scale is not None  # sums over chunks are [V, D] all the same: read as they are written
         size = (c.padded_vocab, c.padded_size)
         shape = size[::-1] if turned else size
@@ -122,23 +127,24 @@ class GradientProducts:
                 arguments["smooth_x"] = c.along_size(self.smooth_x)
                 if c.class_weight is not None:
                     arguments["class_weight"] = c.class_weight
-        kernel = functools.partial(hopper.weight, columns=columns, adds=adds, turned=turned)
+        kernel = functools.partial(hopper.weight, columns=c.columns, adds=adds, turned=turned)
         results = _into(kernel, arguments, outs, shapes)
         return state._replace(weight=results["out"], low=results.get("low"))
 
-    def bias(self, state: State, rows: Rows, e: Array, start: Index, columns: int, factor: Array | None) -> State:
+    def bias(self, state: State, rows: Rows, e: Array, start: Index, factor: Array | None) -> State:
         """db of a block, relative to the unit."""
         if not self.needs.bias:
             return state
         arguments = {"rows": rows.number, "e": e} | ({} if factor is None else {"factor": factor})
+        columns = self.call.columns
         part = row_kernels.column_sums(arguments)[:columns]
-        old = jnp.zeros(self.call.vocab, jnp.float32) if state.bias is None else state.bias
+        old = self._no_bias() if state.bias is None else state.bias
         part = part + lax.dynamic_slice_in_dim(old, start, columns)
         return state._replace(bias=lax.dynamic_update_slice_in_dim(old, part, start, 0))
 
     def last_bias(self, state: State, rows: Rows, e: Array, factors: Factors, by_token: Factors) -> State:
         """db with the last chunk's share, and what all targets' elements still lack."""
-        state = self.bias(state, rows, e, 0, self.call.vocab, factors.factor)
+        state = self.bias(state, rows, e, 0, factors.factor)
         if state.bias is None:
             return state
         key, _, rest = _sorted_targets(self.call, by_token.rest)
@@ -158,6 +164,7 @@ class GradientProducts:
             weight = (weight.T if c.turned else weight)[: c.vocab, : c.size]
         bias = state.bias
         if bias is not None:
+            bias = bias[: c.vocab]
             if self.smoothing is not None:
                 share, k = self.smoothing.factor * self.g.sum(), c.inputs.class_weight
                 bias = bias - (share if k is None else share * k)

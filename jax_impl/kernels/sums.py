@@ -89,8 +89,8 @@ def chunk_sums(
         arguments["class_weight"] = c.class_weight
     outputs = dict.fromkeys(config.lines, c.line(config))
     if holds:
-        outputs["e"] = c.matrix(c.vocab)
-    written = {name: launch.empty(shape.shape, shape.dtype) for name, shape in outputs.items()}
+        outputs["e"] = c.matrix
+    written = {name: c.empty(shape.shape, shape.dtype, rows) for name, shape in outputs.items()}
 
     def exponentiate(tiles: Array, anchor: Array) -> RunningSums:
         """Exponentials of these tiles, and the sums of all. It writes in place the first time, too: one kernel."""
@@ -196,7 +196,7 @@ def _class_weights(c: KernelCall, rows: Rows) -> Array | float:
     return c.inputs.class_weight[jnp.maximum(rows.target, 0)]
 
 
-def known_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, start: Index, columns: int) -> Array:
+def known_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, start: Index) -> Array:
     """The gradient's matrix of a block, relative to the unit."""
     factor = rows.pick(known.factor / unit)
     vectors = {
@@ -211,9 +211,9 @@ def known_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, start
             vectors[name] = rows.pick(values)
     if known.sigma is not None and c.class_weight is not None:
         vectors["class_weight"] = c.class_weight
-    config = c.config(hopper.KNOWN, columns)
-    arguments = c.first_product(config, rows, start) | vectors
-    return hopper.logits(config, arguments, {"e": c.matrix(columns)})["e"]
+    config = c.config(hopper.KNOWN, c.columns)
+    arguments = c.first_product(config, rows, start) | c.slice_at(start) | vectors
+    return hopper.logits(config, arguments, {"e": c.matrix})["e"]
 
 
 def smoothing_of(c: KernelCall) -> Smoothing | None:
