@@ -30,8 +30,8 @@ def after(done: Carry, first: Index) -> tuple[Carry, Array]:
 def blocks(body: Callable[[Carry, Index], Carry], state: Carry, count: int, size: int) -> Carry:
     """state = body(state, first) for ``count`` blocks of ``size``.
 
-    The first one is in the loop: it takes as long to compile as all others together. Each waits for the one before,
-    even where XLA unrolls the loop.
+    The first one is in the loop, too: outside of it, XLA would compile its operations once more. Each waits for the one
+    before, even where XLA unrolls the loop.
     """
     if count < 2:
         return body(state, jnp.int32(0)) if count else state
