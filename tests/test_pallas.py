@@ -385,6 +385,23 @@ def test_log_probs_and_entropy(interpreter: None) -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    "cut", [{"order": "tokens", "chunk": 16}, {"order": "vocab", "chunk": 64}], ids=["tokens", "vocab"]
+)
+def test_sums_begin_with_blocks_without_a_row(cut: dict[str, Any], interpreter: None) -> None:
+    """Every token is ignored. What the sums' memory held before is in no gradient."""
+    x, w, b = (jnp.ones(shape, jnp.bfloat16) for shape in ((40, 64), (130, 64), (130,)))
+    chosen = plan(tokens=40, hidden=64, vocab=130, dtype="bfloat16", fused=True, padded=True, **cut)
+
+    def loss(*floats: Any) -> Any:
+        x, w, b = floats
+        return linear_cross_entropy(x, w, jnp.full(40, -100), b, plan=chosen, backend="pallas")
+
+    for grad in jax.grad(loss, (0, 1, 2))(x, w, b):
+        assert (grad == 0).all()
+
+
+@needs_interpreter
 def test_tiles_of_one_piece_wait_for_each_other(interpreter: None) -> None:
     """A vocabulary of one piece: a program's tiles are all staged in the same slot."""
     x, w = jnp.ones((768, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
