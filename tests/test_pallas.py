@@ -393,8 +393,7 @@ def test_sums_begin_with_blocks_without_a_row(cut: dict[str, Any], interpreter: 
     x, w, b = (jnp.ones(shape, jnp.bfloat16) for shape in ((40, 64), (130, 64), (130,)))
     chosen = plan(tokens=40, hidden=64, vocab=130, dtype="bfloat16", fused=True, padded=True, **cut)
 
-    def loss(*floats: Any) -> Any:
-        x, w, b = floats
+    def loss(x: Any, w: Any, b: Any) -> Any:
         return linear_cross_entropy(x, w, jnp.full(40, -100), b, plan=chosen, backend="pallas")
 
     for grad in jax.grad(loss, (0, 1, 2))(x, w, b):

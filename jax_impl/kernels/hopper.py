@@ -71,6 +71,11 @@ def _scalar(r: References, name: str, turned: bool = False) -> Array:
     return pl.multiple_of(r[name][0], STEP if turned else TILING)
 
 
+def _entries(r: References, most: int) -> Index:
+    """How many vocabulary entries a block has: what "columns" says, where there is one, else ``most``."""
+    return r["columns"][0] if "columns" in r else most
+
+
 def _along_rows(vector: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(vector, shape, [0])
 
@@ -517,7 +522,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
 
     def body(r: References) -> None:
         start = _scalar(r, "start", config.turned)
-        end: Index = r["columns"][0] if "columns" in r else config.columns
+        end = _entries(r, config.columns)
         column_tiles = pl.cdiv(end, config.shape[1])
         if "limit" in r:
             end = jnp.minimum(end, r["limit"][0] - start)
@@ -845,7 +850,7 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
             _Operand(r["e"], depth_first=False),
             _Operand(r["w"], depth_first=not turned, start=_scalar(r, "start", turned), start_axis=int(turned)),
             (r["tiles"][0], pl.cdiv(size, columns)),
-            pl.cdiv(r["columns"][0], STEP) if "columns" in r else r["e"].shape[1] // STEP,
+            pl.cdiv(_entries(r, r["e"].shape[1]), STEP),
             tiles=dataclasses.replace(HOPPER.hidden_sum if adds else HOPPER.hidden, columns=columns),
             row_tile=lambda i: r["tiles"][i + 1],
             begin=begin,
@@ -867,7 +872,7 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
 
     Arguments:
         rows: [1] int32: how many rows e and x have; start: [1] int32: the first vocabulary entry.
-        columns: [1] int32, or none: how many there are, at most as many as the argument of this name says.
+        columns: [1] int32, or none: how many entries there are, where there may be fewer than the keyword says.
         e: [C, S]; x: [C, D]; low: [V, D] int8, with ``adds``; scale: [1] float32.
         fresh: [1] int32: whether the sum holds nothing yet, with ``adds`` and without scale.
         high: [V, D], a sum's upper 16 bits that do not lie in out: with ``turned`` and ``adds``.
@@ -884,7 +889,7 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
     def body(r: References) -> None:
         start = _scalar(r, "start", turned)
         rows = r["rows"][0]
-        row_tiles: Index = pl.cdiv(r["columns"][0] if "columns" in r else columns, TILE_ROWS)
+        row_tiles: Index = pl.cdiv(_entries(r, columns), TILE_ROWS)
         tile_columns = gradient_columns(pl.cdiv(columns, TILE_ROWS), r["x"].shape[1])
         fresh = r["fresh"][0] if "fresh" in r else None
         if fresh is not None:

@@ -127,8 +127,8 @@ class KernelCall:
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike, rows: Rows | None = None) -> Array:
         """An array that holds anything, for kernels to write to.
 
-        It waits for the inputs, and in a loop for the chunk's ``rows``: jax.checkpoint makes what needs none of them
-        apart from what does, and keeps it. It cannot keep a reference to it (seen with jax 0.10.2).
+        It is tied to the inputs, and in a loop to the chunk's ``rows``. What depends on no input JAX moves out of
+        jax.checkpoint and jax.lax.scan. A reference cannot come back in from there (seen with jax 0.10.2).
         """
         arrays = (self.hidden if rows is None else rows.x, self.weight, *(() if self.bias is None else (self.bias,)))
         array: Array = lax.optimization_barrier((launch.empty(shape, dtype), *arrays))[0]
@@ -151,8 +151,8 @@ class KernelCall:
         return self.columns < self.vocab
 
     def slice_at(self, start: Index) -> dict[str, Array]:
-        """How wide the slice from ``start`` is, as kernels read it. The last one may be narrower. As only the device
-        knows that, one kernel does for all."""
+        """How wide the slice from ``start`` is, as kernels read it. The last one may be narrower. The width is a
+        number on the device, so that one kernel does for all slices."""
         return {"columns": as_index(jnp.minimum(self.columns, self.vocab - start))} if self.sliced else {}
 
     def config(self, mode: str, columns: int | None = None, **more: bool) -> hopper.Logits:

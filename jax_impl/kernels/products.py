@@ -48,8 +48,8 @@ class GradientProducts:
             self.smooth_x = s.factor * (x * self.g[:, None]).sum(axis=0)
 
     def begun(self, hidden_dtype: DTypeLike, parted: bool) -> State:
-        """What several blocks write to, or add to: dX in this dtype; dW, a sum in two parts if ``parted``; db. All of
-        it but db holds anything, until the first block."""
+        """What several blocks write to, or add to: dX in this dtype; dW, a sum in two parts if ``parted``; db. db
+        begins as 0. The others hold anything until the first block."""
         c, needs = self.call, self.needs
         size = (c.padded_vocab, c.padded_size)
         shape = size[::-1] if c.turned and not parted else size

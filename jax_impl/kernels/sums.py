@@ -90,24 +90,24 @@ def chunk_sums(
     outputs = dict.fromkeys(config.lines, c.line(config))
     if holds:
         outputs["e"] = c.matrix
-    written = {name: c.empty(shape.shape, shape.dtype, rows) for name, shape in outputs.items()}
 
-    def exponentiate(tiles: Array, anchor: Array) -> RunningSums:
-        """Exponentials of these tiles, and the sums of all. It writes in place the first time, too: one kernel."""
-        references = {name: launch.reference(value) for name, value in written.items()}
+    def exponentiate(made: dict[str, Array], tiles: Array, anchor: Array) -> tuple[dict[str, Array], RunningSums]:
+        """``made`` with the exponentials and lines of these tiles in place, and the sums of all."""
+        references = {name: launch.reference(value) for name, value in made.items()}
         at = jnp.where(rows.exists, anchor, NO_ROW)
         hopper.logits(config, {**arguments, "anchor": at, "tiles": tiles, **references}, {})
-        written.update({name: launch.written(reference) for name, reference in references.items()})
-        lines = {name: written[name] for name in config.lines}
-        return _line_sums(rows, lines, anchor, target_logit)
+        made = {name: launch.written(reference) for name, reference in references.items()}
+        return made, _line_sums(rows, {name: made[name] for name in config.lines}, anchor, target_logit)
 
-    sums = exponentiate(rows.tiles, anchor)
-    sums = exponentiate(*_rescued(c, rows, sums, extremes))
+    # The first time it is in place, too: one kernel for both.
+    made = {name: c.empty(shape.shape, shape.dtype, rows) for name, shape in outputs.items()}
+    made, sums = exponentiate(made, rows.tiles, anchor)
+    made, sums = exponentiate(made, *_rescued(c, rows, sums, extremes))
     weighted = sums.sums.pop("logit_sum", None)
     if extremes:
         sums = sums.extremes(c.inputs.shard)
     sums, weighted = sums.total(c.inputs.shard, weighted)
-    return sums, weighted, written.get("e")
+    return sums, weighted, made.get("e")
 
 
 def _target_logits(c: KernelCall, rows: Rows) -> Array:
