@@ -57,8 +57,6 @@ TILE_ROWS = 2
 # Tokens and entries of a tile that kernels make. A tile of all tokens needs no sum of dW over tiles. The wider tiles
 # are, the less often the sum of dX is read and written.
 KERNEL_TILE = 8192, 4096
-# Elements of dW that PyTorch makes at a time from a gradient that kernels made.
-KERNEL_PART = 2**23
 # Classes of a token that lie in the registers of one program: given ids, and one for the rest.
 KERNEL_CLASSES = 4096
 # A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
@@ -385,9 +383,9 @@ ROWS: dict[RowsBy, Rows] = {
     "kernel, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), kernel=True, row_copies=0),
     "kernel, ids": Rows((1024, 512, 256, 128), 1, (1, 1), kernel=True, row_copies=0),
     "plain": Rows((256, 128), 10, (TILE_MATRICES, TILE_MATRICES)),
-    # JAX's kernel makes a chunk's gradient, which is then put into the held one. XLA copies slices of weights.
-    "pallas": Rows((1024, 512, 256, 128), 3, (2, 2), copies=1, kernel=True, row_copies=1),
-    "pallas, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), copies=1, kernel=True, row_copies=1),
+    # XLA copies slices of weights.
+    "pallas": Rows((1024, 512, 256, 128), 2, (2, 2), copies=1, kernel=True, row_copies=1),
+    "pallas, probabilities": Rows((1024, 512, 256, 128), 3, (3, 3), copies=1, kernel=True, row_copies=1),
     "xla": Rows((1024, 512, 256, 128), 6, (6, 3), copies=1),
 }
 # Of how many tokens whole rows are made where a budget leaves no room for more.
@@ -419,12 +417,8 @@ class WholeRows:
 
     @property
     def vocab_chunk(self) -> int:
-        """Of how many vocabulary entries dW is made at a time from a held gradient. Beside PyTorch's kernels it is more
-        where D is small: the GPU would wait for the host between many short products."""
-        entries = LARGEST_TILE
-        if self.by.kernel and not self.by.copies:
-            entries = max(entries, min(KERNEL_TILE[0], KERNEL_PART // max(1, self.sizes.hidden)))
-        return min(self.sizes.vocab, entries)
+        """Of how many vocabulary entries plain operations make dW at a time from a held gradient."""
+        return min(self.sizes.vocab, LARGEST_TILE)
 
     @property
     def vocab_slices(self) -> tuple[tuple[int, int], ...]:

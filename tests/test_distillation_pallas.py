@@ -35,6 +35,7 @@ from logitless.tolerances import (  # noqa: E402
     ELEMENTS,
     ON_TOP_GRADIENT,
     ON_TOP_LOSS,
+    ROUNDED_ONCE,
     TINY,
     error,
 )
@@ -120,6 +121,43 @@ def test_within_the_rule(
         assert error(grad, expected) <= ON_TOP_GRADIENT[dtype], key
         assert vocab == 1 or np.abs(expected).max() > 0, key
     assert not np.asarray(grads["hidden"][a["mask"] == 0]).any()
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("sizes", "dtype"), [((70, 64, 200), "bfloat16"), ((40, 128, 264), "float16")])
+def test_dw_of_a_held_gradient_is_rounded_once(
+    sizes: tuple[int, int, int],
+    dtype: str,
+    interpreter: None,  # noqa: F811
+) -> None:
+    """Tiles with an edge along every axis."""
+    from logitless.jax_impl.distillation import fused
+
+    tokens, size, vocab = sizes
+    rng = np.random.default_rng(3)
+    gradient, x = (jnp.asarray(rng.standard_normal((tokens, width)), dtype) for width in (vocab, size))
+    assert fused.has_product(gradient, x, dtype)
+    made, unit = fused.weight_gradient(gradient, x, jnp.float32(1 / 7)), np.float32(1 / 7)
+    true = np.asarray(gradient, np.float64).T @ np.asarray(x, np.float64) * np.float64(unit)
+    assert made.dtype == dtype
+    assert error(made, true) <= ROUNDED_ONCE * error(jnp.asarray(true, dtype), true)
+
+
+def test_which_dw_has_a_kernel() -> None:
+    """Rows that start on 16 bytes, and operands of dW's own 16 bits."""
+    from logitless.jax_impl.distillation import fused
+
+    for sizes, dtype, wanted, expected in (
+        ((8, 64, 72), "bfloat16", "bfloat16", True),
+        ((8, 64, 70), "bfloat16", "bfloat16", False),
+        ((8, 60, 72), "bfloat16", "bfloat16", False),
+        ((0, 64, 72), "bfloat16", "bfloat16", False),
+        ((8, 64, 72), "bfloat16", "float32", False),
+        ((8, 64, 72), "float32", "float32", False),
+    ):
+        tokens, size, vocab = sizes
+        gradient, x = (jnp.zeros((tokens, width), dtype) for width in (vocab, size))
+        assert fused.has_product(gradient, x, wanted) == expected, (sizes, dtype, wanted)
 
 
 @needs_interpreter

@@ -177,9 +177,7 @@ def _needs(wanted: tuple[bool, ...], call: Call, arrays: Arrays) -> Needs:
     """
     if not call.differentiate:
         return NO_GRADIENTS
-    pairs = zip(wanted, arrays, strict=False)
-    dtypes = [tensor.dtype if needed and tensor is not None else None for needed, tensor in pairs]
-    needs = Needs(dtypes[0], dtypes[1], dtypes[2])
+    needs = Needs.of(arrays, wanted[:3])
     if call.into is not None and needs.weight:
         needs = dataclasses.replace(needs, weight=call.into.dtype, into=call.into)
     return needs

@@ -8,7 +8,7 @@ the arrays as a backend reads them. :class:`Needs` says which gradients are want
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -261,6 +261,13 @@ class Needs:
     room: Tensor | None = dataclasses.field(default=None, compare=False)
     """dW's memory, if it is there already. Until dW is made, something else may lie in it."""
 
+    @classmethod
+    def of(cls, arrays: Arrays, wanted: Sequence[bool]) -> Needs:
+        """Gradients of hidden, weight and bias in their own dtypes; ``wanted``: of which, in this order."""
+        pairs = zip(arrays[:3], wanted, strict=True)
+        hidden, weight, bias = (array.dtype if needed and array is not None else None for array, needed in pairs)
+        return cls(hidden, weight, bias)
+
     @property
     def any(self) -> bool:
         return any((self.hidden, self.weight, self.bias))
@@ -297,6 +304,11 @@ class Gradients:
             if gradient is not None:
                 gradient.mul_(factor)
         return Gradients(self.hidden, self.weight, self.bias)
+
+    def like(self, arrays: Arrays) -> tuple[Tensor | None, ...]:
+        """Those of hidden, weight and bias in the dtypes and shapes of these arrays."""
+        pairs = zip((self.hidden, self.weight, self.bias), arrays[:3], strict=True)
+        return tuple(None if g is None or a is None else g.to(a.dtype).reshape(a.shape) for g, a in pairs)
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
         """The gradients of these names, all of them wanted, as they lie in memory: a turned weight's is [D, V]."""

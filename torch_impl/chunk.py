@@ -17,7 +17,17 @@ from logitless import numerics
 from logitless.objectives import Tile
 from logitless.scratch import ANCHOR_ROWS
 from logitless.spec import LOWEST_ANCHOR, LOWEST_GAP, RESCUE_NATS, SQUARED_SCALE, LossOptions, Statistics, class_sums
-from logitless.torch_impl.call import XP, Arrays, Inputs, KnownRows, TokenSums, accumulation_dtype, empty_like_weight
+from logitless.torch_impl.call import (
+    XP,
+    Arrays,
+    Gradients,
+    Inputs,
+    KnownRows,
+    Needs,
+    TokenSums,
+    accumulation_dtype,
+    empty_like_weight,
+)
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
 
@@ -178,21 +188,20 @@ def rows_of(inputs: Inputs, rows: slice) -> Tensor:
 def tile_gradients(
     inputs: Inputs,
     tile: Tile,
-    needs: tuple[bool, bool, bool],
-    weight_dtype: torch.dtype,
+    needs: Needs,
     unit: Tensor,
     logit_gradient: Callable[[slice, Tensor, int, int], Tensor],
-) -> list[Tensor | None]:
+) -> Gradients:
     """dX, dW and db from the gradient of the raw logits, a tile at a time: 4·N·D·V flops beside its own.
 
     ``logit_gradient(rows, x, start, stop)`` is a tile of it divided by ``unit``, [C, B]; x [C, D] are the tokens'
-    hidden states. dW comes in ``weight_dtype``: a block of the vocabulary is done with all its tokens before the next
-    begins, so that its rows of dW are rounded once and no accumulator of dW's size exists.
+    hidden states. dX and db come in the accumulation dtype. A block of the vocabulary is done with all its tokens
+    before the next begins, so that its rows of dW are rounded once and no accumulator of dW's size exists.
     """
     (vocab, size), dtype = inputs.weight.shape, inputs.accumulation_dtype
-    dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=dtype) if needs[0] else None
-    dw = empty_like_weight(inputs.weight, weight_dtype) if needs[1] else None
-    db = inputs.weight.new_zeros(vocab, dtype=dtype) if needs[2] else None
+    dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=dtype) if needs.hidden else None
+    dw = empty_like_weight(inputs.weight, needs.weight) if needs.weight else None
+    db = inputs.weight.new_zeros(vocab, dtype=dtype) if needs.bias else None
     whole = rows_of(inputs, slice(0, tile.tokens)) if len(tile.token_slices) == 1 else None
     for start, stop in tile.vocab_slices:
         part = inputs.weight.new_zeros((stop - start, size), dtype=dtype)
@@ -211,7 +220,7 @@ def tile_gradients(
         if dw is not None:
             dw[start:stop] = part.mul_(unit)
         del part
-    return [dx if dx is None else dx.mul_(unit), dw, db if db is None else db.mul_(unit)]
+    return Gradients(None if dx is None else dx.mul_(unit), dw, None if db is None else db.mul_(unit))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,16 +6,20 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from logitless.jax_impl.distillation.parts import Divergence, Kept, Losses
 from logitless.jax_impl.distillation.teachers import Head, Raw
 from logitless.jax_impl.kernels import architecture
 from logitless.jax_impl.kernels.loops import one_by_one
 from logitless.jax_impl.slices import Index, take
+from logitless.scratch import PADDED_HIDDEN, PADDED_VOCAB
 
 with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called
     from logitless.jax_impl.distillation import row_kernels
+    from logitless.jax_impl.kernels import hopper
+    from logitless.jax_impl.kernels.launch import empty, reference, written
     from logitless.jax_impl.kernels.pieces import Row
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -26,19 +30,37 @@ def unavailable(device: jax.Device | None, dtype: str) -> str | None:
     return architecture.unusable(device, dtype, DTYPES)
 
 
-def row_losses(of: Losses, first: Index, tokens: int, differentiate: bool) -> tuple[Array, list[Kept], Array | None]:
+def held_gradient(of: Losses) -> Array:
+    """:meth:`RowFunctions.held_gradient`, which holds anything."""
+    inputs = of.inputs
+    shape = inputs.hidden.shape[0], Row(inputs.weight.shape[0], inputs.accumulation_dtype).width
+    # What depends on no input JAX moves out of jax.checkpoint and jax.lax.scan (kernel_call.py).
+    array: Array = lax.optimization_barrier((empty(shape, inputs.hidden.dtype), inputs.hidden, inputs.weight))[0]
+    return array
+
+
+def row_losses(
+    of: Losses, first: Index, tokens: int, differentiate: bool, held: Array | None
+) -> tuple[Array, list[Kept], Array | None]:
     """:meth:`RowFunctions.row_losses`."""
     vocab, keep = of.inputs.weight.shape[0], differentiate and of.order.again is not None
     student = _student(of).raw(first, tokens, 0, vocab)
     teacher = _divergence(of).teacher.raw(first, tokens, 0, vocab)
-    sides, dtype = _sides(of, student, teacher), of.inputs.hidden.dtype if differentiate and not keep else None
+    sides = _sides(of, student, teacher)
 
     def launch(arguments: dict[str, Array]) -> dict[str, Array]:
-        return row_kernels.row_losses(sides, arguments, keep=keep, gradient=dtype)
+        if held is None:
+            return row_kernels.row_losses(sides, arguments, keep=keep)
+        gradient = reference(arguments["gradient"])
+        made = row_kernels.row_losses(sides, {**arguments, "gradient": gradient}, keep=keep)
+        return made | {"gradient": written(gradient)}
 
-    made = one_by_one(launch)(_arguments(of, student, teacher, first, 0))
+    arguments = _arguments(of, student, teacher, first, 0)
+    if held is not None:
+        arguments |= {"first": jnp.asarray(first, jnp.int32).reshape(1), "gradient": held}
+    made = one_by_one(launch)(arguments)
     kept = [tuple(made[name] for name in sides.kept)] if keep else []
-    return made["loss"], kept, None if dtype is None else made["gradient"][:, :vocab]
+    return made["loss"], kept, made.get("gradient")
 
 
 def tile_gradient(
@@ -55,6 +77,25 @@ def tile_gradient(
     arguments = _arguments(of, student, teacher, first, start) | dict(zip(sides.kept, kept[0], strict=True))
     gradient: Array = one_by_one(launch)(arguments | {"factor": factor})
     return gradient[:, :columns]
+
+
+def has_product(gradient: Array, x: Array, dtype: DTypeLike) -> bool:
+    """Whether there is a kernel for a dW of this dtype: whole tiles of 16 bits."""
+    sizes = gradient.shape[1] % PADDED_VOCAB, x.shape[1] % PADDED_HIDDEN
+    return not any((*sizes, x.shape[0] == 0)) and gradient.dtype == dtype and gradient.dtype.itemsize == 2
+
+
+def weight_gradient(gradient: Array, x: Array, unit: Array) -> Array:
+    """dW = unit · gradientᵀ x, rounded once, from a held gradient of the logits [N, V] and x [N, D]."""
+    (tokens, vocab), size = gradient.shape, x.shape[1]
+    out = {"out": jax.ShapeDtypeStruct((vocab, size), gradient.dtype)}
+
+    def launch(arguments: dict[str, Array]) -> Array:
+        return hopper.weight(arguments, out, columns=vocab, adds=False, turned=False)["out"]
+
+    arguments = {"rows": jnp.full(1, tokens, jnp.int32), "start": jnp.zeros(1, jnp.int32), "e": gradient, "x": x}
+    made: Array = one_by_one(launch)(arguments | {"scale": unit.reshape(1)})
+    return made
 
 
 def _divergence(of: Losses) -> Divergence:

@@ -8,11 +8,20 @@ from jax import Array
 from logitless.jax_impl.chunk import logits_block, slope, temperature_column, unpadded
 from logitless.jax_impl.distillation.parts import Kept, Losses
 from logitless.jax_impl.distillation.teachers import whole_logits
-from logitless.jax_impl.slices import Index, take
+from logitless.jax_impl.slices import Index, put, take
 
 
-def row_losses(of: Losses, first: Index, tokens: int, differentiate: bool) -> tuple[Array, list[Kept], Array | None]:
+def held_gradient(of: Losses) -> Array:
+    """:meth:`RowFunctions.held_gradient`."""
+    inputs = of.inputs
+    return jnp.zeros((inputs.hidden.shape[0], inputs.weight.shape[0]), inputs.hidden.dtype)
+
+
+def row_losses(
+    of: Losses, first: Index, tokens: int, differentiate: bool, held: Array | None
+) -> tuple[Array, list[Kept], Array | None]:
     """:meth:`RowFunctions.row_losses`."""
+    del differentiate
     inputs, options = of.inputs, of.options
     z = unpadded(whole_logits(inputs, first, tokens, options), inputs.shard.limit(), 0)
     losses, kept, slopes = zip(*(part.of_rows(z, first) for part in of.parts), strict=True)
@@ -22,7 +31,7 @@ def row_losses(of: Losses, first: Index, tokens: int, differentiate: bool) -> tu
     valid, dz = take(inputs.valid, first, tokens), unpadded(dz, inputs.shard.limit(), 0, 0.0)
     dz = jnp.where(valid[:, None], dz, 0.0).astype(inputs.hidden.dtype)
     total = jnp.where(valid, sum(losses[1:], losses[0]), 0.0)
-    return total, list(kept), dz if differentiate and of.order.again is None else None
+    return total, list(kept), None if held is None else put(held, dz, first)
 
 
 def tile_gradient(

@@ -109,8 +109,8 @@ def _divergence_slope(log_p: Array, log_q: Array, known: Known, beta: float) -> 
 
 def _put(r: References, number: Array, piece: Piece, row: Row, value: Array) -> None:
     """A piece of the gradient."""
-    out = r["gradient"]
-    out[number, pl.ds(piece.start, row.lanes)] = value.astype(out.dtype)
+    out, first = r["gradient"], r["first"][0] if "first" in r else 0
+    out[first + number, pl.ds(piece.start, row.lanes)] = value.astype(out.dtype)
 
 
 def _put_zeros(r: References, number: Array, row: Row) -> None:
@@ -281,20 +281,19 @@ def _divergence(token: _Token, known: Known, store: bool) -> Known:
     return {name: jnp.sum(lanes) for name, lanes in over(row, add, begin, PIECES).items()}
 
 
-def row_losses(sides: Sides, arguments: Arguments, *, keep: bool, gradient: DTypeLike | None) -> dict[str, Array]:
-    """Of every token the loss, [C]; if ``keep``, what :func:`tile_gradient` needs, [C] each, by name; and in the dtype
-    ``gradient``, if there is one, the gradient of the student's r + b but for logit_scale, [C, width].
+def row_losses(sides: Sides, arguments: Arguments, *, keep: bool) -> dict[str, Array]:
+    """Of every token the loss, [C]; if ``keep``, what :func:`tile_gradient` needs, [C] each, by name; and where a
+    matrix is given for it, the gradient of the student's r + b but for logit_scale.
 
     For a token that does not count, of which nothing is read, loss and gradient are zeros, and what is kept means
     nothing.
 
     Arguments: student and teacher [C, width] float32; valid [C] int32; student_bias and teacher_bias [width] float32,
-    or none; target [C] int32 for a hard loss; temperature [C] float32 where each token has its own.
+    or none; target [C] int32 for a hard loss; temperature [C] float32 where each token has its own; gradient
+    [≥ first + C, width], a reference, whose rows from ``first``, [1] int32, are written; or none.
     """
-    tokens, width = arguments["student"].shape
+    tokens, store = arguments["student"].shape[0], "gradient" in arguments
     outputs = dict.fromkeys(("loss", *sides.kept * keep), jax.ShapeDtypeStruct((tokens,), jnp.float32))
-    if gradient is not None:
-        outputs["gradient"] = jax.ShapeDtypeStruct((tokens, width), gradient)
     at_once = sides.beta == 0  # the forward KL's gradient needs no sum over the row
 
     def body(r: References) -> None:
@@ -307,9 +306,9 @@ def row_losses(sides: Sides, arguments: Arguments, *, keep: bool, gradient: DTyp
             known = _normalizers(token)
             if sides.hard:
                 known |= _hard_loss(token, known)
-            known |= _divergence(token, known, store=gradient is not None and at_once)
+            known |= _divergence(token, known, store=store and at_once)
             r["loss"][number] = known["divergence"] + known["loss"] if sides.hard else known["divergence"]
-            if gradient is not None and not at_once:
+            if store and not at_once:
                 _put_gradient(token, known)
             for name in sides.kept * keep:
                 r[name][number] = known[name]
@@ -317,11 +316,10 @@ def row_losses(sides: Sides, arguments: Arguments, *, keep: bool, gradient: DTyp
         @pl.when(valid == 0)
         def _() -> None:
             r["loss"][number] = jnp.float32(0.0)
-            if gradient is not None:
+            if store:
                 _put_zeros(r, number, sides.student)
 
-    options = sides, keep, gradient is not None
-    return launch(body, arguments, outputs, name="distillation_rows", options=options, grid=tokens)
+    return launch(body, arguments, outputs, name="distillation_rows", options=(sides, keep), grid=tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

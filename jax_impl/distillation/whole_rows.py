@@ -34,37 +34,43 @@ from logitless.jax_impl.slices import Index, for_slices, put, take
 from logitless.objectives import WholeRows
 from logitless.spec import LossOptions
 
-Carry = tuple[Array, list[Kept]]
+Carry = tuple[Array, list[Kept], Array | None]
 
 
 def forward(of: Losses, *, differentiate: bool) -> tuple[Array, list[Kept]]:
     """The losses of every token, 0 where it does not count, and what the backward needs of each part: nothing, or of
     all together the gradient of the logits, but for logit_scale."""
-    order, size, of_rows = of.order, of.order.sizes.tokens, _functions(of).row_losses
+    order, size, functions = of.order, of.order.sizes.tokens, _functions(of)
+    holds, keeps = differentiate and order.again is None, differentiate and order.again is not None
 
-    def made(first: Index, tokens: int) -> Carry:
-        losses, kept, dz = of_rows(of, first, tokens, differentiate)
-        if not differentiate:
-            return losses, []
-        return losses, kept if dz is None else [(dz,)]
+    def made(first: Index, tokens: int, held: Array | None) -> Carry:
+        losses, kept, held = functions.row_losses(of, first, tokens, differentiate, held)
+        return losses, kept if keeps else [], held
 
     def chunk(carry: Carry, first: Index, tokens: int) -> Carry:
-        whole: Carry = jax.tree.map(lambda array, own: put(array, own, first), carry, made(first, tokens))
-        return whole
+        losses, kept, held = made(first, tokens, carry[2])
+        whole: tuple[Array, list[Kept]]
+        whole = jax.tree.map(lambda array, own: put(array, own, first), carry[:2], (losses, kept))
+        return *whole, held
 
-    shapes = jax.eval_shape(lambda: made(0, min(size, order.token_chunk)))
-    zeros: Carry = jax.tree.map(lambda like: jnp.zeros((size, *like.shape[1:]), like.dtype), shapes)
-    return for_slices(size, order.token_chunk, chunk, zeros)
+    shapes = jax.eval_shape(lambda: made(0, min(size, order.token_chunk), None)[:2])
+    zeros = jax.tree.map(lambda like: jnp.zeros((size, *like.shape[1:]), like.dtype), shapes)
+    begin = (*zeros, functions.held_gradient(of) if holds else None)
+    losses, kept, held = for_slices(size, order.token_chunk, chunk, begin)
+    return losses, kept if held is None else [(held[:, : of.inputs.weight.shape[0]],)]
 
 
 class RowFunctions(Protocol):
     """What makes a distillation's rows: plain.py, or kernels that make it from raw logits r."""
 
+    def held_gradient(self, of: Losses, /) -> Array:
+        """What the next function writes the gradient of all logits to, [N, V] or wider."""
+
     def row_losses(
-        self, of: Losses, first: Index, tokens: int, differentiate: bool, /
+        self, of: Losses, first: Index, tokens: int, differentiate: bool, held: Array | None, /
     ) -> tuple[Array, list[Kept], Array | None]:
-        """The losses [C] of the tokens from ``first``; if a gradient is wanted, either what the next function needs, if
-        the order makes it again, or the logits' gradient [C, V] but for logit_scale."""
+        """The losses [C] of the tokens from ``first``; what the last function needs, if a gradient is wanted and the
+        order makes it again; and ``held`` with the logits' gradient but for logit_scale, if there is one."""
 
     def tile_gradient(
         self, of: Losses, kept: list[Kept], factor: Array, x: Array, first: Index, start: Index, columns: int, /
@@ -86,26 +92,39 @@ def gradients(
 ) -> Gradients:  # fmt: skip
     """From a held gradient dX, dW and db, each None unless wanted: 4·N·D·V flops."""
     factor = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
+    hidden = _hidden_gradient(inputs, order, gradient) * factor[:, None] if needs.hidden else None
+    weight = _weight_gradient(inputs, order, gradient, factor, weight_dtype) if needs.weight else None
+    bias = _bias_gradient(inputs, order, gradient, factor) if needs.bias else None
+    return Gradients(hidden, weight, bias)
+
+
+def _weight_gradient(
+    inputs: Inputs, order: WholeRows, gradient: Array, factor: Array, weight_dtype: DTypeLike
+) -> Array:
     (vocab, size), dtype = inputs.weight.shape, inputs.accumulation_dtype
     unit = numerics.largest_factor(XP, factor)
     x = (rows_of(inputs, 0, factor.shape[0]) * (factor / unit)[:, None]).astype(gradient.dtype)
+    if order.by.kernel:
+        from logitless.jax_impl.distillation import fused  # imports Pallas
 
-    def block(carry: Gradients, start: Index, columns: int) -> Gradients:
-        dw, db = carry.weight, carry.bias
+        if fused.has_product(gradient, x, weight_dtype):
+            return fused.weight_gradient(gradient, x, unit)
+
+    def block(dw: Array, start: Index, columns: int) -> Array:
         part = take(gradient, start, columns, axis=1)
-        if dw is not None:
-            dw = put(dw, (product(part.T, x, dtype) * unit).astype(weight_dtype), start)
-        if db is not None:
-            db = put(db, (part.astype(dtype) * factor[:, None]).sum(axis=0), start)
-        return Gradients(None, dw, db)
+        return put(dw, (product(part.T, x, dtype) * unit).astype(weight_dtype), start)
 
-    zeros = Gradients(
-        hidden=None,
-        weight=jnp.zeros((vocab, size), weight_dtype) if needs.weight else None,
-        bias=jnp.zeros(vocab, dtype) if needs.bias else None,
-    )
-    made = for_slices(vocab, order.vocab_chunk, block, zeros) if needs.weight or needs.bias else zeros
-    return made._replace(hidden=_hidden_gradient(inputs, order, gradient) * factor[:, None] if needs.hidden else None)
+    return for_slices(vocab, order.vocab_chunk, block, jnp.zeros((vocab, size), weight_dtype))
+
+
+def _bias_gradient(inputs: Inputs, order: WholeRows, gradient: Array, factor: Array) -> Array:
+    vocab, dtype = inputs.weight.shape[0], inputs.accumulation_dtype
+
+    def block(db: Array, start: Index, columns: int) -> Array:
+        part = take(gradient, start, columns, axis=1)
+        return put(db, (part.astype(dtype) * factor[:, None]).sum(axis=0), start)
+
+    return for_slices(vocab, order.vocab_chunk, block, jnp.zeros(vocab, dtype))
 
 
 def _hidden_gradient(inputs: Inputs, order: WholeRows, gradient: Array) -> Array:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import torch
 from torch import Tensor
 
+from logitless import numerics, planning
+from logitless.torch_impl.call import XP, Arrays, Gradients, Inputs, Needs
+from logitless.torch_impl.checks import dtype_name
 from logitless.torch_impl.distillation.parts import Divergence, Kept, Losses, TeacherTile
 from logitless.torch_impl.distillation.teachers import Head, Raw, Teacher
-from logitless.torch_impl.kernels.kernel_call import column_block
-from logitless.torch_impl.kernels.launch import cdiv, launch, launch_named
-from logitless.torch_impl.kernels.rows import on_device
+from logitless.torch_impl.kernels.kernel_call import KernelCall, column_block
+from logitless.torch_impl.kernels.launch import launch, launch_named
+from logitless.torch_impl.kernels.products import GradientProducts
+from logitless.torch_impl.kernels.rows import NO_OPTIONS, on_device, prepare
+from logitless.torch_impl.kernels.sums import Factors
 
 with contextlib.suppress(ImportError):  # without triton no call chooses the kernel
     from logitless.torch_impl.distillation import row_kernels
@@ -146,9 +152,29 @@ def kind(beta: float) -> int:
     return int(kind.value)
 
 
-def scaled(values: Tensor, unit: Tensor, out: Tensor) -> None:
-    """out = values · unit, of matrices without gaps, rounded to out's dtype. PyTorch's own takes four times as long."""
-    with on_device(out.device):
-        launch(row_kernels.scaled_kernel, cdiv(values.numel(), BLOCK))(
-            values, unit, out, values.numel(), BLOCK=BLOCK, num_warps=WARPS
-        )
+def held_gradients(inputs: Inputs, gradient: Tensor, factor: Tensor, needs: Needs) -> Gradients:
+    """dX and dW by the products' kernels, from a held gradient of the logits; factor [N] is what its rows still lack.
+
+    Both are rounded once, to the dtypes of ``needs``. Every token is worked on: the rows of those that do not count are
+    zeros. The kernels take them for tokens with the target 0, of which nothing is added to the products.
+    """
+    unit = numerics.largest_factor(XP, factor)
+    relative, (tokens, vocab) = factor / unit, gradient.shape
+    arrays = Arrays(inputs.hidden, inputs.weight, None, factor.new_zeros(tokens, dtype=torch.int64))
+    one_chunk = planning.plan(
+        tokens=tokens, hidden=inputs.hidden.shape[1], vocab=vocab, dtype=dtype_name(gradient.dtype), fused=True,
+        order="tokens", chunk=tokens,
+    )  # fmt: skip
+    c = KernelCall(prepare(arrays, NO_OPTIONS, gradient.dtype), NO_OPTIONS, one_chunk)
+    products = GradientProducts(c, dataclasses.replace(needs, bias=None), None, relative, unit)
+    entries = slice(0, vocab)
+    with c.on_device():
+        if needs.weight:
+            x = c.operand()
+            torch.mul(inputs.hidden, relative.unsqueeze(1), out=x)
+            products.add_weight(0, x, gradient, entries, unit, None)
+        if needs.hidden:
+            c.row_target.zero_()
+            rows = torch.nn.functional.pad(relative, (0, len(c.row_target) - tokens))
+            products.add_hidden(0, gradient, entries, Factors.of_rows(rows), unit)
+    return Gradients(products.hidden, products.weight, None)

@@ -512,11 +512,3 @@ def tile_kernel(
     if not STORE:
         tl.store(loss_ptr + row, tl.sum(divergence, 0))
         tl.store(mean_ptr + row, tl.sum(student_sum, 0))
-
-
-@triton.jit
-def scaled_kernel(values_ptr, unit_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    """out = values · unit, rounded once. One program owns BLOCK neighbours."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(values_ptr + place, mask=place < size, other=0.0) * tl.load(unit_ptr)
-    tl.store(out_ptr + place, values.to(out_ptr.dtype.element_ty), mask=place < size)

@@ -20,7 +20,7 @@ from logitless.objectives import WholeRows
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.autograd import Derivatives, SavedContext, differentiable_once, reverse_only
-from logitless.torch_impl.call import Arrays, Inputs
+from logitless.torch_impl.call import Arrays, Inputs, Needs
 from logitless.torch_impl.distillation import whole_rows
 from logitless.torch_impl.distillation.parts import Divergence, Hard, Losses, Part, RestClass
 from logitless.torch_impl.distillation.teachers import Dense, DenseRows, Head, Spread
@@ -154,24 +154,19 @@ def _backward(ctx: DivergenceContext, saved: tuple[Tensor, ...], upstream: Tenso
     tensors, found = saved[:split], iter(saved[split:])
     kept = [tuple(next(found) for _ in range(count)) for count in ctx.counts]
     call, wanted = ctx.call, ctx.needs_input_grad
-    needs = wanted[1], wanted[2], wanted[3]
+    arrays = Arrays.of_head(*tensors[:5])
+    needs = Needs.of(arrays, wanted[1:4])
     with torch.autocast(upstream.device.type, enabled=False):
-        arrays = Arrays.of_head(*tensors[:5])
-        weight_dtype = tensors[1].dtype
         if call.order.again is None:
             inputs = call.inputs(arrays)
-            gradients = whole_rows.gradients(
-                inputs, call.options, call.order, kept[0][0], upstream, weight_dtype, needs, call.kernel
-            )
+            made = whole_rows.gradients(inputs, call.options, call.order, kept[0][0], upstream, needs)
         else:
             losses = call.losses(arrays, tensors[5], tensors[6:])
             inputs = losses.inputs
-            gradients = whole_rows.gradients_again(losses, kept, upstream, weight_dtype, needs)
-        if gradients[0] is not None:
-            inputs.shard.sum(gradients[0])
-    like = zip(gradients, tensors[:3], strict=True)
-    cast = (None if g is None else g.to(a.dtype).reshape(a.shape) for g, a in like)
-    return (None, *cast, *(None,) * (len(wanted) - 4))
+            made = whole_rows.gradients_again(losses, kept, upstream, needs)
+        if made.hidden is not None:
+            inputs.shard.sum(made.hidden)
+    return (None, *made.like(arrays), *(None,) * (len(wanted) - 4))
 
 
 def _named(name: str) -> type[DivergenceFunction]:

@@ -13,6 +13,7 @@ tokens have the same. One that is made again has the upstream gradient in it bef
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from logitless.objectives import FEW_ROWS, LARGEST_TILE, WholeRows
 from logitless.scratch import row_stride, slices
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
-from logitless.torch_impl.call import XP, Inputs, empty_like_weight
+from logitless.torch_impl.call import XP, Gradients, Inputs, Needs, empty_like_weight
 from logitless.torch_impl.distillation import plain
 from logitless.torch_impl.distillation.parts import Kept, Losses, RestClass
 
@@ -70,46 +71,48 @@ def _functions(of: Losses) -> RowFunctions:
 
 
 def gradients(
-    inputs: Inputs, options: LossOptions, order: WholeRows, gradient: Tensor, upstream: Tensor,
-    weight_dtype: torch.dtype, needs: tuple[bool, ...], kernel: bool,
-) -> list[Tensor | None]:  # fmt: skip
-    """From a held gradient dX, dW and db, each None unless wanted: 4·N·D·V flops."""
+    inputs: Inputs, options: LossOptions, order: WholeRows, gradient: Tensor, upstream: Tensor, needs: Needs
+) -> Gradients:
+    """From a held gradient dX, dW and db: 4·N·D·V flops."""
     factor = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
-    (vocab, _), dtype = inputs.weight.shape, inputs.accumulation_dtype
-    dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=dtype) if needs[0] else None
-    dw = empty_like_weight(inputs.weight, weight_dtype) if needs[1] else None
-    db = inputs.weight.new_zeros(vocab, dtype=dtype) if needs[2] else None
-    if dx is not None:
+    dtype, made = inputs.accumulation_dtype, Gradients(None, None, None)
+    by_kernel = order.by.kernel and inputs.tokens and gradient.dtype == inputs.weight.dtype
+    if by_kernel and gradient.dtype.itemsize == 2:
+        from logitless.torch_impl.distillation import fused  # imports Triton
+
+        made = fused.held_gradients(inputs, gradient, factor, needs)
+    elif needs.hidden or needs.weight:
+        made = _held_gradients(inputs, order, gradient, factor, needs)
+    if not needs.bias:
+        return made
+    bias = inputs.weight.new_zeros(inputs.weight.shape[0], dtype=dtype)
+    for first, last in slices(inputs.tokens, FEW_ROWS[0]):  # of which a wider copy is made
+        bias += torch.mv(gradient[first:last].t().to(dtype), factor[first:last])
+    return dataclasses.replace(made, bias=bias)
+
+
+def _held_gradients(inputs: Inputs, order: WholeRows, gradient: Tensor, factor: Tensor, needs: Needs) -> Gradients:
+    """dX and dW in plain operations."""
+    vocab, dtype = inputs.weight.shape[0], inputs.accumulation_dtype
+    dx, dw = None, None
+    if needs.hidden:
+        dx = inputs.hidden.new_zeros(inputs.hidden.shape, dtype=dtype)
         for start, stop in slices(vocab, vocab if inputs.weight.dtype == gradient.dtype else LARGEST_TILE):
             chunk.product(gradient[:, start:stop], inputs.weight[start:stop].to(gradient.dtype), dx, add=start > 0)
         dx.mul_(factor.unsqueeze(1))
-    if dw is not None:
+    if needs.weight:
+        dw = empty_like_weight(inputs.weight, needs.weight)
         unit = numerics.largest_factor(XP, factor)
         x = (chunk.rows_of(inputs, slice(None)) * (factor / unit).unsqueeze(1)).to(gradient.dtype)
-        scaled = _scaled
-        if kernel and dw.is_contiguous():
-            from logitless.torch_impl.distillation import fused  # imports Triton
-
-            scaled = fused.scaled
         for start, stop in order.vocab_slices:
             part = x.new_empty((stop - start, x.shape[1]), dtype=dtype)
             chunk.product(gradient[:, start:stop].t(), x, part, add=False)
-            scaled(part, unit, dw[start:stop])
-    if db is not None:
-        for first, last in slices(inputs.tokens, FEW_ROWS[0]):  # of which a wider copy is made
-            db += torch.mv(gradient[first:last].t().to(dtype), factor[first:last])
-    return [dx, dw, db]
+            torch.mul(part, unit, out=dw[start:stop])
+    return Gradients(dx, dw, None)
 
 
-def _scaled(values: Tensor, unit: Tensor, out: Tensor) -> None:
-    """:func:`fused.scaled` in plain operations."""
-    torch.mul(values, unit, out=out)
-
-
-def gradients_again(
-    of: Losses, kept: list[Kept], upstream: Tensor, weight_dtype: torch.dtype, needs: tuple[bool, bool, bool]
-) -> list[Tensor | None]:
-    """From what the forward kept dX, dW and db, each None unless wanted: 6·N·D·V + 2·N·D_teacher·V flops."""
+def gradients_again(of: Losses, kept: list[Kept], upstream: Tensor, needs: Needs) -> Gradients:
+    """From what the forward kept dX, dW and db: 6·N·D·V + 2·N·D_teacher·V flops."""
     inputs, tile = of.inputs, of.order.again
     assert tile is not None
     factor = numerics.row_upstream(XP, inputs, of.options, inputs.wide(upstream))
@@ -121,4 +124,4 @@ def gradients_again(
         own = [tuple(values[rows] for values in each) for each in kept]
         return of_tile(of, own, factor[rows], rows, x, start, stop)
 
-    return chunk.tile_gradients(inputs, tile, needs, weight_dtype, unit, logit_gradient)
+    return chunk.tile_gradients(inputs, tile, needs, unit, logit_gradient)

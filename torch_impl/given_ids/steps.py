@@ -26,7 +26,7 @@ from logitless.scratch import slices
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk, steps
 from logitless.torch_impl.autograd import Derivatives, SavedContext, differentiable_once, reverse_only
-from logitless.torch_impl.call import XP, Arrays, Call, Inputs, Needs, TokenSums
+from logitless.torch_impl.call import XP, Arrays, Call, Gradients, Inputs, Needs, TokenSums
 
 # Ids are below it.
 LAST_ID = 2**32 - 1
@@ -181,18 +181,14 @@ class TokenLogProbsFunction(torch.autograd.Function):
     @differentiable_once("linear_token_log_probs")
     def backward(ctx: IdsContext, kept: tuple[Tensor, ...], upstream: Tensor) -> Derivatives:
         given = Arrays.of_head(*kept[:5])
-        needs = ctx.needs_input_grad[3], ctx.needs_input_grad[4], ctx.needs_input_grad[5]
+        needs = Needs.of(given, ctx.needs_input_grad[3:6])
         with torch.autocast(upstream.device.type, enabled=False):
-            gradients = _gradients(ctx.call, given, needs, kept[5:], upstream)
-        like = zip(gradients, given[:3], strict=True)
-        cast = (None if g is None or a is None else g.to(a.dtype).reshape(a.shape) for g, a in like)
-        return (None, None, None, *cast, None, None)
+            made = _gradients(ctx.call, given, needs, kept[5:], upstream)
+        return (None, None, None, *made.like(given), None, None)
 
 
-def _gradients(
-    call: IdsCall, given: Arrays, needs: tuple[bool, bool, bool], known: tuple[Tensor, ...], upstream: Tensor
-) -> list[Tensor | None]:
-    """dX, dW and db, each None unless wanted: 6·N·D·V flops. ``known``: ids, best, and the sums of the forward."""
+def _gradients(call: IdsCall, given: Arrays, needs: Needs, known: tuple[Tensor, ...], upstream: Tensor) -> Gradients:
+    """dX, dW and db: 6·N·D·V flops. ``known``: ids, best, and the sums of the forward."""
     ids, best, *parts = known
     arrays, own = whole_hidden(given, call.call)
     inputs, options, sums = _inputs(arrays._replace(target=best), own), call.options, TokenSums(*parts)
@@ -222,9 +218,8 @@ def _gradients(
         chunk.set_target(dz, inputs.target[rows], start, at_best[rows])
         return dz.masked_fill_(~inputs.valid[rows].unsqueeze(1), 0.0)
 
-    weight_dtype = given.weight.dtype
-    gradients = chunk.tile_gradients(inputs, call.cut.tile, needs, weight_dtype, unit, logit_gradient)
-    return [_own_tokens(gradients[0], call.call), *gradients[1:]]
+    made = chunk.tile_gradients(inputs, call.cut.tile, needs, unit, logit_gradient)
+    return dataclasses.replace(made, hidden=_own_tokens(made.hidden, call.call))
 
 
 def _own_tokens(hidden: Tensor | None, call: Call) -> Tensor | None:

@@ -51,6 +51,12 @@ class Factors:
     target_value: Tensor  # the target's element of the gradient, u T; e is 0 there
     token_value: Tensor  # u T by token
 
+    @classmethod
+    def of_rows(cls, factor: Tensor) -> Factors:
+        """Of the factors alone, where a matrix has the targets' elements in it."""
+        nothing = torch.zeros_like(factor)
+        return cls(factor, None, None, factor, nothing, nothing)
+
     def times(self, c: KernelCall, upstream: Tensor) -> tuple[Factors, Tensor]:
         """From those for the upstream gradient 1 those for ``upstream``, by token; and what they are relative to."""
         new = {name: torch.empty_like(getattr(self, name)) for name in ("g", "token_value", "factor", "target_value")}
