@@ -1,8 +1,12 @@
 """All results of one commit, on the machine that is here: ``python -m bench all``.
 
-A task is one benchmark's call. Its results are stale if what is measured has changed since their commit. Every stale
-task that this machine can do runs as a process of its own, the GPUs' tasks on as many GPUs as there are. A task that
-does not fit into ``--minutes`` any more is left for the next call, which goes on with it. ``--list`` runs nothing.
+A task is one benchmark's call. Its results are stale if code that they depend on has changed since their commit:
+Task.measures, and the files of bench/ that the benchmark imports. Every stale task that this machine can do runs as a
+process of its own, the GPUs' tasks on as many GPUs as there are. A task that does not fit into ``--minutes`` any more
+is left for the next call, which goes on with it. ``--list`` runs nothing.
+
+A checkout without git history knows no older code: there all results of another commit are stale. ``--tasks`` names the
+ones to run, by their numbers in a list that was made where the history is.
 
 Results of another GPU or of other versions do not go into one file: keep a folder for each card (``--output``).
 """
@@ -10,6 +14,7 @@ Results of another GPU or of other versions do not go into one file: keep a fold
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
 import math
@@ -26,6 +31,21 @@ from bench.checkout import ROOT
 from bench.registry import RESULTS, Results, register
 from bench.shapes import SHAPES, SWEEPS
 
+# What the loss and log-probabilities of a framework are made of: files and folders, as git names them.
+CORE = tuple(
+    f"core/{name}.py"
+    for name in ("cost", "hardware", "numerics", "partition", "planning", "rounding", "saved", "scratch", "spec")
+)
+TORCH = (*CORE, ":(glob)torch_impl/*.py", "torch_impl/kernels", "torch_impl/compiled", "torch_impl/plain_loss")
+JAX = (*CORE, ":(glob)jax_impl/*.py", "jax_impl/kernels")
+BOTH = (*TORCH, *JAX)
+ALL = ("core", "torch_impl", "jax_impl", "interop")
+# Files of bench/ that no figure depends on.
+NO_FIGURES = tuple(
+    f"bench/{name}.py" for name in ("__init__", "__main__", "all", "checkout", "machine", "plots", "registry", "report")
+)
+DISTILLATION = {name: ("core/objectives.py", f"{name}_impl/distillation") for name in ("torch", "jax")}
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -37,6 +57,8 @@ class Task:
     """How many it needs."""
     minutes: float
     """About."""
+    measures: tuple[str, ...]
+    """What of the packages its results depend on, as git names files and folders."""
     machine: str = "machine"
     """The key of the machine that the rows were measured on."""
     shape: str | None = None
@@ -66,46 +88,49 @@ def _check(*arguments: str) -> tuple[str, ...]:
     return ("check", "--tests", "", *arguments)
 
 
-def _rows(shape: str, minutes: float, machine: str, rows: str, *arguments: str) -> Task:
+def _rows(shape: str, minutes: float, measures: tuple[str, ...], machine: str, rows: str, *arguments: str) -> Task:
     """Rows of one shape, beside those of the others."""
     command = _check("--rows-only", "--peers", "--rounds", "4", "--shapes", *arguments)
-    return Task("gpu_check.json", command, 1, minutes, machine, shape, rows)
+    return Task("gpu_check.json", command, 1, minutes, measures, machine, shape, rows)
 
 
 JAX_SHAPES = ("liger", "gist", "gemma", "llama", "small")
 TASKS = (
-    *(_rows(name, 2.0, "machine", "rows", name) for name in SHAPES),
-    *(_rows(name, 1.0, "machine", "sweeps", "--sweeps", name) for name in SWEEPS),
-    *(_rows(name, 2.5, "jax_machine", "jax_rows", "--jax-shapes", name) for name in JAX_SHAPES),
-    Task("gpu_check.json", _check("--shapes", "--per-token", "--peers"), 1, 4.0, "token_machine"),
-    Task("gpu_check.json", _check("--shapes", "--jax-per-token"), 1, 4.0, "jax_token_machine"),
-    Task("gpu_check.json", _check("--shapes", "--first-calls", "3"), 1, 1.0, "first_call_machine"),
-    Task("gpu_check.json", _check("--shapes", "--jax-first-calls", "1"), 1, 3.0, "jax_first_call_machine"),
-    Task("phases.json", ("phases",), 1, 3.0),
-    Task("accumulation.json", ("accumulation",), 1, 1.0),
-    Task("distillation.json", ("distillation", "--framework", "torch"), 1, 2.0),
-    Task("distillation_jax.json", ("distillation", "--framework", "jax"), 1, 2.0),
-    Task("long.json", ("long", "--framework", "torch"), 1, 1.5),
-    Task("long_jax.json", ("long", "--framework", "jax"), 1, 2.5),
-    Task("gist.json", ("gist",), 1, 2.0),
-    Task("small.json", ("small",), 1, 4.0),
-    Task("logits.json", ("logits",), 1, 2.0),
-    Task("bridges.json", ("bridges",), 1, 2.0),
-    Task("energy.json", ("energy",), 1, 3.0),
-    Task("hf.json", ("hf", "--largest"), 1, 8.0),
-    Task("sanitizer.json", ("sanitize",), 1, 5.0),
-    Task("fuzz_gpu.json", ("fuzz", "--problems", "500", "--device", "cuda", "--processes", "14"), 1, 9.0),
-    Task("sharded.json", ("sharded", "--framework", "torch"), 2, 4.0),
-    Task("sharded_jax.json", ("sharded", "--framework", "jax"), 2, 5.0),
-    Task("sharded_tokens.json", ("sharded", "--per-token", "--shapes", "8192x2048x131072", "llama"), 2, 2.0),
-    Task("portable.json", ("portable",), 0, 4.0),
-    Task("small_cpu.json", ("small", "--cpu"), 0, 0.5),
-    Task("architectures.json", ("architectures",), 0, 40.0),
-    Task("tpu.json", ("tpu",), 0, 5.0),
-    Task("rl.json", ("rl",), 0, 5.0),
-    Task("grpo.json", ("grpo",), 0, 6.0),
+    *(_rows(name, 2.0, TORCH, "machine", "rows", name) for name in SHAPES),
+    *(_rows(name, 1.0, TORCH, "machine", "sweeps", "--sweeps", name) for name in SWEEPS),
+    *(_rows(name, 2.5, JAX, "jax_machine", "jax_rows", "--jax-shapes", name) for name in JAX_SHAPES),
+    Task("gpu_check.json", _check("--shapes", "--per-token", "--peers"), 1, 4.0, TORCH, "token_machine"),
+    Task("gpu_check.json", _check("--shapes", "--jax-per-token"), 1, 4.0, JAX, "jax_token_machine"),
+    Task("gpu_check.json", _check("--shapes", "--first-calls", "3"), 1, 1.0, TORCH, "first_call_machine"),
+    Task("gpu_check.json", _check("--shapes", "--jax-first-calls", "1"), 1, 3.0, JAX, "jax_first_call_machine"),
+    Task("phases.json", ("phases",), 1, 3.0, TORCH),
+    Task("accumulation.json", ("accumulation",), 1, 1.0, TORCH),
+    Task("distillation.json", ("distillation", "--framework", "torch"), 1, 2.0, (*TORCH, *DISTILLATION["torch"])),
+    Task("distillation_jax.json", ("distillation", "--framework", "jax"), 1, 2.0, (*JAX, *DISTILLATION["jax"])),
+    Task("long.json", ("long", "--framework", "torch"), 1, 1.5, TORCH),
+    Task("long_jax.json", ("long", "--framework", "jax"), 1, 2.5, JAX),
+    Task("gist.json", ("gist",), 1, 2.0, TORCH),
+    Task("small.json", ("small",), 1, 4.0, TORCH),
+    Task("logits.json", ("logits",), 1, 2.0, (*BOTH, "torch_impl/given_logits", "jax_impl/given_logits")),
+    Task("bridges.json", ("bridges",), 1, 2.0, (*BOTH, "interop")),
+    Task("energy.json", ("energy",), 1, 3.0, TORCH),
+    Task("hf.json", ("hf", "--largest"), 1, 8.0, (*TORCH, "torch_impl/huggingface")),
+    Task("sanitizer.json", ("sanitize",), 1, 5.0, BOTH),
+    Task("fuzz_gpu.json", ("fuzz", "--problems", "500", "--device", "cuda", "--processes", "14"), 1, 9.0, ALL),
+    Task("sharded.json", ("sharded", "--framework", "torch"), 2, 4.0, (*TORCH, "torch_impl/distributed")),
+    Task("sharded_jax.json", ("sharded", "--framework", "jax"), 2, 5.0, (*JAX, "jax_impl/distributed")),
+    Task(
+        "sharded_tokens.json", ("sharded", "--per-token", "--shapes", "8192x2048x131072", "llama"), 2, 2.0,
+        (*TORCH, "torch_impl/distributed"),
+    ),
+    Task("portable.json", ("portable",), 0, 4.0, BOTH),
+    Task("small_cpu.json", ("small", "--cpu"), 0, 0.5, BOTH),
+    Task("architectures.json", ("architectures",), 0, 40.0, ALL),
+    Task("tpu.json", ("tpu",), 0, 5.0, JAX),
+    Task("rl.json", ("rl",), 0, 5.0, (*BOTH, "interop")),
+    Task("grpo.json", ("grpo",), 0, 6.0, ALL),
     *(
-        Task(f"fuzz_cpu_{k}_of_2.json", ("fuzz", "--problems", "20000", "--shard", f"{k}/2"), 0, 600.0)
+        Task(f"fuzz_cpu_{k}_of_2.json", ("fuzz", "--problems", "20000", "--shard", f"{k}/2"), 0, 600.0, ALL)
         for k in range(2)
     ),
 )  # fmt: skip
@@ -120,10 +145,35 @@ def gpus_here() -> int:
     return len(done.stdout.splitlines()) if done.returncode == 0 else 0
 
 
+def files_of(name: str) -> set[str]:
+    """The files of bench/ that a benchmark's figures depend on: its own, those that it imports, and all that belong to
+    no other one. Some are imported by name alone."""
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "bench").rglob("*.py")}
+    others = {f"bench/{task.command[0]}.py" for task in TASKS} | {f for f in files if f.startswith("bench/fuzzing/")}
+    return ((files - others) | _imported(name)) - set(NO_FIGURES)
+
+
+def _imported(name: str) -> set[str]:
+    """bench/NAME.py, and the files of bench/ that it imports, and so on."""
+    found, waiting = set(), [f"bench.{name}"]
+    while waiting:
+        file = Path(*waiting.pop().split("."))
+        path = next((p for p in (file.with_suffix(".py"), file / "__init__.py") if (ROOT / p).exists()), None)
+        if path is None or str(path) in found:
+            continue
+        found.add(str(path))
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bench"):
+                waiting += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names if alias.name.startswith("bench.")]
+    return found
+
+
 def is_stale(task: Task, folder: Path, commit: str | None) -> bool:
     """Whether some results of the task are missing, or are older than what is measured now."""
-    found = task.commits(folder)
-    return not found or any(machine.has_changed(each, commit) is not False for each in found)
+    found, paths = task.commits(folder), (*task.measures, *sorted(files_of(task.command[0])))
+    return not found or any(machine.has_changed(each, commit, paths) is not False for each in found)
 
 
 def call(task: Task, folder: Path, commit: str | None) -> list[str]:
@@ -144,6 +194,12 @@ def call(task: Task, folder: Path, commit: str | None) -> list[str]:
         "--commit": {"help": "commit of this checkout, where it has no git history"},
         "--minutes": {"type": float, "default": math.inf, "help": "begin nothing that would end later"},
         "--list": {"action": "store_true", "help": "only say what is stale"},
+        "--tasks": {
+            "type": int,
+            "nargs": "+",
+            "metavar": "NUMBER",
+            "help": "those of --list that run; default: what is stale",
+        },
     },
 )
 def run(options: argparse.Namespace, results: Results) -> int:
@@ -153,7 +209,9 @@ def run(options: argparse.Namespace, results: Results) -> int:
     here, begin, left = gpus_here(), time.monotonic(), 0
     for number, task in enumerate(TASKS, 1):
         told = f"{number} of {len(TASKS)}: {task.name}"
-        if not is_stale(task, options.output, options.commit):
+        if options.tasks and number not in options.tasks:
+            continue
+        if not options.tasks and not is_stale(task, options.output, options.commit):
             print(f"{told}: as it is now", flush=True)
         elif options.list or (task.gpus > 0) != (here > 0) or task.gpus > here:
             wants = f"{task.gpus} GPUs" if task.gpus else "a machine without a GPU"

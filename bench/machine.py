@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,13 +40,37 @@ def _gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def has_changed(since: str, commit: str | None = None) -> bool | None:
-    """Whether what is measured differs between the commit ``since`` and this checkout, which is ``commit`` where it
-    came without its history; None: not known."""
+def has_changed(since: str, commit: str | None = None, paths: Sequence[str] = MEASURED) -> bool | None:
+    """Whether code below ``paths`` differs between the commit ``since`` and this checkout, which is ``commit`` where it
+    came without its history; None: not known. Comments and docstrings of Python are no code."""
     if commit is not None:
         return not (commit.startswith(since) or since.startswith(commit))
-    changes = _git("diff", "--name-only", since, "--", *MEASURED)
-    return None if changes is None else bool(changes)
+    changes = _git("diff", "--name-only", since, "--", *paths)
+    if changes is None:
+        return None
+    return any(_differs(since, name) for name in changes.splitlines())
+
+
+def _differs(since: str, name: str) -> bool:
+    before, file = _git("show", f"{since}:{name}"), ROOT / name
+    if before is None or not file.exists() or file.suffix != ".py":
+        return True
+    return code_of(before) != code_of(file.read_text())
+
+
+def code_of(source: str) -> str:
+    """A Python file without comments, docstrings and the way its lines are broken."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [s for s in body if not _is_text(s)] or [ast.Pass()]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_text(statement: ast.AST) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def describe(commit: str | None = None) -> dict[str, object]:

@@ -156,6 +156,28 @@ def test_what_has_changed_since_the_commit(tmp_path: Path, monkeypatch: pytest.M
     assert described(commit) == (commit, True)  # the one that is named, not the newest
     assert described("given") == ("given", None)
 
+    # Only code counts, and only below the paths that are asked for.
+    newest = str(machine.describe()["commit"])
+    other = tmp_path / "other.py"
+    assert machine.has_changed(newest) is False
+    for text, changed in (('"""Says more."""\n2  # two', False), ("3", True)):
+        measured.write_text(text)
+        assert machine.has_changed(newest) is changed
+        assert machine.has_changed(newest, paths=("other.py",)) is False
+    other.write_text("new")
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    assert machine.has_changed(newest, paths=("other.py",)) is True
+    assert machine.has_changed("0" * 40) is None
+
+
+def test_code_without_its_text() -> None:
+    told = 'def f(a):\n    """Doc."""\n    # why\n    return (\n        a + 1\n    )\n'
+    told += 'class C:\n    x: int\n    """Field."""'
+    assert machine.code_of(told) == machine.code_of("def f(a): return a + 1\nclass C:\n  x: int")
+    assert machine.code_of(told) != machine.code_of("def f(a): return a + 2\nclass C:\n  x: int")
+    assert machine.code_of('def f():\n    """Doc."""') == machine.code_of("def f(): pass")
+    assert machine.code_of('x = "a"') != machine.code_of('x = "b"')
+
 
 def test_an_update_keeps_the_other_part(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
@@ -611,6 +633,21 @@ def test_every_results_file_has_a_task() -> None:
     assert set(everything.SHAPES) <= {task.shape for task in everything.TASKS}
 
 
+def test_every_task_says_what_it_depends_on() -> None:
+    """Paths that exist, its own benchmark, and what several benchmarks share; no other benchmark that it does not
+    import."""
+    for task in everything.TASKS:
+        for path in task.measures:
+            found = list(everything.ROOT.glob(path.removeprefix(":(glob)")))
+            assert found, (task.name, path)
+    shared = {"bench/gpu_torch.py", "bench/gpu_jax.py", "bench/shapes.py", "bench/timing.py"}
+    assert shared | {"bench/gist.py"} <= everything.files_of("gist")
+    assert not everything.files_of("gist") & {"bench/energy.py", "bench/report.py", "bench/fuzzing/data.py"}
+    assert {"bench/architectures.py", "bench/portable.py"} <= everything.files_of("small")
+    assert "bench/fuzzing/run_jax.py" not in everything.files_of("gist")
+    assert {"bench/fuzz.py", "bench/fuzzing/data.py"} <= everything.files_of("fuzz")
+
+
 def written(folder: Path, task: everything.Task, commit: str) -> None:
     rows = [
         {"shape": "liger", "variant": "ours", "commit": commit},
@@ -624,12 +661,12 @@ def test_all_runs_what_is_stale_and_goes_on(
 ) -> None:
     """One result is of this commit, one of another, one misses, one fails, one is too long, one wants two GPUs."""
     tasks = {
-        "rows": everything.Task("rows.json", ("check", "--shapes", "liger"), 1, 1.0, shape="liger"),
-        "old": everything.Task("old.json", ("gist",), 1, 1.0),
-        "new": everything.Task("new.json", ("logits",), 1, 1.0),
-        "bad": everything.Task("bad.json", ("energy",), 1, 1.0),
-        "long": everything.Task("long.json", ("hf",), 1, 99.0),
-        "two": everything.Task("two.json", ("sharded",), 2, 1.0),
+        "rows": everything.Task("rows.json", ("check", "--shapes", "liger"), 1, 1.0, everything.TORCH, shape="liger"),
+        "old": everything.Task("old.json", ("gist",), 1, 1.0, everything.TORCH),
+        "new": everything.Task("new.json", ("logits",), 1, 1.0, everything.TORCH),
+        "bad": everything.Task("bad.json", ("energy",), 1, 1.0, everything.TORCH),
+        "long": everything.Task("long.json", ("hf",), 1, 99.0, everything.TORCH),
+        "two": everything.Task("two.json", ("sharded",), 2, 1.0, everything.TORCH),
     }
     written(tmp_path, tasks["rows"], "abc")
     written(tmp_path, tasks["old"], "def")
@@ -658,3 +695,5 @@ def test_all_runs_what_is_stale_and_goes_on(
     assert ran[4:] == ["bad", "long"]
     written(tmp_path, tasks["bad"], "abcdef")
     assert registry.main(arguments) == 0
+    assert registry.main([*arguments, "--tasks", "2", "6"]) == 0  # stale or not; the second wants two GPUs
+    assert ran[6:] == ["old"]
