@@ -373,6 +373,8 @@ class Rows(NamedTuple):
     others copy."""
     row_copies: int = TILE_ROWS
     """Copies of a tile's rows of hidden and weight that are live at once."""
+    workspace: int = 0
+    """Bytes that a product of whole rows takes beside its operands and its result."""
 
 
 RowsBy = Literal["kernel", "kernel, probabilities", "kernel, ids", "plain", "pallas", "pallas, probabilities", "xla"]
@@ -383,9 +385,11 @@ ROWS: dict[RowsBy, Rows] = {
     "kernel, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), kernel=True, row_copies=0),
     "kernel, ids": Rows((1024, 512, 256, 128), 1, (1, 1), kernel=True, row_copies=0),
     "plain": Rows((256, 128), 10, (TILE_MATRICES, TILE_MATRICES)),
-    # XLA copies slices of weights.
-    "pallas": Rows((1024, 512, 256, 128), 2, (2, 2), copies=1, kernel=True, row_copies=1),
-    "pallas, probabilities": Rows((1024, 512, 256, 128), 3, (3, 3), copies=1, kernel=True, row_copies=1),
+    # XLA copies slices of weights. The most that cuBLAS asks XLA for are 32 MiB.
+    "pallas": Rows((1024, 512, 256, 128), 2, (2, 2), copies=1, kernel=True, row_copies=1, workspace=2**25),
+    "pallas, probabilities": Rows(
+        (1024, 512, 256, 128), 3, (3, 3), copies=1, kernel=True, row_copies=1, workspace=2**25
+    ),
     "xla": Rows((1024, 512, 256, 128), 6, (6, 3), copies=1),
 }
 # Of how many tokens whole rows are made where a budget leaves no room for more.
@@ -437,7 +441,8 @@ class WholeRows:
         held = self.operand_itemsize * of.tokens * (row + of.hidden)
         copies = self.by.copies * of.tokens + (1 if self.by.kernel else TILE_ROWS) * of.hidden
         made = of.itemsize * self.vocab_chunk * copies
-        return held + max(self._forward_bytes, self._vector_bytes + made) + of.itemsize * of.tokens * of.hidden
+        most = max(self._forward_bytes, self._vector_bytes + made) + self.by.workspace
+        return held + most + of.itemsize * of.tokens * of.hidden
 
     @property
     def _forward_bytes(self) -> int:

@@ -44,6 +44,7 @@ class Held:
             w = w.t().contiguous().t()
         y = torch.zeros(tokens, dtype=torch.int64)
         y[tokens // 3] = -100
+        x[tokens // 3] = torch.nan  # nothing is read of a token that does not count
         inputs = chunk.prepare(Arrays(x.to(device), w.to(device), None, y.to(device)), LossOptions(), dtype)
         held = torch.full((tokens, row_stride(vocab, 2)), torch.nan, dtype=dtype)
         held[:, :vocab] = torch.randn(tokens, vocab)
@@ -56,7 +57,8 @@ class Held:
         return fused.held_gradients(self.inputs, self.gradient, self.factor, Needs(**dtypes))
 
     def true(self) -> dict[str, Any]:
-        x, w, g = (m.double() for m in (self.inputs.hidden, self.inputs.weight, self.gradient))
+        x = torch.where(self.inputs.valid.unsqueeze(1), self.inputs.hidden.double(), 0.0)
+        w, g = self.inputs.weight.double(), self.gradient.double()
         rows = (g * self.factor.double().unsqueeze(1)).cpu()
         return {"hidden": rows @ w.cpu(), "weight": rows.T @ x.cpu()}
 
