@@ -85,6 +85,29 @@ def test_tokens_along_several_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [None]
 
 
+@pytest.mark.parametrize("checks_again", [False, True])
+def test_in_a_step_that_computes_again(checks_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.utils.checkpoint counts the tensors that are saved, and stops at the last one. The forward checks. What is
+    computed again does not, or does if the forward's check is not known to it."""
+    found = comparisons(monkeypatch)
+    hidden, weight, target = arrays()
+
+    def loss(hidden: Any, weight: Any) -> Any:
+        return linear_cross_entropy(torch.tanh(hidden), weight, target, backend="triton")
+
+    loss(hidden, weight).backward()
+    expected = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+    first_check._passed.clear()
+    made = torch.utils.checkpoint.checkpoint(loss, hidden, weight, use_reentrant=False)
+    if checks_again:
+        first_check._passed.clear()
+    made.backward()
+    assert found == [None] * (3 if checks_again else 2)
+    assert torch.equal(hidden.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
+
+
 def test_a_weight_that_lies_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     found, layouts = comparisons(monkeypatch), []
     real = first_check.autograd.values

@@ -111,6 +111,22 @@ def test_an_id_outside_that_is_not_refused_is_found(monkeypatch: pytest.MonkeyPa
     assert judge.judged(problem).wrong != ()
 
 
+def test_what_the_judge_says_of_float16s_range() -> None:
+    """An element may leave it if the allowed error may take it there; then it is infinite, and no NaN."""
+    from bench.fuzzing.head import Expected
+
+    values = np.array([1.0, 6e4, 1e6])
+    for actual, allowed, wrong in (
+        ([1.0, 6e4, np.inf], 1.0, False),
+        ([1.0, np.inf, np.inf], 1.0, True),
+        ([1.0, np.inf, np.inf], 1e4, False),
+        ([1.0, np.nan, np.inf], 1e4, True),
+        ([np.inf, 6e4, np.inf], 1e4, True),
+    ):
+        found = judge._against("dweight", np.array(actual), Expected(values, allowed, "float16"))
+        assert bool(found) == wrong, (actual, allowed, found)
+
+
 def test_a_problem_is_a_function_of_its_numbers() -> None:
     numbers = range(50)
     assert len({repr(draw(7, number).options) for number in numbers}) > 20

@@ -78,17 +78,22 @@ def compare(arrays: Arrays, call: Call) -> str | None:
     """What is wrong with the kernels' results for a small problem of the call's kind, or None."""
     small, plan = _small(arrays, call)
     alone = dataclasses.replace(call, plan=plan, deferred=None, number=None)
-    expected = _results(
-        small, dataclasses.replace(alone, plan=dataclasses.replace(plan, kind="eager"), backend="eager")
-    )
-    try:
-        found = _results(small, alone)
-    except Exception as failure:  # a compiler, a launch or the driver may raise anything; the warning says what
-        return f"{type(failure).__name__}: {failure}"
+    plain = dataclasses.replace(alone, plan=dataclasses.replace(plan, kind="eager"), backend="eager")
+    # The check's own tensors are none of the caller's: torch.utils.checkpoint counts those that are saved.
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        expected = _results(small, plain)
+        try:
+            found = _results(small, alone)
+        except Exception as failure:  # a compiler, a launch or the driver may raise anything; the warning says what
+            return f"{type(failure).__name__}: {failure}"
     allowed = FIRST_CALL[str(call.compute_dtype).removeprefix("torch.")]
     errors = [_error(a, b) for a, b in zip(found, expected, strict=True)]
     wrong = [error for error in errors if not error <= allowed]
     return f"a result is off by {max(wrong):.1e}, allowed is {allowed:.1e}" if wrong else None
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved
 
 
 def _kind(arrays: Arrays, call: Call) -> Kind:
@@ -163,13 +168,13 @@ def _results(arrays: Arrays, call: Call) -> list[Tensor]:
     into = None if call.into is None else torch.zeros_like(arrays.weight, dtype=call.into.dtype)
     call = dataclasses.replace(call, into=into)
     values = [value for value in autograd.values(arrays, None, call) if value.is_floating_point()]
-    leaves = [array for array in arrays if array is not None and array.requires_grad]
+    leaves, results = [a for a in arrays if a is not None and a.requires_grad], [value.detach() for value in values]
     if not (call.differentiate and leaves):
-        return values
+        return results
     total = sum(value.sum() for value in values if value.requires_grad)
     assert isinstance(total, Tensor)
     gradients = torch.autograd.grad(total, leaves, allow_unused=into is not None)
-    return [*values, *(gradient for gradient in (*gradients, into) if gradient is not None)]
+    return [*results, *(gradient for gradient in (*gradients, into) if gradient is not None)]
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
