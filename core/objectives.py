@@ -57,6 +57,8 @@ TILE_ROWS = 2
 # Tokens and entries of a tile that kernels make. A tile of all tokens needs no sum of dW over tiles. The wider tiles
 # are, the less often the sum of dX is read and written.
 KERNEL_TILE = 8192, 4096
+# Elements of dW that PyTorch makes at a time from a gradient that kernels made, where no kernel makes all of it.
+KERNEL_PART = 2**23
 # Classes of a token that lie in the registers of one program: given ids, and one for the rest.
 KERNEL_CLASSES = 4096
 # A tile of whole rows has this many times as many elements: rows of a large vocabulary would be few.
@@ -421,8 +423,12 @@ class WholeRows:
 
     @property
     def vocab_chunk(self) -> int:
-        """Of how many vocabulary entries plain operations make dW at a time from a held gradient."""
-        return min(self.sizes.vocab, LARGEST_TILE)
+        """Of how many vocabulary entries plain operations make dW at a time from a held gradient. Beside PyTorch's
+        kernels it is more where D is small: the GPU would wait for the host between many short products."""
+        entries = LARGEST_TILE
+        if self.by.kernel and not self.by.copies:
+            entries = max(entries, min(KERNEL_TILE[0], KERNEL_PART // max(1, self.sizes.hidden)))
+        return min(self.sizes.vocab, entries)
 
     @property
     def vocab_slices(self) -> tuple[tuple[int, int], ...]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from logitless import numerics, planning
-from logitless.torch_impl import chunk
 from logitless.torch_impl.call import XP, Arrays, Gradients, Inputs, Needs
 from logitless.torch_impl.checks import dtype_name
 from logitless.torch_impl.distillation.parts import Divergence, Kept, Losses, TeacherTile
@@ -172,7 +171,8 @@ def held_gradients(inputs: Inputs, gradient: Tensor, factor: Tensor, needs: Need
     with c.on_device():
         if needs.weight:
             x = c.operand()
-            torch.mul(chunk.rows_of(inputs, slice(None)), relative.unsqueeze(1), out=x)
+            torch.mul(inputs.hidden, relative.unsqueeze(1), out=x)
+            x.masked_fill_(~inputs.valid.unsqueeze(1), 0.0)  # whatever such a token holds
             products.add_weight(0, x, gradient, entries, unit, None)
         if needs.hidden:
             c.row_target.zero_()
