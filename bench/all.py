@@ -1,7 +1,7 @@
 """All results of one commit, on the machine that is here: ``python -m bench all``.
 
 A task is one benchmark's call. Its results are stale if code that they depend on has changed since their commit:
-Task.measures, and the files of bench/ that the benchmark imports. Every stale task that this machine can do runs as a
+Task.measures, and what files_of names in bench/. Every stale task that this machine can do runs as a
 process of its own, the GPUs' tasks on as many GPUs as there are. A task that does not fit into ``--minutes`` any more
 is left for the next call, which goes on with it. ``--list`` runs nothing.
 

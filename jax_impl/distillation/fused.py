@@ -6,7 +6,7 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from logitless.jax_impl.distillation.parts import Divergence, Kept, Losses
@@ -19,7 +19,7 @@ from logitless.scratch import PADDED_HIDDEN, PADDED_VOCAB
 with contextlib.suppress(ImportError):  # without absl unavailable() says so before anything here is called
     from logitless.jax_impl.distillation import row_kernels
     from logitless.jax_impl.kernels import hopper
-    from logitless.jax_impl.kernels.launch import empty, reference, written
+    from logitless.jax_impl.kernels.launch import empty_beside, reference, written
     from logitless.jax_impl.kernels.pieces import Row
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -34,16 +34,14 @@ def held_gradient(of: Losses) -> Array:
     """:meth:`RowFunctions.held_gradient`, which holds anything."""
     inputs = of.inputs
     shape = inputs.hidden.shape[0], Row(inputs.weight.shape[0], inputs.accumulation_dtype).width
-    # What depends on no input JAX moves out of jax.checkpoint and jax.lax.scan (kernel_call.py).
-    array: Array = lax.optimization_barrier((empty(shape, inputs.hidden.dtype), inputs.hidden, inputs.weight))[0]
-    return array
+    return empty_beside(shape, inputs.hidden.dtype, inputs.hidden, inputs.weight)
 
 
 def row_losses(
-    of: Losses, first: Index, tokens: int, differentiate: bool, held: Array | None
+    of: Losses, first: Index, tokens: int, keep: bool, held: Array | None
 ) -> tuple[Array, list[Kept], Array | None]:
     """:meth:`RowFunctions.row_losses`."""
-    vocab, keep = of.inputs.weight.shape[0], differentiate and of.order.again is not None
+    vocab = of.inputs.weight.shape[0]
     student = _student(of).raw(first, tokens, 0, vocab)
     teacher = _divergence(of).teacher.raw(first, tokens, 0, vocab)
     sides = _sides(of, student, teacher)

@@ -18,10 +18,9 @@ def held_gradient(of: Losses) -> Array:
 
 
 def row_losses(
-    of: Losses, first: Index, tokens: int, differentiate: bool, held: Array | None
+    of: Losses, first: Index, tokens: int, keep: bool, held: Array | None
 ) -> tuple[Array, list[Kept], Array | None]:
     """:meth:`RowFunctions.row_losses`."""
-    del differentiate
     inputs, options = of.inputs, of.options
     z = unpadded(whole_logits(inputs, first, tokens, options), inputs.shard.limit(), 0)
     losses, kept, slopes = zip(*(part.of_rows(z, first) for part in of.parts), strict=True)
@@ -31,7 +30,7 @@ def row_losses(
     valid, dz = take(inputs.valid, first, tokens), unpadded(dz, inputs.shard.limit(), 0, 0.0)
     dz = jnp.where(valid[:, None], dz, 0.0).astype(inputs.hidden.dtype)
     total = jnp.where(valid, sum(losses[1:], losses[0]), 0.0)
-    return total, list(kept), None if held is None else put(held, dz, first)
+    return total, list(kept) if keep else [], None if held is None else put(held, dz, first)
 
 
 def tile_gradient(

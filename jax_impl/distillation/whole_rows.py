@@ -41,19 +41,15 @@ def forward(of: Losses, *, differentiate: bool) -> tuple[Array, list[Kept]]:
     """The losses of every token, 0 where it does not count, and what the backward needs of each part: nothing, or of
     all together the gradient of the logits, but for logit_scale."""
     order, size, functions = of.order, of.order.sizes.tokens, _functions(of)
-    holds, keeps = differentiate and order.again is None, differentiate and order.again is not None
-
-    def made(first: Index, tokens: int, held: Array | None) -> Carry:
-        losses, kept, held = functions.row_losses(of, first, tokens, differentiate, held)
-        return losses, kept if keeps else [], held
+    holds, keep = differentiate and order.again is None, differentiate and order.again is not None
 
     def chunk(carry: Carry, first: Index, tokens: int) -> Carry:
-        losses, kept, held = made(first, tokens, carry[2])
+        losses, kept, held = functions.row_losses(of, first, tokens, keep, carry[2])
         whole: tuple[Array, list[Kept]]
         whole = jax.tree.map(lambda array, own: put(array, own, first), carry[:2], (losses, kept))
         return *whole, held
 
-    shapes = jax.eval_shape(lambda: made(0, min(size, order.token_chunk), None)[:2])
+    shapes = jax.eval_shape(lambda: functions.row_losses(of, 0, min(size, order.token_chunk), keep, None)[:2])
     zeros = jax.tree.map(lambda like: jnp.zeros((size, *like.shape[1:]), like.dtype), shapes)
     begin = (*zeros, functions.held_gradient(of) if holds else None)
     losses, kept, held = for_slices(size, order.token_chunk, chunk, begin)
@@ -67,10 +63,10 @@ class RowFunctions(Protocol):
         """What the next function writes the gradient of all logits to, [N, V] or wider."""
 
     def row_losses(
-        self, of: Losses, first: Index, tokens: int, differentiate: bool, held: Array | None, /
+        self, of: Losses, first: Index, tokens: int, keep: bool, held: Array | None, /
     ) -> tuple[Array, list[Kept], Array | None]:
-        """The losses [C] of the tokens from ``first``; what the last function needs, if a gradient is wanted and the
-        order makes it again; and ``held`` with the logits' gradient but for logit_scale, if there is one."""
+        """The losses [C] of the tokens from ``first``; if ``keep``, what the last function needs; and ``held`` with the
+        logits' gradient but for logit_scale, if there is one."""
 
     def tile_gradient(
         self, of: Losses, kept: list[Kept], factor: Array, x: Array, first: Index, start: Index, columns: int, /

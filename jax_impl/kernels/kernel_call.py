@@ -125,14 +125,9 @@ class KernelCall:
         return vectors
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike, rows: Rows | None = None) -> Array:
-        """An array that holds anything, for kernels to write to.
-
-        It is tied to the inputs, and in a loop to the chunk's ``rows``. What depends on no input JAX moves out of
-        jax.checkpoint and jax.lax.scan. A reference cannot come back in from there (seen with jax 0.10.2).
-        """
+        """An array that holds anything, tied to the inputs, and in a loop to the chunk's ``rows``."""
         arrays = (self.hidden if rows is None else rows.x, self.weight, *(() if self.bias is None else (self.bias,)))
-        array: Array = lax.optimization_barrier((launch.empty(shape, dtype), *arrays))[0]
-        return array
+        return launch.empty_beside(shape, dtype, *arrays)
 
     def by_position(self, like: Carry) -> Carry:
         """Vectors by position for the chunks to fill; ``like``: vectors of the same dtypes."""

@@ -117,6 +117,16 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return array
 
 
+def empty_beside(shape: tuple[int, ...], dtype: DTypeLike, *arrays: Array) -> Array:
+    """:func:`empty`, tied to ``arrays`` that depend on the inputs.
+
+    What depends on no input JAX moves out of jax.checkpoint and jax.lax.scan. A reference cannot come back in from
+    there (seen with jax 0.10.2).
+    """
+    array: Array = lax.optimization_barrier((empty(shape, dtype), *arrays))[0]
+    return array
+
+
 def written(reference: jax.Ref) -> Array:
     """What a jax.Ref holds after the kernels that write to it."""
     value: Array = lax.optimization_barrier(reference[...])

@@ -24,7 +24,7 @@ from logitless.objectives import FEW_ROWS, LARGEST_TILE, WholeRows
 from logitless.scratch import row_stride, slices
 from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
-from logitless.torch_impl.call import XP, Gradients, Inputs, Needs, empty_like_weight
+from logitless.torch_impl.call import NOTHING, XP, Gradients, Inputs, Needs, empty_like_weight
 from logitless.torch_impl.distillation import plain
 from logitless.torch_impl.distillation.parts import Kept, Losses, RestClass
 
@@ -75,13 +75,14 @@ def gradients(
 ) -> Gradients:
     """From a held gradient dX, dW and db: 4·N·D·V flops."""
     factor = numerics.row_upstream(XP, inputs, options, inputs.wide(upstream))
-    dtype, made = inputs.accumulation_dtype, Gradients(None, None, None)
-    by_kernel = order.by.kernel and inputs.tokens and gradient.dtype == inputs.weight.dtype
-    if by_kernel and gradient.dtype.itemsize == 2:
+    dtype, alike = inputs.accumulation_dtype, gradient.dtype == inputs.weight.dtype
+    if not (needs.hidden or needs.weight):
+        made = NOTHING
+    elif order.by.kernel and inputs.tokens and alike and gradient.dtype.itemsize == 2:
         from logitless.torch_impl.distillation import fused  # imports Triton
 
         made = fused.held_gradients(inputs, gradient, factor, needs)
-    elif needs.hidden or needs.weight:
+    else:
         made = _held_gradients(inputs, order, gradient, factor, needs)
     if not needs.bias:
         return made
