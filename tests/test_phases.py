@@ -193,9 +193,10 @@ def test_errors_grow_with_chunks_that_are_added_in_bfloat16_alone(
         errors.setdefault(row["variant"], {})[row["chunks"]] = row["dweight_error"]
     rounded = errors.pop("torch, added in bfloat16")
     assert rounded[256] > 2 * rounded[16] > 2 * rounded[1]
+    float32_sums = float(np.finfo(np.float32).eps) / 2 * 256**0.5  # of 256 tokens; how they are added differs by CPU
     for name in ("logitless", "logitless, accumulate_into float32", "torch, added in float32 inside the product"):
         of = errors[name]
-        assert max(of.values()) < 1.1 * min(of.values()), name
+        assert max(of.values()) < 1.1 * min(of.values()) + float32_sums, name
         assert max(of.values()) < 1.1 * errors["ideal"][None], name  # type: ignore[index]
     assert "| torch, added in bfloat16 | " in report.accumulation_table(results["rows"])
 
