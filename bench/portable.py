@@ -1,15 +1,17 @@
 """The portable backends on a CPU: one loss-and-gradients step beside the framework's own full-logits step.
 
 ``python -m bench portable`` writes portable.json. Inputs are random. Time: median of interleaved rounds. Scratch: bytes
-beyond inputs and gradients, by torch's memory events and by XLA's buffer assignment.
+beyond inputs and gradients, by torch's memory events and by XLA's buffer assignment. "torch_eager, medium" is after
+``torch.set_float32_matmul_precision("medium")``, which matters to bfloat16 on a CPU that multiplies it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,7 +120,20 @@ def jax_variants(sizes: Sizes) -> list[Variant]:
     return variants_of(sizes, measured, full, linear_cross_entropy)
 
 
-VARIANTS = {"torch_eager": torch_variants, "jax_xla": jax_variants}
+MEDIUM = "torch_eager, medium"
+VARIANTS = {"torch_eager": torch_variants, MEDIUM: torch_variants, "jax_xla": jax_variants}
+
+
+@contextlib.contextmanager
+def precision(implementation: str) -> Iterator[None]:
+    """PyTorch's switch as the implementation's name says, while it lasts."""
+    import torch
+
+    torch.set_float32_matmul_precision("medium" if implementation == MEDIUM else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def measure(implementation: str, sizes: Sizes, variants: list[Variant], rounds: int) -> list[dict[str, Any]]:
@@ -153,4 +168,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
         for dtype in options.dtype:
             sizes = Sizes(shape.tokens, shape.hidden, shape.vocab, dtype)
             for implementation, make in VARIANTS.items():
-                results.add(measure(implementation, sizes, make(sizes), options.rounds))
+                if implementation == MEDIUM and dtype != "bfloat16":
+                    continue
+                with precision(implementation):
+                    results.add(measure(implementation, sizes, make(sizes), options.rounds))

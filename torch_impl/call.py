@@ -39,6 +39,15 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype if device.type == "cuda" else accumulation_dtype(dtype)
 
 
+def rounds_products(values: Tensor) -> bool:
+    """Whether PyTorch may round to bfloat16 what a product of such tensors reads: float32 on a CPU, by PyTorch's own
+    switch, ``torch.set_float32_matmul_precision("medium")``."""
+    if values.device.type != "cpu" or values.dtype != torch.float32:
+        return False
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.8 has the older switch alone
+    return torch.get_float32_matmul_precision() == "medium" if matmul is None else matmul.fp32_precision == "bf16"
+
+
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors, by name."""
 

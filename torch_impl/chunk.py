@@ -8,6 +8,7 @@ else float32). They never wait for the device, and never write to an input.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -27,6 +28,7 @@ from logitless.torch_impl.call import (
     TokenSums,
     accumulation_dtype,
     empty_like_weight,
+    rounds_products,
 )
 from logitless.torch_impl.distributed import parallel
 from logitless.torch_impl.distributed.parallel import Shard
@@ -39,6 +41,12 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     """Flatten, mark ignored and outside ids, and bring everything to the dtypes of the computation."""
     hidden, weight, bias, target, token_weight, class_weight, temperature = arrays
     accumulation = accumulation_dtype(dtype)
+    if dtype == torch.float16 and rounds_products(hidden.new_empty(0, dtype=accumulation)):
+        warnings.warn(
+            "logitless: products round float16 to bfloat16 on this CPU, which loses digits, after torch."
+            'set_float32_matmul_precision("medium"); bfloat16 keeps its own, and "highest" rounds nothing',
+            stacklevel=2,
+        )
     flat = target.reshape(-1).long()
     valid = flat != options.ignore_index
     shard = shard or parallel.whole(weight.shape[0])
@@ -127,6 +135,11 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def vector_product(matrix: Tensor, vector: Tensor) -> Tensor:
+    """matrix @ vector, neither of them rounded."""
+    return (matrix * vector).sum(dim=1) if rounds_products(matrix) else matrix @ vector
 
 
 def capped(z: Tensor, options: LossOptions, temperature: Tensor | None = None) -> Tensor:
@@ -394,7 +407,7 @@ class Smoothing:
         for start in range(0, inputs.weight.shape[0], block_size):
             block = inputs.weight[start : start + block_size].to(dtype)
             k = inputs.class_weight
-            rows += block.sum(dim=0) if k is None else k[start : start + block_size] @ block
+            rows += block.sum(dim=0) if k is None else vector_product(block.t(), k[start : start + block_size])
         bias = torch.zeros((), dtype=dtype, device=inputs.hidden.device)
         if inputs.bias is not None:
             b = inputs.bias.to(dtype)
@@ -406,5 +419,6 @@ class Smoothing:
 
     def weighted_logits(self, x: Tensor, options: LossOptions, temperature: Tensor | None = None) -> Tensor:
         """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j), divided by the token's own temperature."""
-        z = (x.to(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+        rows = vector_product(x.to(self.weighted_rows.dtype), self.weighted_rows)
+        z = (rows + self.weighted_bias) * options.logit_scale
         return z if temperature is None else z / temperature

@@ -37,6 +37,7 @@ from logitless.torch_impl.call import (
     accumulation_dtype,
     empty_like_weight,
     is_turned,
+    rounds_products,
 )
 from logitless.torch_impl.chunk import Smoothing
 from logitless.torch_impl.chunk import entropy as entropy
@@ -108,7 +109,7 @@ def token_sums(
             z = chunk.logits_block(x, inputs, rows, start, stop, options, block[: last - first, : stop - start])
             if options.label_smoothing and not options.separable:
                 k = None if inputs.class_weight is None else inputs.class_weight[start:stop]
-                part = z.sum(dim=1) if k is None else z @ k
+                part = z.sum(dim=1) if k is None else chunk.vector_product(z, k)
                 weighted = part if weighted is None else weighted + part
             sums.observe(z, start)
             sums.rescue(sums.highest)
@@ -151,17 +152,18 @@ class _Accumulators:
             self.smooth_x = torch.zeros(size, dtype=dtype, device=device)  # Σ_i g_i x_i
         # Low-precision operands: the largest factor is taken out of the matrix and put back in float32. float16 could
         # not hold it (loss scaling, class weights), and 1/N would round all targets' elements to the same side.
-        self.unit = unit() if inputs.operand_dtype != dtype and tokens else None
+        rounds = inputs.operand_dtype != dtype or rounds_products(g)
+        self.unit = unit() if rounds and tokens else None
 
     def start_chunk(self, rows: slice, x: Tensor, factor: Tensor) -> None:
         """Begin the tokens ``rows``; factor [C] is what their rows of the matrix still lack."""
         self.rows, self.factor = rows, factor
-        # float32 operands: the factor goes to the rows of dX and of x, never to the matrix. Low-precision operands: the
-        # matrix is rounded anyway, so it is rounded once, factor included, and x is read as it came.
+        # float32 operands: the factor goes to the rows of dX and of x, never to the matrix. Low-precision operands, or
+        # products that round theirs: the matrix is rounded anyway, so it is rounded once, factor included, and x is
+        # read as it came.
         self.element_factor = None
         self.scaled_x = x
-        if x.dtype != factor.dtype:
-            assert self.unit is not None
+        if self.unit is not None:
             self.element_factor = (factor / self.unit).unsqueeze(1)
         elif self.needs.weight:
             self.scaled_x = x * factor.unsqueeze(1)
@@ -171,14 +173,16 @@ class _Accumulators:
             accumulates = own.dtype == factor.dtype
             self.hidden_part = own if accumulates else torch.empty_like(own, dtype=factor.dtype)
         if self.smoothing is not None:
-            self.smooth_x += self.g[rows] @ x.to(factor.dtype)
+            self.smooth_x += chunk.vector_product(x.to(factor.dtype).t(), self.g[rows])
 
     def add_block(self, e: Tensor, start: int, stop: int) -> None:
-        """The two products of a block of the matrix, and the bias's sums."""
+        """The two products of a block of the matrix, and the bias's sums. The block is not as it was afterwards."""
         if self.bias is not None:
-            self.bias[start:stop] += e.t() @ self.factor
+            self.bias[start:stop] += chunk.vector_product(e.t(), self.factor)
         operand = e
-        if self.element_factor is not None:
+        if self.element_factor is not None and self.inputs.operand_dtype == e.dtype:
+            e.mul_(self.element_factor)
+        elif self.element_factor is not None:
             operand = torch.empty_like(e, dtype=self.inputs.operand_dtype, memory_format=torch.contiguous_format)
             torch.mul(e, self.element_factor, out=operand)
         if self.hidden_part is not None:

@@ -88,7 +88,7 @@ def gradients(
         return made
     bias = inputs.weight.new_zeros(inputs.weight.shape[0], dtype=dtype)
     for first, last in slices(inputs.tokens, FEW_ROWS[0]):  # of which a wider copy is made
-        bias += torch.mv(gradient[first:last].t().to(dtype), factor[first:last])
+        bias += chunk.vector_product(gradient[first:last].t().to(dtype), factor[first:last])
     return dataclasses.replace(made, bias=bias)
 
 
