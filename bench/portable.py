@@ -121,7 +121,7 @@ def jax_variants(sizes: Sizes) -> list[Variant]:
 
 
 MEDIUM = "torch_eager, medium"
-VARIANTS = {"torch_eager": torch_variants, MEDIUM: torch_variants, "jax_xla": jax_variants}
+VARIANTS = {"torch_eager": torch_variants, "jax_xla": jax_variants}
 
 
 @contextlib.contextmanager
@@ -167,8 +167,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
     for shape in map(named, options.shapes):
         for dtype in options.dtype:
             sizes = Sizes(shape.tokens, shape.hidden, shape.vocab, dtype)
-            for implementation, make in VARIANTS.items():
-                if implementation == MEDIUM and dtype != "bfloat16":
-                    continue
+            medium = {MEDIUM: torch_variants} if dtype == "bfloat16" else {}
+            for implementation, make in (VARIANTS | medium).items():
                 with precision(implementation):
                     results.add(measure(implementation, sizes, make(sizes), options.rounds))

@@ -1,5 +1,5 @@
-"""PyTorch's switch for float32 products, torch.set_float32_matmul_precision("medium"): on a CPU they round what they read
-to bfloat16. A loss in bfloat16 keeps its accuracy then, and is faster where the CPU multiplies bfloat16."""
+"""PyTorch's switch for float32 products, torch.set_float32_matmul_precision("medium"): on a CPU they round what they
+read to bfloat16. A loss in bfloat16 keeps its accuracy then, and is faster where the CPU multiplies bfloat16."""
 
 from __future__ import annotations
 
