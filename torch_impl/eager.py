@@ -6,7 +6,8 @@ in the accumulation dtype (float64 for float64 input, else float32), make no hos
 an input.
 
 Rounding: logits, exponentials and sums are float32, and so are the operands of the products on a CPU. On a GPU a block
-of the logits' gradient is rounded to the input dtype on its way into the products, which accumulate in float32.
+of the logits' gradient is rounded to the input dtype on its way into the products, which accumulate in float32. So it
+is on a CPU where PyTorch's switch lets float32 products read bfloat16 (call.rounds_products).
 """
 
 from __future__ import annotations
