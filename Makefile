@@ -1,5 +1,5 @@
 # make demo      train one small model on real text in both frameworks, with and without full logits
-# make test      lint, types and the tests that guard correctness: at most 6 minutes on 2 cores
+# make test      lint, types and the tests that guard correctness: about 10 minutes on 2 cores
 # make test-all  those, then the slow tests, then the tests with JAX alone under Python 3.12, where that is installed
 # make lint      lint and types only
 # make docs      the documentation as a site, in site/; a warning is an error

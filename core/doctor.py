@@ -232,7 +232,8 @@ def _torch_speed(index: int) -> str:
     tokens, size, vocab = SPEED_SIZES
     with torch.cuda.device(index):
         x, w = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for rows in (tokens, vocab))
-        y, g = torch.randint(vocab, (tokens,), device="cuda"), torch.randn(tokens, vocab, device="cuda").bfloat16()
+        y = torch.randint(vocab, (tokens,), device="cuda")
+        g = torch.randn(tokens, vocab, device="cuda", dtype=torch.bfloat16)
         x.requires_grad_(), w.requires_grad_()
 
         def ours() -> object:

@@ -39,13 +39,13 @@ def unpadded(z: Array, limit: Array | None, start: Index, value: float = -jnp.in
     """z, [C, B] from column ``start`` on, with ``value`` in the columns from ``limit`` on, which are padding."""
     if limit is None:
         return z
-    columns: Array = start + jnp.arange(z.shape[1], dtype=jnp.int32)
+    columns: Array = start + jnp.arange(z.shape[1], dtype=jnp.int32)[None, :]
     return jnp.where(columns < limit, z, value)
 
 
 def is_target(target: Array, start: Index, size: int) -> Array:
     """[C, size]: whether column start + j is the row's target."""
-    columns: Array = start + jnp.arange(size, dtype=jnp.int32)
+    columns: Array = start + jnp.arange(size, dtype=jnp.int32)[None, :]
     return jnp.equal(target[:, None], columns)
 
 
@@ -87,7 +87,7 @@ def logits_block(x: Array, inputs: Inputs, first: Index, start: Index, size: int
     dtype = inputs.accumulation_dtype
     z = product(x, weight_rows(inputs, start, size).T, dtype)
     if inputs.bias is not None:
-        z = z + take(inputs.bias, start, size).astype(dtype)
+        z = z + take(inputs.bias, start, size).astype(dtype)[None, :]
     return capped(z, options, temperature_column(inputs, first, x.shape[0]))
 
 

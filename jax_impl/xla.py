@@ -241,7 +241,7 @@ class _Accumulators:
         elif self.unit is not None:
             part = part * self.unit
         if self.smoothing is not None:
-            part = part - (self.smoothing.factor * g)[:, None] * self.smoothing.weighted_rows
+            part = part - (self.smoothing.factor * g)[:, None] * self.smoothing.weighted_rows[None, :]
         return part
 
     def _finish_weight(self, part: Array, smooth_x: Array, start: Index, size: int) -> Array:
@@ -251,7 +251,7 @@ class _Accumulators:
         if self.smoothing is not None:
             k = self.inputs.class_weight
             ones = jnp.ones(size, self.dtype) if k is None else take(k, start, size)
-            part = part - ones[:, None] * (self.smoothing.factor * smooth_x)
+            part = part - ones[:, None] * (self.smoothing.factor * smooth_x)[None, :]
         return part
 
     def finish(self, state: State) -> Gradients:
@@ -388,7 +388,7 @@ def _known_block(
             coefficient = coefficient + column(known.delta) * e
         e = e * coefficient
     if known.sigma is not None:
-        e = e - column(known.sigma) * (1.0 if k is None else k)
+        e = e - column(known.sigma) * (1.0 if k is None else k[None, :])
     if options.softcap is not None:
         e = e * slope(z, options, temperature_column(inputs, first, tokens))
     e = unpadded(e, limit, start, 0.0)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from implementations import INTERPRETS
 
 N, D, V = 4, 3, 7
 FRAMEWORKS = {"torch": "logitless.torch_impl", "jax": "logitless.jax_impl"}
@@ -176,3 +177,46 @@ def functions() -> Iterator[tuple[str, str]]:
             for name in importlib.import_module(module).__all__:
                 if name in ARRAYS:
                     yield framework, name
+
+
+def backends(framework: str, name: str) -> list[str | None]:
+    """Those that run without a GPU; [None] of a function that has none."""
+    if "backend" not in parameters_of(framework, name):
+        return [None]
+    return ["xla"] if framework == "jax" else ["eager", "triton"] if INTERPRETS else ["eager"]
+
+
+def leaves_of(results: Any) -> list[Any]:
+    """Tensors in tuples, and in tuples within them."""
+    if isinstance(results, tuple):
+        return [leaf for each in results for leaf in leaves_of(each)]
+    return [] if results is None else [results]
+
+
+def outcome(made: Made, function: Any, arguments: dict[str, Any]) -> list[Any]:
+    """Results and gradients, as NumPy arrays."""
+    if made.framework == "torch":
+        import torch
+
+        leaves = [value for value in arguments.values() if isinstance(value, torch.Tensor) and value.requires_grad]
+        results = leaves_of(function(**arguments))
+        if leaves and results[0].requires_grad:
+            total = sum(each.sum() for each in results if each.is_floating_point())
+            results += torch.autograd.grad(total, leaves, allow_unused=True)
+        return [None if each is None else each.detach().numpy() for each in results]
+    import jax
+    import jax.numpy as jnp
+
+    floats = {key: value for key, value in arguments.items() if getattr(value, "dtype", None) == np.float32}
+    names = () if function.__name__.endswith("value_and_grad") else ("hidden", "weight", "logits", "input")
+    differentiable = {key: value for key, value in floats.items() if key in names}
+    rest = {key: value for key, value in arguments.items() if key not in differentiable}
+
+    def summed(chosen: dict[str, Any]) -> tuple[Any, list[Any]]:
+        results = [each for each in jax.tree.leaves(function(**chosen, **rest)) if each is not None]
+        return sum(each.sum() for each in results if jnp.issubdtype(each.dtype, jnp.floating)), results
+
+    if not differentiable:
+        return [np.asarray(each) for each in summed({})[1]]
+    grads, results = jax.grad(summed, has_aux=True)(differentiable)
+    return [np.asarray(each) for each in (*results, *grads.values())]

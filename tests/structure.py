@@ -185,6 +185,22 @@ def device_code(module: Module) -> set[int]:
     return jitted | device
 
 
+# Their tensors have torch.set_default_dtype's dtype and torch.set_default_device's device, unless they are told.
+FILLED = ("empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+
+
+def by_default(known: dict[str, Module]) -> dict[str, str]:
+    """By "path:line" the calls of these functions of PyTorch that name no dtype or no device."""
+    found = {}
+    for module in known.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in [f"torch.{name}" for name in FILLED]:
+                named = {keyword.arg for keyword in node.keywords}
+                if missing := {"dtype", "device"} - named - ({"dtype", "device"} if None in named else set()):
+                    found[f"{module.path}:{node.lineno}"] = f"{ast.unparse(node.func)} without {', '.join(missing)}"
+    return found
+
+
 def exported(known: dict[str, Module]) -> set[tuple[str, str]]:
     """The public functions and classes, (module, name): what the packages' ``__all__`` lists, and that of a drop-in."""
     result = set()

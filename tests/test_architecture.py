@@ -58,7 +58,7 @@ SUMS = ("one chunk", "chunks", "chunks, 20 bits")
     ("chips", "calls"),
     [
         ("10.0 gfx942", ONE_CHUNK),
-        ("8.9", SUMS),
+        pytest.param("8.9", SUMS, marks=pytest.mark.slow),
         pytest.param("8.6", ONE_CHUNK, marks=pytest.mark.slow),
         pytest.param("8.0 10.0 gfx942", SUMS, marks=pytest.mark.slow),
     ],

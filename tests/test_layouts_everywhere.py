@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from implementations import INTERPRETS
-from public_calls import ARRAYS, Made, call_of, functions, parameters_of
+from public_calls import ARRAYS, backends, call_of, functions, outcome, parameters_of
 
 from logitless.tolerances import TINY, error
 
@@ -59,45 +58,11 @@ def view_of(values: Any, layout: str) -> Any:
     return view
 
 
-def outcome(made: Made, function: Any, arguments: dict[str, Any]) -> list[Any]:
-    """Results and gradients, as NumPy arrays."""
-    if made.framework == "torch":
-        import torch
-
-        leaves = [value for value in arguments.values() if isinstance(value, torch.Tensor) and value.requires_grad]
-        results = function(**arguments)
-        results = [each for each in (results if isinstance(results, tuple) else (results,)) if each is not None]
-        if results[0].requires_grad:
-            results += torch.autograd.grad(sum(each.sum() for each in results), leaves, allow_unused=True)
-        return [None if each is None else each.detach().numpy() for each in results]
-    import jax
-
-    floats = {key: value for key, value in arguments.items() if getattr(value, "dtype", None) == np.float32}
-    names = () if function.__name__.endswith("value_and_grad") else ("hidden", "weight", "logits", "input")
-    differentiable = {key: value for key, value in floats.items() if key in names}
-    rest = {key: value for key, value in arguments.items() if key not in differentiable}
-
-    def summed(chosen: dict[str, Any]) -> tuple[Any, list[Any]]:
-        results = [each for each in jax.tree.leaves(function(**chosen, **rest)) if each is not None]
-        return sum(each.sum() for each in results), results
-
-    if not differentiable:
-        return [np.asarray(each) for each in summed({})[1]]
-    grads, results = jax.grad(summed, has_aux=True)(differentiable)
-    return [np.asarray(each) for each in (*results, *grads.values())]
-
-
 def rounding(a: Any, b: Any, layout: str) -> bool:
     """Whether nothing but rounding differs; beside a weight of one value dhidden is 0, and both are rounding."""
     if layout in REPEATED and np.abs(b).max(initial=0) <= TINY["float32"]:
         return bool(np.abs(a).max(initial=0) <= TINY["float32"])
     return error(a, b) <= TINY["float32"]
-
-
-def backends(framework: str, name: str) -> list[str | None]:
-    if "backend" not in parameters_of(framework, name):
-        return [None]
-    return ["xla"] if framework == "jax" else ["eager", "triton"] if INTERPRETS else ["eager"]
 
 
 @pytest.mark.late(where=is_late)

@@ -153,7 +153,8 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_signature_says_all_that_a_kernel_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["losses", "all"])
+def test_a_signature_says_all_that_a_kernel_depends_on(more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch is traced anew. Where two agree in their signatures, they must agree in their programs."""
     found: dict[Signature, set[str]] = {}
     trace = kernels.traced
@@ -169,10 +170,20 @@ def test_a_signature_says_all_that_a_kernel_depends_on(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(kernels, "traced", note)
     monkeypatch.setattr(kernels, "kernels", Nothing())
+    for name in ("plain", "bias_statistics", "two_pass_smooth", "none_held", "wide_one_chunk"):
+        lowered_without_kernels(monkeypatch, name)
+    if more:
+        trace_more(monkeypatch)
+    assert len(found) > (75 if more else 20)
+    assert [signature for signature, programs in found.items() if len(programs) > 1] == []
+    # Nor do their descriptions, by which they are kept in a folder, agree where they do not.
+    assert len({repr(signature) for signature in found}) == len(found)
+
+
+def trace_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More options, orders and sizes, given logits and distillations."""
     for name, options in MORE.items():
         monkeypatch.setitem(CONFIGURATIONS, name, options)
-        lowered_without_kernels(monkeypatch, name)
-    for name in ("plain", "bias_statistics", "two_pass_smooth", "none_held", "wide_one_chunk"):
         lowered_without_kernels(monkeypatch, name)
     for options in ({}, {"softcap": 30.0}, {"logit_scale": 2.0}, {"return_stats": True}, {"label_smoothing": 0.1}):
         given_logits(**options)
@@ -182,10 +193,6 @@ def test_a_signature_says_all_that_a_kernel_depends_on(monkeypatch: pytest.Monke
         take_order(monkeypatch, order)
         for options in ({"nll_coef": 0.5}, {"nll_coef": 0.5, "temperature": 2.0}, {"beta": 0.3}, {"softcap": 30.0}):
             distilled(**options)
-    assert len(found) > 75
-    assert [signature for signature, programs in found.items() if len(programs) > 1] == []
-    # Nor do their descriptions, by which they are kept in a folder, agree where they do not.
-    assert len({repr(signature) for signature in found}) == len(found)
 
 
 def lowered_without_kernels(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -149,7 +149,7 @@ def test_lowers_for_cuda(name: str, compiled: None) -> None:
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("chunks_smooth", "vocab_all")), "none_held"]
 )
 def test_lowers_with_x64_and_strict_promotion(name: str, compiled: None) -> None:
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         text = lowered_configuration(name, "int64")
     assert "mosaic_gpu" in text
     assert not re.search(r"\dxf64>", text)  # but for scalars, nothing is wider than without

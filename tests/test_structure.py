@@ -117,6 +117,11 @@ def test_any_becomes_rarer() -> None:
     assert sum(map(structure.anys, sources().values())) <= MOST_ANYS
 
 
+def test_no_tensor_is_of_the_default_dtype_or_device() -> None:
+    """torch.set_default_dtype(torch.bfloat16) would make sums of bfloat16 without a word."""
+    assert structure.by_default(sources()) == {}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The counting can go red
 
@@ -160,3 +165,10 @@ def test_long_and_wide_functions_are_found() -> None:
     )
     assert structure.too_long(known) == {"core/a.py:long": 51}
     assert structure.too_wide(known) == {"core/a.py:wide": 9}
+
+
+def test_a_tensor_of_the_default_dtype_is_found() -> None:
+    known = package(
+        a="x = torch.zeros(3, device=d)\ny = torch.empty(3, dtype=torch.float32, device=d)\nz = torch.ones(3, **how)"
+    )
+    assert structure.by_default(known) == {"core/a.py:1": "torch.zeros without dtype"}

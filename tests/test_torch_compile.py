@@ -196,7 +196,7 @@ def test_leading_axes_and_strides(device: str, backend: str) -> None:
     assert_same(function, tensors(device))
 
 
-@pytest.mark.late(where=lambda p: p["backend"] == "triton")
+@pytest.mark.slow  # the tests above compile for "aot_eager"
 @pytest.mark.case(24)
 @in_every_torch_place
 def test_inductor_and_tied_weights(device: str, backend: str) -> None:

@@ -71,6 +71,7 @@ def rounds_to_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     [pytest.param(TorchTriton(), marks=interpreted), pytest.param(TorchTritonCuda(), marks=pytest.mark.gpu)],
     ids=["interpreted", "cuda"],
 )
+@pytest.mark.every_value
 @pytest.mark.parametrize("kind", ["chunks", "two_pass"])
 @pytest.mark.parametrize("problem", TRAINED, ids=lambda problem: problem.name)
 def test_a_narrow_sum_keeps_its_digits(impl: Any, problem: Problem, kind: str) -> None:

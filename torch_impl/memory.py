@@ -43,7 +43,7 @@ def peak_scratch_bytes(function: Callable[[], object]) -> int:
     gc.collect()
     live_before = _start_cuda_meters()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        sentinel = torch.empty(_SENTINEL_BYTES, dtype=torch.uint8)
+        sentinel = torch.empty(_SENTINEL_BYTES, dtype=torch.uint8, device="cpu")
         del sentinel
         result = function()
     del result

@@ -188,7 +188,7 @@ def whole_logits(inputs: Inputs, first: Index, tokens: int, options: LossOptions
     """z of the tokens from ``first``, [C, V]."""
     z = _raw_rows(rows_of(inputs, first, tokens), inputs)
     if inputs.bias is not None:
-        z = z + inputs.bias.astype(z.dtype)
+        z = z + inputs.bias.astype(z.dtype)[None, :]
     return capped(z, options, temperature_column(inputs, first, tokens))
 
 
@@ -234,5 +234,5 @@ def columns_of(ids: Array, first: Index, tokens: int, start: Index, width: int) 
 def put_columns(tile: Array, columns: Array, values: Array | float) -> Array:
     """The tile with ``values`` in some columns of each row; what lies behind the last one is dropped."""
     if columns.shape[1] == 1:  # fused with what is around it; a scatter copies the tile
-        return jnp.where(columns == jnp.arange(tile.shape[1], dtype=columns.dtype), values, tile)
+        return jnp.where(columns == jnp.arange(tile.shape[1], dtype=columns.dtype)[None, :], values, tile)
     return tile.at[jnp.arange(tile.shape[0])[:, None], columns].set(values, mode="drop")

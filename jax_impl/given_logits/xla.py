@@ -59,7 +59,7 @@ def gradient(inputs: Inputs, options: LossOptions, known: LogitRows, in_place: b
     z = capped(inputs.hidden.astype(inputs.accumulation_dtype), options)
     dz = jnp.exp((z - known.anchor[:, None]) - known.log_total[:, None]) * known.factor[:, None]
     if known.smooth is not None:
-        dz = dz - known.smooth[:, None] * (1.0 if inputs.class_weight is None else inputs.class_weight)
+        dz = dz - known.smooth[:, None] * (1.0 if inputs.class_weight is None else inputs.class_weight[None, :])
     if options.softcap is not None:
         dz = dz * slope(z, options)
     dz = jnp.where(is_target(inputs.target, 0, z.shape[1]), known.target[:, None], dz)

@@ -174,7 +174,7 @@ class KernelCall:
             height, width = config.shape
             tile = jnp.where(rows.target >= start, (rows.target - start) // width, -1).reshape(-1, height, 1)
             number = jnp.arange(config.column_tiles, dtype=jnp.int32)
-            operands["hits"] = (tile == number).sum(axis=1, dtype=jnp.int32)
+            operands["hits"] = (tile == number[None, None, :]).sum(axis=1, dtype=jnp.int32)
         temperature = self.temperatures(rows)
         if temperature is not None:
             operands["temperature"] = temperature

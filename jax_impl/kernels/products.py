@@ -256,7 +256,7 @@ def listed_targets(c: KernelCall, by_token: Factors) -> dict[str, Array]:
     # How many listed rows lie below each edge. XLA makes one kernel of this sum, and three of a search.
     edge = jnp.arange(pairs + 1, dtype=jnp.int32)[:, None] * rows
     fresh = lax.optimization_barrier(jnp.where(first & real, key, c.vocab + rows))
-    bounds = (fresh < edge).sum(axis=1, dtype=jnp.int32)
+    bounds = (fresh[None, :] < edge).sum(axis=1, dtype=jnp.int32)
     pair, listed_rows = jnp.minimum(key // rows, pairs), hopper.listed_rows()
     size = pairs * listed_rows + HOPPER.step  # they are asked for a step ahead
     number = pair * listed_rows + place - bounds[pair] // HOPPER.tiling * HOPPER.tiling

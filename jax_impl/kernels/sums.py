@@ -164,8 +164,8 @@ def _tiles_of(flagged: Array) -> Array:
     """
     tiles = flagged.reshape(-1, HOPPER.tile_rows).any(axis=1)
     number = jnp.arange(tiles.shape[0], dtype=jnp.int32)
-    so_far = (tiles & (number <= number[:, None])).sum(axis=1, dtype=jnp.int32)
-    which = (so_far[:, None] <= number).sum(axis=0, dtype=jnp.int32)
+    so_far = (tiles[None, :] & (number[None, :] <= number[:, None])).sum(axis=1, dtype=jnp.int32)
+    which = (so_far[:, None] <= number[None, :]).sum(axis=0, dtype=jnp.int32)
     return jnp.concatenate([so_far[-1:], which])
 
 
@@ -235,7 +235,8 @@ def with_weighted(c: KernelCall, sums: TokenSums, smoothing: Smoothing | None) -
     """The sums with Σ_j k_j z_ij, where label smoothing is no part of the matrix."""
     if smoothing is None:
         return sums
-    weighted = (dots(c.inputs.hidden, smoothing.weighted_rows) + smoothing.weighted_bias) * c.options.logit_scale
+    weighted = dots(c.inputs.hidden, smoothing.weighted_rows[None, :]) + smoothing.weighted_bias
+    weighted = weighted * c.options.logit_scale
     if c.inputs.temperature is not None:
         weighted = weighted / c.inputs.temperature
     return sums._replace(weighted_logits=c.inputs.shard.total(weighted))

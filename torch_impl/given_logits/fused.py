@@ -41,7 +41,7 @@ def token_sums(inputs: Rows, options: LossOptions, statistics: bool) -> TokenSum
     def new(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
         return torch.empty(tokens, dtype=dtype, device=device) if wanted else None
 
-    target_logit, anchor, log_total = (torch.empty(tokens, device=device) for _ in range(3))
+    target_logit, anchor, log_total = (torch.empty(tokens, dtype=torch.float32, device=device) for _ in range(3))
     sums = TokenSums(
         target_logit, anchor, log_total, new(weighted), new(statistics), new(statistics, torch.int32), new(statistics),
         new(statistics), new(statistics),

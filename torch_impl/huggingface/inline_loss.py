@@ -73,7 +73,9 @@ def forward_with_loss(
     if logits_bias is not None:
         bound.arguments["use_cache"] = False  # as BART's own forward with labels does
     without = contextlib.nullcontext()
-    with without if logits_bias is None else replaced(owner, LOGITS_BIAS, torch.zeros(1, 1)):
+    with (
+        without if logits_bias is None else replaced(owner, LOGITS_BIAS, torch.tensor([[0.0]], dtype=logits_bias.dtype))
+    ):
         output = original(*bound.args, **bound.kwargs)
     loss.extra_bias = None if logits_bias is None else logits_bias.flatten()
     probes = _probes_of(output)

@@ -107,7 +107,9 @@ def output_processor(
         raise ValueError("labels: got None beside output_processor, allowed are ids [b, s]: logits are not made here")
     options: Options = {**(context or {})}
     if scale_logits is not None:
-        options["logit_scale"] = options.get("logit_scale", 1.0) * scale_of(scale_logits(torch.tensor(PROBES)))
+        options["logit_scale"] = options.get("logit_scale", 1.0) * scale_of(
+            scale_logits(torch.tensor(PROBES, dtype=torch.float32))
+        )
     run = functools.partial(head_loss, output_layer, weight=output_weight, labels=labels, **options)
     with replaced(output_layer, "forward", run):
         return cast(Tensor, output_layer(hidden_states))

@@ -48,7 +48,7 @@ class _Head:
         if self.waiting is not None:
             raise NotImplementedError("model: it runs its output layer twice before a loss, allowed is a loss of each")
         self.waiting = input_, weight
-        return torch.tensor(PROBES), None
+        return torch.tensor(PROBES, dtype=torch.float32), None
 
     def loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """compute_language_model_loss [b, s]: of what was recorded, or, with a warning, of logits made elsewhere."""

@@ -118,7 +118,8 @@ def _small(arrays: Arrays, call: Call) -> tuple[Arrays, ChunkPlan]:
     def matrix(array: Tensor, rows: int, width: int, stride: int, scale: float) -> Tensor:
         """[rows, width] random numbers that begin as the array does."""
         first = array.data_ptr() % 16 // array.element_size()
-        memory = torch.randn(first + rows * stride, generator=random, device=device).mul_(scale).to(array.dtype)
+        size = first + rows * stride
+        memory = torch.randn(size, generator=random, dtype=torch.float32, device=device).mul_(scale).to(array.dtype)
         return memory[first:].view(rows, stride)[:, :width]
 
     def like(array: Tensor | None, rows: int, scale: float) -> Tensor | None:

@@ -201,9 +201,9 @@ class GradientProducts:
         self.weight = weight
         self.turned = c.turned if weight is None else is_turned(weight)  # dW, which may be a given buffer
         self.works: list[Any] = []  # sums of dX over the ranks that are under way
-        self.bias = torch.zeros(c.vocab, device=c.device) if needs.bias else None
+        self.bias = torch.zeros(c.vocab, dtype=torch.float32, device=c.device) if needs.bias else None
         self.smooth_rows = None if smoothing is None else g * -smoothing.factor
-        self.smooth_x = torch.zeros(c.size, device=c.device) if smoothing is not None else None
+        self.smooth_x = torch.zeros(c.size, dtype=torch.float32, device=c.device) if smoothing is not None else None
 
     @property
     def room(self) -> Tensor | None:
@@ -332,7 +332,8 @@ class GradientProducts:
         if not c.shard.sequence_parallel:
             self.works.append(c.shard.start_sum(self.hidden_sum[first : first + c.chunk]))
         elif first + c.chunk >= c.tokens:
-            by_token, one = torch.empty_like(self.hidden_sum), torch.ones((), device=c.device)
+            by_token = torch.empty_like(self.hidden_sum)
+            one = torch.ones((), dtype=torch.float32, device=c.device)
             self._finish_hidden(by_token, one, c.tokens, smooth=False)
             self.hidden, work = c.shard.start_scatter(by_token)
             self.works.append(work)

@@ -84,7 +84,7 @@ def run_step(name: str, arrays: Arrays, call: Call, needs: Needs, step: Callable
         with IndexesAreZero():  # type: ignore[no-untyped-call]
             waiting = getattr(step(quiet), "waiting", None)
             if waiting is not None:
-                waiting.finish(torch.ones((), device=arrays.hidden.device))
+                waiting.finish(torch.ones((), dtype=torch.float32, device=arrays.hidden.device))
 
     rehearse(_kind_of(name, arrays, call, needs), arrays.hidden.device, rehearsal)
     return step(call)

@@ -62,8 +62,8 @@ def prepare(arrays: Arrays, options: LossOptions, dtype: torch.dtype, shard: Sha
     wide, whole, flag = (torch.empty(tokens, dtype=d, device=device) for d in (torch.int64, torch.int32, torch.bool))
     inside, key = torch.empty_like(flag), torch.empty_like(whole)
     order, count, progress = (torch.empty(n, dtype=torch.int32, device=device) for n in (max(1, tokens), 1, 2))
-    weights, relative = (torch.empty(tokens, device=device) for _ in range(2))
-    norm, largest, unit = (torch.empty((), device=device) for _ in range(3))
+    weights, relative = (torch.empty(tokens, dtype=torch.float32, device=device) for _ in range(2))
+    norm, largest, unit = (torch.empty((), dtype=torch.float32, device=device) for _ in range(3))
     class_weight = None if class_weight is None else class_weight.float().contiguous()
     shard, shared = shard or parallel.whole(vocab), None
     target, class_index, class_table = wide, wide, class_weight
@@ -125,7 +125,9 @@ def log_prob_rows(
     """:func:`chunk.log_prob_rows`."""
     tokens, device = sums.log_total.shape[0], sums.log_total.device
     wanted = {"factor": True, "target": True, "alpha": bool(g), "gamma": "entropy" in g, "delta": "sum_p_squared" in g}
-    made = {name: torch.empty(tokens, device=device) for name, is_wanted in wanted.items() if is_wanted}
+    made = {
+        name: torch.empty(tokens, dtype=torch.float32, device=device) for name, is_there in wanted.items() if is_there
+    }
     read = {
         "target_logit": sums.target_logit, "anchor": sums.anchor, "log_total": sums.log_total,
         "entropy": sums.entropy, "others_squared": sums.others_squared, "temperature": inputs.temperature,
@@ -155,7 +157,7 @@ def total_loss(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor
     """:func:`chunk.total_loss`, summed in a fixed order."""
     if sums.total is not None:
         return sums.total
-    out = torch.empty((), device=norm.device)
+    out = torch.empty_like(norm)
     _launch_losses(inputs, options, sums, norm, out)
     return out
 

@@ -77,7 +77,7 @@ def relative_factors(c: KernelCall) -> Factors:
     inputs, smooth = c.inputs, None
     if c.options.label_smoothing:
         share = c.options.label_smoothing / inputs.vocab * inputs.class_weight_sum()
-        smooth = share if isinstance(share, Tensor) else torch.full((), share, device=c.device)  # no copy from the host
+        smooth = share if isinstance(share, Tensor) else torch.full((), share, dtype=torch.float32, device=c.device)
     padded = c.row_target.shape[0]
     k = inputs.token_class_weight()
     return Factors(inputs.relative, k, smooth, c.empty(padded), c.empty(padded), c.empty(c.tokens))
@@ -138,7 +138,7 @@ class Sums:
 
         self.target_logit, self.out_anchor, self.log_total = (call.empty(call.tokens) for _ in range(3))
         # Of a separable loss its numbers come before the product, and those of ignored tokens not at all.
-        self.weighted = torch.zeros(call.tokens, device=call.device) if o.label_smoothing else None
+        self.weighted = torch.zeros(call.tokens, dtype=torch.float32, device=call.device) if o.label_smoothing else None
         self.entropy, self.max_logit, self.min_logit = (vector(self.statistics) for _ in range(3))
         self.argmax, self.others_squared = vector(self.statistics, torch.int32), vector(self.squares)
         # Losses with other options, and of several ranks, have a kernel of their own.

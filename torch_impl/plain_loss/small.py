@@ -31,7 +31,7 @@ def loss(
     column = y.long().unsqueeze(1)
     norm: Tensor | float = 1.0
     if options.reduction == "mean":
-        norm = 1 / max(len(y), 1) if normalizer is None else torch.ones((), dtype=x.dtype) / normalizer
+        norm = 1 / max(len(y), 1) if normalizer is None else x.new_ones(()) / normalizer
     z = x.mm(weight.t()) if bias is None else torch.addmm(bias.to(x.dtype), x, weight.t())
     if options.logit_scale != 1.0:
         z.mul_(options.logit_scale)
