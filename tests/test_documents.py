@@ -283,6 +283,10 @@ def test_the_words_of_the_limits_quote_the_results() -> None:
     medium = [row for row in cpu["rows"] if row["implementation"] == "torch_eager, medium"]
     allowed = [row["time_over_full_logits"] for row in medium if row["variant"] in ("default", "lean")]
     assert f"{min(allowed):.2f} to {max(allowed):.2f} of the time of full logits" in text
+    small = json.loads((ROOT / "bench" / "results" / "small_cpu.json").read_text())["rows"]
+    torch_ratio, jax_ratio = (f"{row['over_full_logits']:.1f}" for row in small if row["variant"].endswith("default"))
+    assert f"take {torch_ratio} times as long as full logits with PyTorch" in text
+    assert f"and {jax_ratio} times with JAX" in text
 
 
 def test_the_tables_of_models_and_heads_are_those_of_the_results() -> None:
