@@ -54,6 +54,11 @@ def product(a: Array, b: Array, dtype: DTypeLike) -> Array:
     return jnp.dot(a, b, preferred_element_type=dtype)
 
 
+def vector_product(matrix: Array, vector: Array) -> Array:
+    """matrix @ vector, neither of them rounded. By default a GPU rounds float32 to TF32, a TPU to bfloat16."""
+    return jnp.matmul(matrix, vector, precision=jax.lax.Precision.HIGHEST)
+
+
 def by_blocks_on_cpu(whole: Product, by_blocks: Product, a: Array, b: Array) -> Array:
     """``whole(a, b)``; on a CPU ``by_blocks(a, b)`` of 16-bit floats, which XLA converts to float32 there first."""
     if jnp.dtype(a.dtype).itemsize > 2:
@@ -293,7 +298,8 @@ class Smoothing(NamedTuple):
 
     def weighted_logits(self, x: Array, options: LossOptions, temperature: Array | None = None) -> Array:
         """Σ_j k_j z_ij = scale · (x_i · Σ_j k_j w_j + Σ_j k_j b_j), divided by the token's own temperature."""
-        z = (x.astype(self.weighted_rows.dtype) @ self.weighted_rows + self.weighted_bias) * options.logit_scale
+        rows = vector_product(x.astype(self.weighted_rows.dtype), self.weighted_rows)
+        z = (rows + self.weighted_bias) * options.logit_scale
         return z if temperature is None else z / temperature
 
 

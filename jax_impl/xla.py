@@ -33,6 +33,7 @@ from logitless.jax_impl.chunk import (
     slope,
     temperature_column,
     unpadded,
+    vector_product,
     weight_at,
     weight_rows,
 )
@@ -103,7 +104,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
             z = logits_block(x, inputs, first, start, size, options)
             if weighted is not None:
                 k = inputs.class_weight
-                weighted = weighted + (z.sum(axis=1) if k is None else z @ take(k, start, size))
+                weighted = weighted + (z.sum(axis=1) if k is None else vector_product(z, take(k, start, size)))
             running, _ = running.observe(z, start).rescue().exponentiate(z, start)
             return running, weighted
 
@@ -136,14 +137,14 @@ def _smoothing_of(inputs: Inputs, options: LossOptions, plan: ChunkPlan) -> Smoo
 
     def add(rows: Array, start: Index, size: int) -> Array:
         block = weight_rows(inputs, start, size).astype(dtype)
-        return rows + (block.sum(axis=0) if k is None else take(k, start, size) @ block)
+        return rows + (block.sum(axis=0) if k is None else vector_product(block.T, take(k, start, size)))
 
     def sums() -> tuple[Array, Array]:
         rows = for_slices(plan.vocab, plan.vocab_chunk, add, jnp.zeros(inputs.hidden.shape[1], dtype))
         bias = jnp.zeros((), dtype)
         if inputs.bias is not None:
             b = inputs.bias.astype(dtype)
-            bias = b.sum() if k is None else b @ k
+            bias = b.sum() if k is None else vector_product(b, k)
         return rows, bias
 
     return Smoothing.prepare(inputs, options, sums)
@@ -200,7 +201,7 @@ class _Accumulators:
         tokens = x.shape[0]
         g = take(self.g, first, tokens)
         if self.smoothing is not None:
-            share = g @ x.astype(self.dtype)
+            share = vector_product(x.astype(self.dtype).T, g)
             smooth_x = share if self.adds else smooth_x + share
         # float32 operands: the factor goes to the rows of dX and of x, never to the matrix. Low-precision operands: the
         # matrix is rounded once, with the factor in it, and x stays as it is.
@@ -211,7 +212,7 @@ class _Accumulators:
             hidden_part, weight, bias = carry
             e = matrix(start, size)
             if bias is not None:
-                bias = put(bias, take(bias, start, size) + e.T @ factor, start)
+                bias = put(bias, take(bias, start, size) + vector_product(e.T, factor), start)
             operand = (e * element_factor[:, None]).astype(x.dtype) if self.low else e
             if hidden_part is not None:
                 rows = weight_rows(self.inputs, start, size)
