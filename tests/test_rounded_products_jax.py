@@ -27,18 +27,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 PLANS = ("balanced", "lean")
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a program, and of the programs in it."""
-    for equation in jaxpr.eqns:
+def equations(value: Any) -> Iterator[Any]:
+    """Those of a program, or of the programs among an equation's parameters, and of the programs in them."""
+    program = getattr(value, "jaxpr", value)
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from equations(each)
+    for equation in getattr(program, "eqns", ()):
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
+        for parameter in equation.params.values():
+            yield from equations(parameter)
 
 
 def rounded(function: Any, *arrays: Any) -> list[str]:
     """The products of float32 that leave their precision to the device."""
     found = []
-    for equation in equations(jax.make_jaxpr(function)(*arrays).jaxpr):
+    for equation in equations(jax.make_jaxpr(function)(*arrays)):
         if equation.primitive.name == "dot_general" and equation.invars[0].aval.dtype == jnp.float32:
             precision = equation.params["precision"]
             if precision is None or set(precision) != {jax.lax.Precision.HIGHEST}:
