@@ -14,7 +14,7 @@ from limits import check_refusals
 
 torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 
-from implementations import every_implementation, options_of, problem_named  # noqa: E402
+from implementations import every_implementation, in_every_torch_place, options_of, problem_named  # noqa: E402
 
 from logitless import plan  # noqa: E402
 from logitless.tolerances import BOUND, ELEMENTS, ON_TOP_GRADIENT, TINY, error  # noqa: E402
@@ -334,3 +334,14 @@ def test_statistics_without_gradient_have_none() -> None:
     stats = linear_log_probs(x, w, torch.tensor([0, 1, 2]), return_stats=True)[2]
     with_gradient = {name for name, value in stats._asdict().items() if value.requires_grad}
     assert with_gradient == {"lse", "entropy", "sum_p_squared"}
+
+
+@in_every_torch_place
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_normalizers_dtype_is_not_the_losss(dtype: Any, smoothing: float, device: str, backend: str) -> None:
+    x, w = (torch.randn(rows, 16, device=device) for rows in (40, 50))
+    y, options = torch.arange(40, device=device), {"label_smoothing": smoothing, "backend": backend}
+    loss = linear_cross_entropy(x, w, y, normalizer=torch.tensor(7, dtype=dtype, device=device), **options)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, linear_cross_entropy(x, w, y, normalizer=7, **options))

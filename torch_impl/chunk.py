@@ -349,7 +349,7 @@ def normalizer(inputs: Inputs, options: LossOptions, denominator: Tensor | float
     if options.reduction != "mean":
         return one
     if denominator is not None:
-        return one / denominator
+        return (one / denominator).to(one.dtype)  # a denominator in float64 makes no loss in float64
     counts = numerics.counts(XP, inputs)
     return torch.where((counts != 0).any(), one / counts.sum(), 0.0)
 

@@ -126,7 +126,7 @@ def log_prob_rows(
     tokens, device = sums.log_total.shape[0], sums.log_total.device
     wanted = {"factor": True, "target": True, "alpha": bool(g), "gamma": "entropy" in g, "delta": "sum_p_squared" in g}
     made = {
-        name: torch.empty(tokens, dtype=torch.float32, device=device) for name, is_there in wanted.items() if is_there
+        name: torch.empty(tokens, dtype=torch.float32, device=device) for name, is_wanted in wanted.items() if is_wanted
     }
     read = {
         "target_logit": sums.target_logit, "anchor": sums.anchor, "log_total": sums.log_total,
@@ -157,7 +157,7 @@ def total_loss(inputs: Rows, options: LossOptions, sums: TokenSums, norm: Tensor
     """:func:`chunk.total_loss`, summed in a fixed order."""
     if sums.total is not None:
         return sums.total
-    out = torch.empty_like(norm)
+    out = torch.empty((), dtype=torch.float32, device=norm.device)
     _launch_losses(inputs, options, sums, norm, out)
     return out
 
