@@ -18,10 +18,19 @@ from logitless import plan as make_plan
 from logitless import reference
 from logitless.doctor import cuda_device_count
 from logitless.ideal import ideal_gradients
-from logitless.problems import BY_NAME, Case, Problem
+from logitless.problems import BY_NAME, PROBLEMS, Case, Problem
 from logitless.tolerances import COMMONEST, ROUNDED_ONCE, allowance, error
 
 ARGUMENTS = ("hidden", "weight", "bias")
+TRAINED = [problem for problem in PROBLEMS if "trained" in problem.tags]
+# Of every kind, for the sizes of the trained problems.
+PLANS: dict[str, dict[str, Any]] = {
+    "one_chunk": {"order": "tokens"},
+    "chunks": {"order": "tokens", "chunk": 128},
+    "two_pass": {"order": "tokens", "chunk": 256, "one_pass": False},
+    "vocab": {"order": "vocab", "chunk": 256},
+    "both": {"order": "both", "chunk": 256},
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,8 +196,10 @@ def by_default(known: dict[str, Module]) -> dict[str, str]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in [f"torch.{name}" for name in FILLED]:
                 named = {keyword.arg for keyword in node.keywords}
-                if missing := {"dtype", "device"} - named - ({"dtype", "device"} if None in named else set()):
-                    found[f"{module.path}:{node.lineno}"] = f"{ast.unparse(node.func)} without {', '.join(missing)}"
+                missing = {"dtype", "device"} - named
+                if missing and None not in named:  # which is **options
+                    text = f"{ast.unparse(node.func)} without {', '.join(sorted(missing))}"
+                    found[f"{module.path}:{node.lineno}"] = text
     return found
 
 

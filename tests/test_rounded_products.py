@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="this test is about PyTorch")
 
-from implementations import TorchEager, assert_within, in_turn, run_case  # noqa: E402
+from implementations import PLANS, TRAINED, TorchEager, assert_within, in_turn, run_case  # noqa: E402
 
 from logitless import plan, torch_impl  # noqa: E402
 from logitless.problems import PROBLEMS, Problem  # noqa: E402
@@ -45,14 +45,6 @@ def rounded(medium: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk, "product", product)
 
 
-PLANS: dict[str, dict[str, Any]] = {
-    "one_chunk": {"order": "tokens"},
-    "chunks": {"order": "tokens", "chunk": 128},
-    "two_pass": {"order": "tokens", "chunk": 256, "one_pass": False},
-    "vocab": {"order": "vocab", "chunk": 256},
-    "both": {"order": "both", "chunk": 256},
-}
-TRAINED = [problem for problem in PROBLEMS if "trained" in problem.tags]
 OTHERS = [problem for problem in PROBLEMS if not {"trained", "large"} & set(problem.tags)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,7 +14,8 @@ from public_calls import backends, call_of, functions, outcome
 
 from logitless.tolerances import TINY, error
 
-Switch = Callable[[], AbstractContextManager[Any]]
+Switch = Callable[[Any], AbstractContextManager[Any]]
+"""Of a framework, whose module it is given: on while it lasts."""
 
 
 @contextlib.contextmanager
@@ -25,44 +27,33 @@ def put_back(switch: Callable[[Any], object], value: Any, before: Any) -> Iterat
         switch(before)
 
 
-def torch_switches() -> dict[str, Switch]:
-    torch = pytest.importorskip("torch", reason="a switch of PyTorch's")
-    from torch.overrides import TorchFunctionMode
-
-    class Same(TorchFunctionMode):  # type: ignore[misc]
+def mode_that_changes_nothing(torch: Any) -> AbstractContextManager[Any]:
+    class Same(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return function(*args, **(kwargs or {}))
 
-    return {
-        "float64 by default": lambda: put_back(torch.set_default_dtype, torch.float64, torch.float32),
-        "bfloat16 by default": lambda: put_back(torch.set_default_dtype, torch.bfloat16, torch.float32),
-        "another device by default": lambda: put_back(torch.set_default_device, "meta", None),
-        "deterministic": lambda: put_back(torch.use_deterministic_algorithms, True, False),
-        "anomalies": torch.autograd.detect_anomaly,
-        "a mode": Same,
-        "no oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
-    }
+    return Same()
 
 
-def jax_switches() -> dict[str, Switch]:
-    jax = pytest.importorskip("jax", reason="a switch of JAX's")
-    return {
-        "strict dtypes": lambda: jax.numpy_dtype_promotion("strict"),
-        "strict ranks": lambda: jax.numpy_rank_promotion("raise"),
-        "64 bits": lambda: jax.enable_x64(True),
-        "NaN is an error": lambda: jax.debug_nans(True),
-        "infinity is an error": lambda: jax.debug_infs(True),
-        "nothing compiled": lambda: jax.disable_jit(True),
-        "no leaks": lambda: jax.checking_leaks(),
-    }
-
-
-NAMES = {
-    "torch": ["float64 by default", "bfloat16 by default", "another device by default", "deterministic", "anomalies",
-              "a mode", "no oneDNN"],
-    "jax": ["strict dtypes", "strict ranks", "64 bits", "NaN is an error", "infinity is an error", "nothing compiled",
-            "no leaks"],
-}  # fmt: skip
+TORCH: dict[str, Switch] = {
+    "float64 by default": lambda torch: put_back(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16 by default": lambda torch: put_back(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "another device by default": lambda torch: put_back(torch.set_default_device, "meta", None),
+    "deterministic": lambda torch: put_back(torch.use_deterministic_algorithms, True, False),
+    "anomalies": lambda torch: torch.autograd.detect_anomaly(),
+    "a mode": mode_that_changes_nothing,
+    "no oneDNN": lambda torch: torch.backends.mkldnn.flags(enabled=False),
+}
+JAX: dict[str, Switch] = {
+    "strict dtypes": lambda jax: jax.numpy_dtype_promotion("strict"),
+    "strict ranks": lambda jax: jax.numpy_rank_promotion("raise"),
+    "64 bits": lambda jax: jax.enable_x64(True),
+    "NaN is an error": lambda jax: jax.debug_nans(True),
+    "infinity is an error": lambda jax: jax.debug_infs(True),
+    "nothing compiled": lambda jax: jax.disable_jit(True),
+    "no leaks": lambda jax: jax.checking_leaks(),
+}
+SWITCHES = {"torch": TORCH, "jax": JAX}
 SELDOM = ("infinity is an error", "nothing compiled", "no leaks")
 EVERYTHING = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-3}
 MORE: dict[str, list[dict[str, Any]]] = {
@@ -87,18 +78,15 @@ def outcomes(framework: str, name: str) -> list[list[Any]]:
 
 @pytest.mark.late(where=lambda p: p["switch"] in SELDOM and p["name"] not in MORE)
 @pytest.mark.parametrize(
-    ("framework", "name", "switch"), [(*call, switch) for call in CALLS for switch in NAMES[call[0]]]
+    ("framework", "name", "switch"), [(*call, switch) for call in CALLS for switch in SWITCHES[call[0]]]
 )
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_a_switch_changes_nothing(framework: str, name: str, switch: str, one_rank: None) -> None:
-    switches = torch_switches() if framework == "torch" else jax_switches()
-    assert list(switches) == NAMES[framework]
+    module = importlib.import_module(framework)
     expected = outcomes(framework, name)
     if framework == "jax":
-        import jax
-
-        jax.clear_caches()  # or the programs of before would run
-    with switches[switch]():
+        module.clear_caches()  # or the programs of before would run
+    with SWITCHES[framework][switch](module):
         found = outcomes(framework, name)
     for one, other in zip(found, expected, strict=True):
         for value, before in zip(one, other, strict=True):

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from implementations import (
+    PLANS,
+    TRAINED,
     TorchTriton,
     TorchTritonCuda,
     assert_rounded_once,
@@ -21,18 +23,9 @@ from implementations import (
 )
 
 from logitless import plan
-from logitless.problems import PROBLEMS, Problem
+from logitless.problems import Problem
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
-
-TRAINED = [problem for problem in PROBLEMS if "trained" in problem.tags]
-PLANS: dict[str, dict[str, Any]] = {
-    "one_chunk": {"order": "tokens"},
-    "chunks": {"order": "tokens", "chunk": 128},
-    "two_pass": {"order": "tokens", "chunk": 256, "one_pass": False},
-    "vocab": {"order": "vocab", "chunk": 256},
-    "both": {"order": "both", "chunk": 256},
-}
 
 
 @pytest.mark.every_value(where=in_jax)

@@ -181,10 +181,10 @@ class _Accumulators:
         if self.bias is not None:
             self.bias[start:stop] += chunk.vector_product(e.t(), self.factor)
         operand = e
-        if self.element_factor is not None and self.inputs.operand_dtype == e.dtype:
-            e.mul_(self.element_factor)
-        elif self.element_factor is not None:
-            operand = torch.empty_like(e, dtype=self.inputs.operand_dtype, memory_format=torch.contiguous_format)
+        if self.element_factor is not None:
+            dtype = self.inputs.operand_dtype
+            if dtype != e.dtype:
+                operand = torch.empty_like(e, dtype=dtype, memory_format=torch.contiguous_format)
             torch.mul(e, self.element_factor, out=operand)
         if self.hidden_part is not None:
             weight = self.inputs.weight[start:stop].to(operand.dtype)
