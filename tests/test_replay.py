@@ -488,3 +488,15 @@ def test_scratch_lies_where_held_scratch_was(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(size for _, size in found.last.pieces) < operand
     for one, other in zip(results[0], results[-1], strict=True):
         assert torch.equal(one, other)
+
+
+def test_first_uses_import_no_compiler() -> None:
+    """torch.compile takes 1 to 4 s to import, in the middle of somebody's first steps."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "first_uses.py")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "done\n", done.stderr

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless.planning import ChunkPlan, Preference
 from logitless.scratch import TOKEN_TILE
@@ -98,6 +99,19 @@ def outside_graphs(function: Callable[Parameters, Result]) -> Callable[Parameter
         return result
 
     return wrapper
+
+
+class OperationMode(TorchDispatchMode):
+    """Sees each operation, as its base does. torch.compile sees nothing of it, but is not imported for that: its base
+    imports it at the first operation, which takes 1 to 4 s."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+        cls.__torch_dispatch__ = outside_graphs(cls.__torch_dispatch__)  # type: ignore[method-assign]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless.scratch import round_up
 from logitless.torch_impl.call import Gradients
+from logitless.torch_impl.compiled.tracing import OperationMode
 from logitless.torch_impl.distributed.parallel import Work, sending
 from logitless.torch_impl.kernels import launch
 from logitless.torch_impl.kernels.program import (
@@ -84,7 +84,7 @@ class Ended:
     """Buffers that somebody holds at its end."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperationMode):
     """Notes what a step does while it does it."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:

@@ -21,10 +21,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless.spec import LossOptions
 from logitless.torch_impl.call import Arrays, Call, Needs
+from logitless.torch_impl.compiled.tracing import OperationMode
 from logitless.torch_impl.kernels.launch import instead, loading
 
 with contextlib.suppress(ImportError):  # a CPU-only install; fused.unavailable() says so before a kernel is launched
@@ -102,7 +102,7 @@ def _kind_of(name: str, arrays: Arrays, call: Call, needs: Needs) -> tuple[Any, 
     return name, arrays.hidden.device, dtypes, of_sizes, flags, chosen, needs, needs.into is None, ranks
 
 
-class IndexesAreZero(TorchDispatchMode):
+class IndexesAreZero(OperationMode):
     """New integer tensors hold zeros: no kernel writes them in a rehearsal, and PyTorch's own operations index with
     them."""
 
