@@ -23,6 +23,7 @@ from logitless.tolerances import ELEMENTS  # noqa: E402
 from logitless.torch_impl import checks, linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.torch_impl.call import LatePlan  # noqa: E402
 from logitless.torch_impl.compiled import tracing  # noqa: E402
+from logitless.torch_impl.plain_loss import large, small  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
@@ -119,6 +120,13 @@ OPTIONS = (
 # These take no path of their own through the graph.
 INTERPRETED = ("plain", "none", "chunks", "lse_statistics")
 SLOW = ("sum_z", "smooth", "softcap", "softcap_smooth", "number", "two_passes")
+
+
+@pytest.mark.parametrize("name", ["plain", "number", "chunks"])
+def test_the_few_operations_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients lack a factor until the upstream gradient is there; compiled they wait for both, too."""
+    monkeypatch.setattr(small, "loss", large.loss)
+    assert_same(loss_with("eager", **options_named(name, "cpu", "eager")), tensors("cpu"))
 
 
 @pytest.mark.late(where=lambda p: p["backend"] == "triton" and p["name"] not in INTERPRETED)

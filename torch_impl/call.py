@@ -8,7 +8,7 @@ the arrays as a backend reads them. :class:`Needs` says which gradients are want
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -319,13 +319,17 @@ class Gradients:
         pairs = zip((self.hidden, self.weight, self.bias), arrays[:3], strict=True)
         return tuple(None if g is None or a is None else g.to(a.dtype).reshape(a.shape) for g, a in pairs)
 
-    def tensors(self, names: Iterable[str]) -> list[Tensor]:
-        """The gradients of these names, all of them wanted, as they lie in memory: a turned weight's is [D, V]."""
-        if self.factor is not None:
-            return self.finish(self.factor.new_ones(())).tensors(names)
-        weight = self.weight
-        lying = self if weight is None or not is_turned(weight) else dataclasses.replace(self, weight=weight.T)
-        return [getattr(lying, name).contiguous() for name in names]
+    def tensors(self, layout: Layout) -> list[Tensor]:
+        """What has a name in the layout, as it lies in memory: a turned weight's gradient is [D, V]. The factor is 1 if
+        they lack none."""
+        lying = self
+        if self.weight is not None and is_turned(self.weight):
+            lying = dataclasses.replace(self, weight=self.weight.T)
+        if self.factor is None:
+            shape, dtype = layout["factor"]
+            device = next(g.device for g in (self.hidden, self.weight, self.bias) if g is not None)
+            lying = dataclasses.replace(lying, factor=torch.ones(shape, dtype=dtype, device=device))
+        return [getattr(lying, name).contiguous() for name in layout]
 
 
 NOTHING = Gradients(None, None, None)

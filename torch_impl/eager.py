@@ -350,8 +350,8 @@ def token_gradients(
 def held_layout(
     tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
 ) -> Layout:
-    """Shape in memory and dtype of the gradients that wait for the upstream scalar, by name; ``tokens`` may be a
-    symbol."""
+    """Shape in memory and dtype of the gradients that wait for the upstream scalar, and of what they lack, by name;
+    ``tokens`` may be a symbol."""
     del options, token_chunk
     wide, weight = accumulation_dtype(dtype), arrays.weight
     vocab, size = weight.shape
@@ -363,7 +363,7 @@ def held_layout(
         layout["weight"] = (lying, wide if dtype.itemsize < wide.itemsize else needs.weight)
     if needs.bias:
         layout["bias"] = ((vocab,), wide)
-    return layout
+    return layout | {"factor": ((), wide)}
 
 
 def held_gradients(
@@ -372,10 +372,10 @@ def held_gradients(
 ) -> Gradients:  # fmt: skip
     """What :meth:`Gradients.finish` gives, from ``Gradients.tensors``, none of which is written to."""
     del make_inputs, options, dtype, plan
-    left = iter(tensors)
+    left, factor = iter(tensors), upstream * tensors[-1]
 
     def finished(wanted: torch.dtype | None) -> Tensor | None:
-        return None if wanted is None else (next(left) * upstream).to(wanted)
+        return None if wanted is None else (next(left) * factor).to(wanted)
 
     hidden, weight, bias = finished(needs.hidden), finished(needs.weight), finished(needs.bias)
     return Gradients(hidden, weight.T if weight is not None and is_turned(arrays.weight) else weight, bias)
