@@ -13,6 +13,12 @@ from public_calls import backends, call_of, functions, outcome
 
 from logitless.torch_impl.kernels import rehearsal, replay
 
+
+def check(what: str) -> None:
+    if "torch._dynamo" in sys.modules:
+        sys.exit(f"imported by {what}")
+
+
 replay.settings.on_cpu = True
 for framework, name in functions():
     if framework != "torch" or name == "global_normalizer":  # that one takes a process group
@@ -21,11 +27,9 @@ for framework, name in functions():
         for _ in range(3):
             made, function, arguments = call_of(framework, name)
             outcome(made, function, arguments if backend is None else arguments | {"backend": backend})
-        if "torch._dynamo" in sys.modules:
-            sys.exit(f"{name}, backend {backend}")
+        check(f"{name}, backend {backend}")
 assert replay.programs
 with rehearsal.IndexesAreZero():
     torch.empty(3, dtype=torch.int32, device="cpu")
-if "torch._dynamo" in sys.modules:
-    sys.exit("a rehearsal")
+check("a rehearsal")
 print("done")

@@ -320,8 +320,8 @@ class Gradients:
         return tuple(None if g is None or a is None else g.to(a.dtype).reshape(a.shape) for g, a in pairs)
 
     def tensors(self, layout: Layout) -> list[Tensor]:
-        """What has a name in the layout, as it lies in memory: a turned weight's gradient is [D, V]. The factor is 1 if
-        they lack none."""
+        """The gradients that the layout names, as they lie in memory: a turned weight's is [D, V]. The factor comes
+        too, and is 1 where they lack none."""
         lying = self
         if self.weight is not None and is_turned(self.weight):
             lying = dataclasses.replace(self, weight=self.weight.T)
