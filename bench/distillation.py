@@ -113,17 +113,18 @@ def torch_ids_steps(arrays: Any) -> dict[str, Any]:
         return Step(arrays, run)
 
     return {"floor": Step(arrays, torch_products(arrays), gradients=False)} | {
-        OURS + name: ours(**options) for name, options in OF_IDS.items()
+        OURS + name: ours(**options) for name, options in of_ids("eager").items()
     }
 
 
-# Variants of our loss from given ids, and their options.
-OF_IDS: dict[str, dict[str, Any]] = {
-    f"{IDS} ids and one class": {},
-    f"{IDS} ids and one class, {TILES >> 20} MiB": {"memory_budget": TILES},
-    f"{IDS} ids and one class, plain operations": {"backend": "eager"},
-    f"{IDS} ids, the rest spread": {"rest": "spread"},
-}
+def of_ids(plain: str) -> dict[str, dict[str, Any]]:
+    """Variants of our loss from given ids, and their options; ``plain``: the backend without kernels."""
+    return {
+        f"{IDS} ids and one class": {},
+        f"{IDS} ids and one class, {TILES >> 20} MiB": {"memory_budget": TILES},
+        f"{IDS} ids and one class, plain operations": {"backend": plain},
+        f"{IDS} ids, the rest spread": {"rest": "spread"},
+    }
 
 
 def torch_products(arrays: Any, teacher_hidden: Any = None, teacher_weight: Any = None) -> Callable[[], object]:
@@ -158,21 +159,34 @@ def torch_peers(arrays: Any, full: Callable[..., Any]) -> dict[str, Callable[...
     return losses
 
 
-def jax_steps(shape: Shape, teacher_hidden: int) -> dict[str, Any]:
+def jax_problem(shape: Shape, teacher_hidden: int) -> dict[str, Any]:
+    """As :func:`torch_problem`, but the teacher's arrays are all noise."""
+    import jax
+    import jax.numpy as jnp
+
+    from bench.gpu_jax import Arrays
+
+    def noise(key: Any, rows: int, scale: float) -> Any:
+        return (jax.random.normal(key, (rows, teacher_hidden)) * scale).astype(jnp.bfloat16)
+
+    keys = jax.random.split(jax.random.key(1), 2)
+    return {
+        "arrays": Arrays(shape),
+        "teacher_hidden": noise(keys[0], shape.tokens, 1.0),
+        "teacher_weight": noise(keys[1], shape.vocab, teacher_hidden**-0.5),
+    }
+
+
+def jax_steps(problem: dict[str, Any]) -> dict[str, Any]:
     """The same in JAX, the bare products by XLA."""
     import jax
     import jax.numpy as jnp
 
-    from bench.gpu_jax import Arrays, Step, compile_all
+    from bench.gpu_jax import Step, compile_all
     from logitless.jax_impl import distillation_loss
 
-    arrays, keys = Arrays(shape), jax.random.split(jax.random.key(1), 2)
-    sizes = {"x": (shape.tokens, teacher_hidden, 1.0), "w": (shape.vocab, teacher_hidden, teacher_hidden**-0.5)}
-    teacher = [
-        (jax.random.normal(key, (rows, width)) * scale).astype(jnp.bfloat16)
-        for key, (rows, width, scale) in zip(keys, sizes.values(), strict=True)
-    ]
-    heads = (arrays.x, arrays.w, *teacher)
+    arrays = problem["arrays"]
+    heads = (arrays.x, arrays.w, problem["teacher_hidden"], problem["teacher_weight"])
 
     def step(loss: Callable[..., Any]) -> Step:
         return Step(jax.value_and_grad(loss, argnums=(0, 1)), *heads)
@@ -199,6 +213,33 @@ def jax_steps(shape: Shape, teacher_hidden: int) -> dict[str, Any]:
     return steps
 
 
+def jax_ids_steps(arrays: Any) -> dict[str, Any]:
+    """As :func:`torch_ids_steps`."""
+    import jax
+    import jax.numpy as jnp
+
+    from bench.gpu_jax import Step, compile_all
+    from logitless.jax_impl import sparse_distillation_loss
+
+    x, w, y = arrays.x, arrays.w, arrays.y
+    ids = (y[:, None] + jnp.arange(IDS) * (len(w) // IDS)) % len(w)
+    probs = jax.nn.softmax(jax.random.normal(jax.random.key(2), ids.shape), axis=1) * 0.9
+
+    def ours(**options: Any) -> Step:
+        def loss(x: Any, w: Any, ids: Any, probs: Any) -> Any:
+            return sparse_distillation_loss(x, w, ids, probs, **options)
+
+        return Step(jax.value_and_grad(loss, argnums=(0, 1)), x, w, ids, probs)
+
+    def products(x: Any, w: Any) -> Any:
+        z = x @ w.T
+        return z @ w, z.T @ x
+
+    steps = {"floor": Step(products, x, w)} | {OURS + name: ours(**options) for name, options in of_ids("xla").items()}
+    compile_all(steps.values())
+    return steps
+
+
 def torch_error(problem: dict[str, Any], loss: float) -> float:
     """Of the forward KL of all tokens, against float64, 256 tokens at a time."""
     import torch
@@ -219,17 +260,15 @@ def is_forward(variant: str) -> bool:
 
 def measure(shape: Shape, teacher_hidden: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     in_torch, name = options.framework == "torch", f"{shape.tokens}x{shape.hidden}x{shape.vocab}"
-    problem = torch_problem(shape, teacher_hidden) if in_torch else {}
-    steps = torch_steps(problem, options.peers) if in_torch else jax_steps(shape, teacher_hidden)
+    problem = (torch_problem if in_torch else jax_problem)(shape, teacher_hidden)
+    steps = torch_steps(problem, options.peers) if in_torch else jax_steps(problem)
     rows = measured_rows(name, shape, _variants(steps), options.rounds)
     for row in rows:
         row |= {"teacher_hidden": teacher_hidden}
         if in_torch and "error" not in row and is_forward(row["variant"]):
             row["loss_error"] = torch_error(problem, float(steps[row["variant"]]().detach()))
-    if in_torch:
-        of_ids = _variants(torch_ids_steps(problem["arrays"]))
-        rows += [row | {"teacher_hidden": 0} for row in measured_rows(name, shape, of_ids, options.rounds)]
-    return rows
+    from_ids = _variants((torch_ids_steps if in_torch else jax_ids_steps)(problem["arrays"]))
+    return rows + [row | {"teacher_hidden": 0} for row in measured_rows(name, shape, from_ids, options.rounds)]
 
 
 def _variants(steps: dict[str, Any]) -> dict[str, Variant]:

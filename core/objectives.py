@@ -379,9 +379,11 @@ class Rows(NamedTuple):
     """Bytes that a product of whole rows takes beside its operands and its result."""
 
 
-RowsBy = Literal["kernel", "kernel, probabilities", "kernel, ids", "plain", "pallas", "pallas, probabilities", "xla"]
+RowsBy = Literal[
+    "kernel", "kernel, probabilities", "kernel, ids", "plain", "pallas", "pallas, probabilities", "pallas, ids", "xla"
+]
 ROWS: dict[RowsBy, Rows] = {
-    # PyTorch's kernels need the logits of both sides, or of the student alone where the teacher is a few ids. Making
+    # The kernels need the logits of both sides, or of the student alone where the teacher is a few ids. Making
     # log-probabilities of other teachers needs more, and so do plain operations, of which XLA fuses some.
     "kernel": Rows((1024, 512, 256, 128), 2, (2, 2), kernel=True, row_copies=0),
     "kernel, probabilities": Rows((1024, 512, 256, 128), 4, (3, 3), kernel=True, row_copies=0),
@@ -392,6 +394,7 @@ ROWS: dict[RowsBy, Rows] = {
     "pallas, probabilities": Rows(
         (1024, 512, 256, 128), 3, (3, 3), copies=1, kernel=True, row_copies=1, workspace=2**25
     ),
+    "pallas, ids": Rows((1024, 512, 256, 128), 1, (1, 1), copies=1, kernel=True, row_copies=1, workspace=2**25),
     "xla": Rows((1024, 512, 256, 128), 6, (6, 3), copies=1),
 }
 # Of how many tokens whole rows are made where a budget leaves no room for more.

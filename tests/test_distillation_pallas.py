@@ -42,7 +42,9 @@ from logitless.tolerances import (  # noqa: E402
 
 PALLAS = JaxRows()
 ROWS, TILE = "distillation_rows", "distillation_tile"
+OTHERS = {"distillation_others", "distillation_others_gradient"}
 N, D, D_TEACHER = 6, 8, 5
+IDS = 7
 HARD = {"nll_coef": 0.4}
 CAPPED = {"softcap": 4.0, "logit_scale": 0.8}
 # (vocabulary, dtype, options). A piece has 128 or 256 logits, four of them are one block. Shorter than a warpgroup,
@@ -76,12 +78,27 @@ def problem(name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
 
 
 def truth(a: dict[str, Any], options: dict[str, Any]) -> Any:
-    """The dense teacher whose probabilities the head gives, in float64."""
+    """Of a given teacher, or of the dense one whose probabilities the head gives, in float64."""
+    if "ids" in a:
+        return reference.sparse_distillation_loss(**a, **options)
     z = a["teacher_hidden"].astype(np.float64) @ a["teacher_weight"].T.astype(np.float64) + a["teacher_bias"]
     z = z / (a["temperature"][:, None] if "temperature" in a else options.get("temperature", 1.0))
     p = np.exp(z - z.max(-1, keepdims=True))
     own = {key: values for key, values in a.items() if not key.startswith("teacher")}
     return reference.dense_distillation_loss(**own, teacher=p / p.sum(-1, keepdims=True), **options)
+
+
+def with_ids(a: dict[str, Any]) -> dict[str, Any]:
+    """In place of the teacher's head up to 5 ids a token with 0.8 of the mass, the last column and the target among
+    those of some. One place has no id."""
+    a = {key: values for key, values in a.items() if not key.startswith("teacher")}
+    rng, vocab = np.random.default_rng(4), len(a["weight"])
+    ids = np.stack([rng.permutation(vocab)[: min(5, vocab)] for _ in range(N)])
+    ids[0, 0], ids[3, 0] = vocab - 1, 0
+    for row in ids:  # those places may have had the id already
+        row[1:][row[1:] == row[0]] = -100
+    ids[4, 1:2] = -100
+    return a | {"ids": ids, "probs": np.full(ids.shape, 0.8 / ids.shape[1], np.float32)}
 
 
 @needs_interpreter
@@ -96,7 +113,29 @@ def test_within_the_rule(
     interpreter: None,  # noqa: F811
 ) -> None:
     """Losses of both signs. Tokens in two chunks, of which the second has fewer. Tiles of half the vocabulary."""
+    assert_within_the_rule(distillation_loss, *problem(name), order, monkeypatch)
+
+
+@needs_interpreter
+@pytest.mark.late(where=lambda p: p["name"] in ("piece", "reverse", "one"))
+@pytest.mark.case(44)
+@IN_EITHER_ORDER
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_few_ids_within_the_rule(
+    name: str,
+    order: str,
+    monkeypatch: pytest.MonkeyPatch,
+    interpreter: None,  # noqa: F811
+) -> None:
     a, options, dtype = problem(name)
+    rest = "class" if options["beta"] in (0.3, 1.0) else "drop"
+    assert_within_the_rule(sparse_distillation_loss, with_ids(a), options | {"rest": rest}, dtype, order, monkeypatch)
+
+
+def assert_within_the_rule(
+    function: Callable[..., Any], a: dict[str, Any], options: dict[str, Any], dtype: str, order: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     vocab = len(a["weight"])
     take_order(monkeypatch, order, 4)
     monkeypatch.setattr("logitless.objectives.KERNEL_TILE", (4, -(-vocab // 2)))
@@ -104,14 +143,14 @@ def test_within_the_rule(
     monkeypatch.setattr("logitless.objectives.TOKEN_TILE", 1)
     upstream = np.random.default_rng(2).standard_normal(N).astype(np.float32)
     true = truth(a, options | {"reduction": "none", "upstream": upstream})
-    for key in ("hidden", "teacher_hidden", "temperature"):
+    for key in ("hidden", "teacher_hidden", "temperature", "probs"):
         if key in a:
             a[key][a["mask"] == 0] = np.nan
     own = {key: PALLAS.array(a[key], dtype) for key in ARGUMENTS}
     known = {key: PALLAS.array(a[key], dtype if key.startswith("teacher") else None) for key in a if key not in own}
 
     def loss(own: dict[str, Any]) -> Any:
-        losses = distillation_loss(**own, **known, reduction="none", backend="pallas", **options)
+        losses = function(**own, **known, reduction="none", backend="pallas", **options)
         return (losses * upstream).sum(), losses
 
     (_, losses), grads = jax.value_and_grad(loss, has_aux=True)(own)
@@ -211,7 +250,7 @@ def step_of(
     known = {
         "head": [of(tokens, teacher_hidden), of(vocab, teacher_hidden)],
         "dense": [of(tokens, vocab)],
-    }.get(way, [array(tokens, 7, dtype=jnp.int32, sharding=sharding), number(7)])
+    }.get(way, [array(tokens, IDS, dtype=jnp.int32, sharding=sharding), number(IDS)])
     function: Any = {"head": distillation_loss, "dense": dense_distillation_loss}.get(way, sparse_distillation_loss)
     options = {"beta": 0.5, "softcap": 30.0, "backend": "pallas", **options}
     options |= {"rest": way} if way in ("spread", "class") else {}
@@ -245,10 +284,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @IN_EITHER_ORDER
 @pytest.mark.parametrize("way", ["head", "spread", "dense", "class"])
 def test_which_calls_take_the_kernels(way: str, order: str, monkeypatch: pytest.MonkeyPatch, compiled: None) -> None:
-    """Those with a teacher of the whole vocabulary, in both orders."""
+    """Of every teacher, in both orders."""
     take_order(monkeypatch, order)
     wanted = {ROWS} if order == "held" else {ROWS, TILE}
-    assert kernels_of(*step_of(way, 20, (16, 24, 300))) == (set() if way == "class" else wanted)
+    assert kernels_of(*step_of(way, 20, (16, 24, 300))) == (OTHERS if way == "class" else wanted)
     assert kernels_of(*step_of(way, 20, (16, 24, 300), backend="xla")) == set()
 
 
@@ -260,6 +299,8 @@ def test_which_calls_take_the_kernels(way: str, order: str, monkeypatch: pytest.
         ("head", 1031, "float32", {"beta": 0.0, "teacher_softcap": 20.0}),
         ("dense", 70, "float16", {"beta": 1.0, "nll_coef": 0.5, "softcap": None}),
         ("spread", 2300, "float32", {"beta": 0.0, "nll_coef": 0.5}),
+        ("class", 1031, "float32", {"nll_coef": 0.5}),
+        ("class", 70, "bfloat16", {"softcap": None}),
     ],
 )
 def test_lowers_for_cuda(
@@ -319,6 +360,11 @@ def test_a_dtype_without_kernels_is_refused(compiled: None) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Compiled for a GPU that is not there
 
+ROWS_BY: dict[str, objectives.RowsBy] = {
+    "head": "pallas",
+    "dense": "pallas, probabilities",
+    "class": "pallas, ids",
+}
 # (way, dtype, tokens, hidden, teacher's hidden, vocabulary, budget [MiB]): a held gradient, and tiles with few and with
 # many bytes in rows of the weights.
 CALLS: dict[str, tuple[str, str, int, int, int, int, int | None]] = {
@@ -327,6 +373,8 @@ CALLS: dict[str, tuple[str, str, int, int, int, int, int | None]] = {
     "tiles": ("head", "bfloat16", 2048, 64, 64, 128256, 100),
     "rows of weights": ("head", "float32", 200, 1024, 8192, 32769, 80),
     "probabilities": ("dense", "float32", 2048, 64, 0, 128256, 150),
+    "held ids": ("class", "bfloat16", 2048, 64, 0, 128256, None),
+    "ids": ("class", "bfloat16", 2048, 64, 0, 128256, 100),
 }
 
 
@@ -341,11 +389,11 @@ def test_within_the_promise_of_an_h200(
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     way, dtype, tokens, hidden, teacher_hidden, vocab, budget = CALLS[name]
     memory_budget = None if budget is None else budget * MIB
-    sizes = DistillationSizes(tokens, hidden, vocab, dtype, teacher_hidden)
-    by: objectives.RowsBy = "pallas" if way == "head" else "pallas, probabilities"
+    sizes = DistillationSizes(tokens, hidden, vocab, dtype, teacher_hidden, IDS + 1 if way == "class" else 0)
+    by = ROWS_BY[way]
     itemsize = jnp.dtype(dtype).itemsize
     order = distillation_order(sizes, operand_itemsize=itemsize, by=by, memory_budget=memory_budget)
-    assert (order.again is None) == name.startswith("held")
+    assert (order.again is None) == name.startswith("held"), name
     step, arrays = step_of(
         way, tokens, (hidden, teacher_hidden, vocab), dtype, sharding, nll_coef=0.5, memory_budget=memory_budget
     )

@@ -475,7 +475,7 @@ class _SparseTeacher(NamedTuple):
 
     @property
     def rows_by(self) -> RowsBy:
-        return "pallas, probabilities" if self.rest == "spread" else "xla"
+        return "pallas, probabilities" if self.rest == "spread" else "pallas, ids"
 
     def check(self, given: _Given, shard: Shard) -> Array:
         checks.check_types({"ids": self.ids, "probs": self.probs})

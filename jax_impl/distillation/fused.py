@@ -42,7 +42,7 @@ def row_losses(
 ) -> tuple[Array, list[Kept], Array | None]:
     """:meth:`RowFunctions.row_losses`."""
     vocab = of.inputs.weight.shape[0]
-    student = _student(of).raw(first, tokens, 0, vocab)
+    student = student_head(of).raw(first, tokens, 0, vocab)
     teacher = _divergence(of).teacher.raw(first, tokens, 0, vocab)
     sides = _sides(of, student, teacher)
 
@@ -53,7 +53,7 @@ def row_losses(
         made = row_kernels.row_losses(sides, {**arguments, "gradient": gradient}, keep=keep)
         return made | {"gradient": written(gradient)}
 
-    arguments = _arguments(of, student, teacher, first, 0)
+    arguments = _both_sides(of, student, teacher, first, 0)
     if held is not None:
         arguments |= {"first": jnp.asarray(first, jnp.int32).reshape(1), "gradient": held}
     made = one_by_one(launch)(arguments)
@@ -65,14 +65,14 @@ def tile_gradient(
     of: Losses, kept: list[Kept], factor: Array, x: Array, first: Index, start: Index, columns: int
 ) -> Array:
     """:meth:`RowFunctions.tile_gradient`."""
-    student = _student(of).raw_of(x, start, columns)
+    student = student_head(of).raw_of(x, start, columns)
     teacher = _divergence(of).teacher.raw(first, x.shape[0], start, columns)
     sides = _sides(of, student, teacher)
 
     def launch(arguments: dict[str, Array]) -> Array:
         return row_kernels.tile_gradient(sides, arguments, x.dtype)
 
-    arguments = _arguments(of, student, teacher, first, start) | dict(zip(sides.kept, kept[0], strict=True))
+    arguments = _both_sides(of, student, teacher, first, start) | dict(zip(sides.kept, kept[0], strict=True))
     gradient: Array = one_by_one(launch)(arguments | {"factor": factor})
     return gradient[:, :columns]
 
@@ -102,40 +102,51 @@ def _divergence(of: Losses) -> Divergence:
     return divergence
 
 
-def _student(of: Losses) -> Head:
+def student_head(of: Losses) -> Head:
     return Head(of.inputs, of.options, of.inputs.accumulation_dtype)
 
 
 def _sides(of: Losses, student: Raw, teacher: Raw) -> row_kernels.Sides:
-    hard = of.hard
-    temperature = hard.temperature if hard is not None and isinstance(hard.temperature, float) else 1.0
     return row_kernels.Sides(
-        student=_row(student),
-        teacher=_row(teacher),
+        student=row_of(student),
+        teacher=row_of(teacher),
         normalize=teacher.options is not None,
         beta=float(_divergence(of).beta),
-        hard=hard is not None,
-        nll_coef=0.0 if hard is None else float(hard.coef),
-        temperature=temperature,
+        hard=of.hard is not None,
+        nll_coef=0.0 if of.hard is None else float(of.hard.coef),
+        temperature=hard_temperature(of),
     )
 
 
-def _row(raw: Raw) -> Row:
+def hard_temperature(of: Losses) -> float:
+    """What all tokens' logits were divided by that the hard loss multiplies them by."""
+    return of.hard.temperature if of.hard is not None and isinstance(of.hard.temperature, float) else 1.0
+
+
+def row_of(raw: Raw) -> Row:
     if raw.options is None:
         return Row(raw.r.shape[1], raw.r.dtype)
     return Row(raw.r.shape[1], raw.r.dtype, float(raw.options.logit_scale), raw.options.softcap)
 
 
-def _arguments(of: Losses, student: Raw, teacher: Raw, first: Index, start: Index) -> dict[str, Array]:
-    """What both kernels read of columns from ``start``; rows shorter than a warpgroup are padded."""
-    hard, tokens, missing = of.hard, student.r.shape[0], _row(student).width - student.r.shape[1]
-    arguments = {"valid": take(of.inputs.valid, first, tokens).astype(jnp.int32)}
-    for name, raw in (("student", student), ("teacher", teacher)):
-        arguments[name] = jnp.pad(raw.r, ((0, 0), (0, missing)))
-        if raw.bias is not None:
-            arguments[f"{name}_bias"] = jnp.pad(raw.bias.astype(raw.r.dtype), (0, missing))
+def _both_sides(of: Losses, student: Raw, teacher: Raw, first: Index, start: Index) -> dict[str, Array]:
+    """What both kernels read of columns from ``start``."""
+    return student_arguments(of, student, first, start) | _side("teacher", teacher)
+
+
+def student_arguments(of: Losses, student: Raw, first: Index, start: Index) -> dict[str, Array]:
+    """What kernels read of the tokens from ``first`` and of the student's columns from ``start``."""
+    hard, tokens = of.hard, student.r.shape[0]
+    arguments = {"valid": take(of.inputs.valid, first, tokens).astype(jnp.int32), **_side("student", student)}
     if hard is not None:
         arguments["target"] = (take(hard.ids[:, 0], first, tokens) - start).astype(jnp.int32)
     if of.inputs.temperature is not None:
         arguments["temperature"] = take(of.inputs.temperature, first, tokens)
     return arguments
+
+
+def _side(name: str, raw: Raw) -> dict[str, Array]:
+    """Rows shorter than a warpgroup are padded."""
+    missing = row_of(raw).width - raw.r.shape[1]
+    side = {name: jnp.pad(raw.r, ((0, 0), (0, missing)))}
+    return side if raw.bias is None else side | {f"{name}_bias": jnp.pad(raw.bias.astype(raw.r.dtype), (0, missing))}

@@ -106,12 +106,17 @@ class GivenIds:
         logits = jnp.where(take(self.ids, first, tokens) < 0, -jnp.inf, logits)
         others = put_columns(z, columns, -jnp.inf)
         highest, total = row_sums(others, self.shard)
+        losses, kept = self.of_classes(logits, highest, jnp.log(total), first)
+        return losses, kept, _others_gradient(kept, others, columns)
+
+    def of_classes(self, logits: Array, highest: Array, log_total: Array, first: Index) -> tuple[Array, Kept]:
+        """From the ids' logits [C, K], −inf where not known, and the logsumexp of the others in two parts, [C] each:
+        the losses [C], and what the gradient needs."""
         anchor = jnp.maximum(highest, logits.max(axis=1))
-        rest = (highest - anchor) + jnp.log(total)
+        rest = (highest - anchor) + log_total
         log_q = _log_softmax(jnp.concatenate([logits - anchor[:, None], rest[:, None]], axis=1))
         losses, slopes = self.judged(log_q, first)
-        kept = highest, jnp.log(jnp.where(total > 0, total, 1.0)), slopes
-        return losses, kept, _others_gradient(kept, others, columns)
+        return losses, (highest, jnp.where(jnp.isneginf(log_total), 0.0, log_total), slopes)
 
     def gradient(self, kept: Kept, z: Array, first: Index, start: Index) -> Array:
         columns = self._columns(z, first, start)

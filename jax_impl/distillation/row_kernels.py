@@ -4,7 +4,8 @@ torch_impl/distillation/row_kernels.py.
 One program of row_losses, a warpgroup of 128 threads, owns one token: a row of V raw logits of the student and one of
 the teacher, in float32. It goes over them piece by piece (pieces.py), once for the logsumexps and once or twice for the
 divergence and its gradient. Every thread keeps sums of its own. They are added at the end of the row, in a fixed order.
-tile_gradient makes the gradient of a tile of such rows from what was kept of them. The formulas are those of parts.py.
+tile_gradient makes the gradient of a tile of such rows from what was kept of them. others_sums and others_gradient are
+for a teacher of a few ids and one class for all others. The formulas are those of parts.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.experimental.pallas as pl
@@ -40,20 +42,45 @@ Known = dict[str, Array]
 """Numbers of a token by name."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sides:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Student:
     """What is the same for every token."""
 
     student: Row
-    teacher: Row
-    normalize: bool
-    """Whether the teacher's rows are raw logits, not log-probabilities."""
-    beta: float
     hard: bool
     """Whether nll_coef times the hard loss is added, of the logits times the temperature."""
     nll_coef: float = 0.0
     temperature: float = 1.0
     """Of all tokens. Where each has its own, that is taken."""
+
+    @property
+    def normalizers(self) -> tuple[str, ...]:
+        """The beginnings of the names of what logsumexps are taken of."""
+        return "", *("others_",) * self.hard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Others(Student):
+    """Of a teacher of a few ids. The student's rows are −∞ there, so what is left of them are the others."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What the gradient needs of a token."""
+        return "anchor", "log_total", "slope", *("others_anchor", "others_log_total", "gone") * self.hard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sides(Student):
+    """Of a teacher of the whole vocabulary."""
+
+    teacher: Row
+    normalize: bool
+    """Whether the teacher's rows are raw logits, not log-probabilities."""
+    beta: float
+
+    @property
+    def normalizers(self) -> tuple[str, ...]:
+        return *super().normalizers, *("teacher_",) * self.normalize
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -135,28 +162,35 @@ class _Entries:
 class _Token:
     """The token of this program, which counts."""
 
-    sides: Sides
+    sides: Student
     r: References
     number: Array
     target: Array | None
     """Counted from the first column of its rows; None without a hard loss."""
     temperature: Factor
 
-    @staticmethod
-    def of(sides: Sides, r: References, number: Array) -> _Token:
-        target = r["target"][number] if sides.hard else None
-        return _Token(sides, r, number, target, r["temperature"][number] if "temperature" in r else sides.temperature)
+    def logits(self, pieces: Sequence[Piece]) -> list[Array]:
+        """The student's f(r + b) of these pieces, all asked for before the first is used; −∞ at a teacher's ids."""
+        row = self.sides.student
+        raw = self._loaded("student", row, pieces)
+        logits = self._logits("student", row, raw, pieces)
+        if row.cap is None or not isinstance(self.sides, Others):
+            return logits
+        return [jnp.where(r == -math.inf, r, z) for r, z in zip(raw, logits, strict=True)]
 
-    def logits(self, side: str, pieces: Sequence[Piece]) -> list[Array]:
-        """A side's f(r + b) of these pieces, all asked for before the first is used; or its log-probabilities."""
-        row = self.sides.student if side == "student" else self.sides.teacher
-        values = [piece.of(self.r[side].at[self.number], row) for piece in pieces]
-        if side == "teacher" and not self.sides.normalize:
-            return values
-        if f"{side}_bias" in self.r:
-            biases = [piece.of(self.r[f"{side}_bias"], row) for piece in pieces]
-            values = [r + b for r, b in zip(values, biases, strict=True)]
-        return [capped(r, *self.scale_and_cap(row)) for r in values]
+    def normalized(self, pieces: Sequence[Piece]) -> dict[str, list[Array]]:
+        """The logits of every side whose logsumexp is wanted, by the beginning of its name."""
+        return {"": self.logits(pieces)}
+
+    def whole(self, dz: Array, z: Array, piece: Piece, known: Known) -> Array:
+        """The gradient of the student's r + b, but for logit_scale: of both losses, through the softcap. ``dz``: that
+        of the divergence in the logits z."""
+        row = self.sides.student
+        if self.target is not None:
+            others = exp((z * self.temperature - known["others_anchor"]) - known["others_log_total"])
+            own = row.columns() == self.target - piece.start
+            dz = dz + known["gone"] * jnp.where(own, -1.0, others)
+        return sloped(dz, z, self.scale_and_cap(row)[1])
 
     def scale_and_cap(self, row: Row) -> tuple[Factor, Factor | None]:
         """Divided by the token's own temperature: f(r) / T is f with these two."""
@@ -164,9 +198,39 @@ class _Token:
             return row.scale, row.cap
         return row.scale / self.temperature, None if row.cap is None else row.cap / self.temperature
 
+    def put(self, piece: Piece, gradient: Array) -> None:
+        _put(self.r, self.number, piece, self.sides.student, gradient)
+
+    def _loaded(self, side: str, row: Row, pieces: Sequence[Piece]) -> list[Array]:
+        return [piece.of(self.r[side].at[self.number], row) for piece in pieces]
+
+    def _logits(self, side: str, row: Row, values: Sequence[Array], pieces: Sequence[Piece]) -> list[Array]:
+        """f(r + b)"""
+        if f"{side}_bias" in self.r:
+            biases = [piece.of(self.r[f"{side}_bias"], row) for piece in pieces]
+            values = [r + b for r, b in zip(values, biases, strict=True)]
+        return [capped(r, *self.scale_and_cap(row)) for r in values]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair(_Token):
+    """The same, beside a teacher of the whole vocabulary."""
+
+    sides: Sides
+
+    def teacher_logits(self, pieces: Sequence[Piece]) -> list[Array]:
+        """Or its log-probabilities."""
+        row = self.sides.teacher
+        raw = self._loaded("teacher", row, pieces)
+        return self._logits("teacher", row, raw, pieces) if self.sides.normalize else raw
+
+    def normalized(self, pieces: Sequence[Piece]) -> dict[str, list[Array]]:
+        found = super().normalized(pieces)
+        return found | {"teacher_": self.teacher_logits(pieces)} if self.sides.normalize else found
+
     def entries(self, pieces: Sequence[Piece], known: Known) -> list[_Entries]:
         """Both sides of these pieces."""
-        both = self.logits("student", pieces), self.logits("teacher", pieces)
+        both = self.logits(pieces), self.teacher_logits(pieces)
 
         def entries(piece: Piece, z: Array, t: Array) -> _Entries:
             log_q = (z - known["anchor"]) - known["log_total"]
@@ -176,25 +240,24 @@ class _Token:
 
         return [entries(piece, z, t) for piece, z, t in zip(pieces, *both, strict=True)]
 
-    def slope(self, of: _Entries, known: Known) -> Array:
-        """The gradient of the student's r + b, but for logit_scale: of both losses, through the softcap."""
-        row = self.sides.student
+    def put_slope(self, of: _Entries, known: Known, factor: Factor = 1.0) -> None:
+        """Store the gradient times ``factor``."""
         dz = _divergence_slope(of.log_p, of.log_q, known, self.sides.beta)
-        if self.target is not None:
-            others = exp((of.z * self.temperature - known["others_anchor"]) - known["others_log_total"])
-            own = row.columns() == self.target - of.piece.start
-            dz = dz + known["gone"] * jnp.where(own, -1.0, others)
-        return sloped(dz, of.z, self.scale_and_cap(row)[1])
-
-    def put(self, of: _Entries, known: Known, factor: Factor = 1.0) -> None:
-        """Store that gradient times ``factor``."""
-        _put(self.r, self.number, of.piece, self.sides.student, self.slope(of, known) * factor)
+        self.put(of.piece, self.whole(dz, of.z, of.piece, known) * factor)
 
 
-def _put_gradient(token: _Token, known: Known, factor: Factor = 1.0) -> None:
+AnyToken = TypeVar("AnyToken", bound=_Token)
+
+
+def _token(kind: type[AnyToken], sides: Student, r: References, number: Array) -> AnyToken:
+    target = r["target"][number] if sides.hard else None
+    return kind(sides, r, number, target, r["temperature"][number] if "temperature" in r else sides.temperature)
+
+
+def _put_gradient(token: _Pair, known: Known, factor: Factor = 1.0) -> None:
     def write(pieces: Sequence[Piece], _: None) -> None:
         for each in token.entries(pieces, known):
-            token.put(each, known, factor)
+            token.put_slope(each, known, factor)
 
     over(token.sides.student, write, None, PIECES)
 
@@ -226,14 +289,12 @@ def _joined(lanes: Lanes) -> tuple[Array, Array]:
 
 
 def _normalizers(token: _Token) -> Known:
-    """One read of both rows: the logsumexp of each in two parts, and for a hard loss that of all but the target."""
-    sides, row = token.sides, token.sides.student
+    """One read of the rows: the logsumexp of each in two parts, and for a hard loss that of all but the target."""
+    row = token.sides.student
     columns, begin = row.columns(), (row.filled(spec.LOWEST_ANCHOR), row.filled(0.0))
 
     def add(pieces: Sequence[Piece], lanes: dict[str, Lanes]) -> dict[str, Lanes]:
-        found = {"": token.logits("student", pieces)}
-        if sides.normalize:
-            found["teacher_"] = token.logits("teacher", pieces)
+        found = token.normalized(pieces)
         if token.target is not None:
             own = [columns == token.target - piece.start for piece in pieces]
             scaled = [z * token.temperature for z in found[""]]
@@ -244,14 +305,13 @@ def _normalizers(token: _Token) -> Known:
 
         return {name: _more(lanes[name], counted(logits)) for name, logits in found.items()}
 
-    names = ("", *("teacher_",) * sides.normalize, *("others_",) * sides.hard)
     known: Known = {}
-    for name, lanes in over(row, add, dict.fromkeys(names, begin), PIECES).items():
+    for name, lanes in over(row, add, dict.fromkeys(token.sides.normalizers, begin), PIECES).items():
         known[f"{name}anchor"], known[f"{name}log_total"] = _joined(lanes)
     return known
 
 
-def _hard_loss(token: _Token, known: Known) -> Known:
+def _hard_loss(token: _Pair, known: Known) -> Known:
     """Its loss, and what its gradient needs."""
     r, row, sides = token.r, token.sides.student, token.sides
     raw = r["student"][token.number, token.target]
@@ -264,7 +324,7 @@ def _hard_loss(token: _Token, known: Known) -> Known:
     return {"loss": loss, "gone": gone, "others_log_total": others}
 
 
-def _divergence(token: _Token, known: Known, store: bool) -> Known:
+def _divergence(token: _Pair, known: Known, store: bool) -> Known:
     """The divergence, and what else its sums are; and if ``store``, the gradient, which needs none of them."""
     row, beta = token.sides.student, token.sides.beta
     columns = row.columns()
@@ -274,7 +334,7 @@ def _divergence(token: _Token, known: Known, store: bool) -> Known:
             terms = _divergence_terms(each.log_p, each.log_q, beta)
             lanes = {name: lanes[name] + each.piece.counted(columns, row, more) for name, more in terms.items()}
             if store:
-                token.put(each, known)
+                token.put_slope(each, known)
         return lanes
 
     begin = dict.fromkeys(("divergence", *("mean",) * (beta != 0)), row.filled(0.0))
@@ -302,7 +362,7 @@ def row_losses(sides: Sides, arguments: Arguments, *, keep: bool) -> dict[str, A
 
         @pl.when(valid != 0)
         def _() -> None:
-            token = _Token.of(sides, r, number)
+            token = _token(_Pair, sides, r, number)
             known = _normalizers(token)
             if sides.hard:
                 known |= _hard_loss(token, known)
@@ -339,7 +399,7 @@ def tile_gradient(sides: Sides, arguments: Arguments, dtype: DTypeLike) -> Array
 
         @pl.when(valid != 0)
         def _() -> None:
-            token = _Token.of(sides, r, number)
+            token = _token(_Pair, sides, r, number)
             _put_gradient(token, {name: r[name][number] for name in sides.kept}, r["factor"][number])
 
         pl.when(valid == 0)(lambda: _put_zeros(r, number, sides.student))
@@ -347,3 +407,64 @@ def tile_gradient(sides: Sides, arguments: Arguments, dtype: DTypeLike) -> Array
     tokens, width = arguments["student"].shape
     outputs = {"gradient": jax.ShapeDtypeStruct((tokens, width), dtype)}
     return launch(body, arguments, outputs, name="distillation_tile", options=sides, grid=tokens)["gradient"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A few ids and the others
+
+
+def others_sums(of: Others, arguments: Arguments) -> dict[str, Array]:
+    """Of every token the logsumexp of the others in two parts, anchor and log_total (−∞ where there are none), [C]
+    each; for a hard loss that of the others but the target too, others_anchor and others_log_total.
+
+    For a token that does not count, of which nothing is read, they mean nothing.
+
+    Arguments: those of :func:`row_losses` without the teacher's, of rows of student that are −∞ at the ids.
+    """
+    tokens = arguments["student"].shape[0]
+    names = [f"{name}{part}" for name in of.normalizers for part in ("anchor", "log_total")]
+
+    def body(r: References) -> None:
+        number = lax.axis_index("program")
+
+        @pl.when(r["valid"][number] != 0)
+        def _() -> None:
+            known = _normalizers(_token(_Token, of, r, number))
+            for name in names:
+                r[name][number] = known[name]
+
+    outputs = dict.fromkeys(names, jax.ShapeDtypeStruct((tokens,), jnp.float32))
+    return launch(body, arguments, outputs, name="distillation_others", options=of, grid=tokens)
+
+
+def others_gradient(of: Others, arguments: Arguments, dtype: DTypeLike | None) -> dict[str, Array]:
+    """The gradient of the student's r + b but for logit_scale, as if no entry were an id, and times the token's factor
+    where there is one: to ``gradient`` as of :func:`row_losses`, or, of this dtype, by that name, [C, width].
+
+    Arguments: those of :func:`others_sums`, of whole rows or of a tile whose first column is ``target`` 0; what is
+    kept, [C] float32 each, of which ``slope`` is the divergence's gradient in the logit of the others' class; factor
+    [C] float32, or none.
+    """
+    row, (tokens, width) = of.student, arguments["student"].shape
+
+    def body(r: References) -> None:
+        number = lax.axis_index("program")
+        valid = r["valid"][number]
+
+        @pl.when(valid != 0)
+        def _() -> None:
+            token = _token(_Token, of, r, number)
+            known = {name: r[name][number] for name in of.kept}
+            factor = r["factor"][number] if "factor" in r else 1.0
+
+            def write(pieces: Sequence[Piece], _: None) -> None:
+                for piece, z in zip(pieces, token.logits(pieces), strict=True):
+                    dz = known["slope"] * exp((z - known["anchor"]) - known["log_total"])
+                    token.put(piece, token.whole(dz, z, piece, known) * factor)
+
+            over(row, write, None, PIECES)
+
+        pl.when(valid == 0)(lambda: _put_zeros(r, number, row))
+
+    outputs = {} if dtype is None else {"gradient": jax.ShapeDtypeStruct((tokens, width), dtype)}
+    return launch(body, arguments, outputs, name="distillation_others_gradient", options=of, grid=tokens)

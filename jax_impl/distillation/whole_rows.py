@@ -29,7 +29,7 @@ from logitless.jax_impl.chunk import (
     tile_gradients,
 )
 from logitless.jax_impl.distillation import plain
-from logitless.jax_impl.distillation.parts import Kept, Losses
+from logitless.jax_impl.distillation.parts import Kept, Losses, RestClass
 from logitless.jax_impl.slices import Index, for_slices, put, take
 from logitless.objectives import WholeRows
 from logitless.spec import LossOptions
@@ -77,9 +77,9 @@ class RowFunctions(Protocol):
 def _functions(of: Losses) -> RowFunctions:
     if not of.order.by.kernel or not of.order.sizes.tokens:  # a kernel has at least one program
         return plain
-    from logitless.jax_impl.distillation import fused  # imports Pallas
+    from logitless.jax_impl.distillation import fused, fused_ids  # they import Pallas
 
-    return fused
+    return fused_ids if isinstance(of.parts[-1], RestClass) else fused
 
 
 def gradients(

@@ -1,4 +1,6 @@
-"""What Triton kernels do of a distillation from a few ids of every token and one class for all others. No mirror."""
+"""What Triton kernels do of a distillation from a few ids of every token and one class for all others. Mirror of
+jax_impl/distillation/fused_ids.py.
+"""
 
 from __future__ import annotations
 
