@@ -110,6 +110,7 @@ TASKS = (
     Task("long.json", ("long", "--framework", "torch"), 1, 1.5, TORCH),
     Task("long_jax.json", ("long", "--framework", "jax"), 1, 2.5, JAX),
     Task("gist.json", ("gist",), 1, 2.0, TORCH),
+    Task("log_probs.json", ("log_probs",), 1, 3.0, TORCH),
     Task("small.json", ("small",), 1, 4.0, TORCH),
     Task("logits.json", ("logits",), 1, 2.0, (*BOTH, "torch_impl/given_logits", "jax_impl/given_logits")),
     Task("bridges.json", ("bridges",), 1, 2.0, (*BOTH, "interop")),

@@ -31,9 +31,9 @@ from bench import machine, shapes
 from bench.checkout import ROOT, packages
 
 MODULES = (
-    "all", "accumulation", "architectures", "check", "compare", "distillation", "energy", "gist", "grpo", "hf", "long",
-    "phases", "sharded", "bridges", "logits", "portable", "fuzz", "sanitize", "scale", "real_head", "report", "rl",
-    "small", "tpu",
+    "all", "accumulation", "architectures", "check", "compare", "distillation", "energy", "gist", "grpo", "hf",
+    "log_probs", "long", "phases", "sharded", "bridges", "logits", "portable", "fuzz", "sanitize", "scale", "real_head",
+    "report", "rl", "small", "tpu",
 )  # fmt: skip
 RESULTS = ROOT / "bench" / "results"
 

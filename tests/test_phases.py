@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the truth is computed in PyTorch")
 
 from implementations import interpreted  # noqa: E402
 
-from bench import accumulation, gpu_torch, long, phases, registry, report, truth  # noqa: E402
+from bench import accumulation, gpu_torch, log_probs, long, phases, registry, report, truth  # noqa: E402
 from bench.shapes import Shape  # noqa: E402
 from logitless import torch_impl  # noqa: E402
 from logitless.tolerances import TINY, error  # noqa: E402
@@ -290,10 +290,39 @@ def test_a_distillation_beside_full_logits(framework: str, tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities
+
+
+def test_log_probs_are_measured_beside_the_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, and two peers: one is right, the other says log p of another token."""
+
+    def off(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return log_probs.full_logits(x, w, (y + 1) % len(w))
+
+    ways = {"right": log_probs.full_logits, "off": off, "fails": lambda x, w, y: 1 / 0}
+    monkeypatch.setattr(log_probs, "peers", lambda: {name: phases.Way(values) for name, values in ways.items()})
+    results = made("log_probs", tmp_path, "--shapes", "16x8x125", "--backend", "eager")
+    rows = {row["variant"]: row for row in results["rows"]}
+    assert {"floor", "eager", "eager, fast", "eager, lean", "eager, GRPO loss"} <= rows.keys()
+    for name in ("eager", "right"):
+        assert rows[name]["log_prob_error"] < 0.01 > rows[name]["entropy_error"]
+        assert rows[name]["both_ms"] > 0 < rows[name]["scratch_bytes"]
+        assert rows[name]["over_floor"] == rows[name]["both_ms"] / rows["floor"]["both_ms"]
+    assert rows["off"]["log_prob_error"] > 0.1
+    assert rows["off"]["entropy_error"] < 0.01
+    assert "both_ms" in rows["eager, GRPO loss"]
+    assert "log_prob_error" not in rows["eager, GRPO loss"]
+    assert rows["fails"]["error"].startswith("ZeroDivisionError")
+    table = report.log_probs_table(results["rows"])
+    assert table.count("\n") == len(results["rows"]) + 2
+    assert "ZeroDivisionError" in table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The pages
 
 
-@pytest.mark.parametrize("name", ["phases", "accumulation", "distillation", "long"])
+@pytest.mark.parametrize("name", ["phases", "accumulation", "distillation", "log_probs", "long"])
 def test_the_page_is_that_of_the_results(name: str) -> None:
     pytest.importorskip("matplotlib", reason="the report draws with it")
     page = RESULTS.parent.parent / "docs" / "figures" / f"{name}.md"
@@ -304,6 +333,7 @@ def test_the_page_is_that_of_the_results(name: str) -> None:
     parts = {
         "phases": [results.get(key, []) for key in ("rows", "checks", "launches")],
         "accumulation": [results["rows"]],
+        "log_probs": [results["rows"]],
         "distillation": [results["rows"], report.read("distillation_jax.json")["rows"]],
         "long": [results["rows"], report.read("long_jax.json")["rows"]],
     }
