@@ -143,6 +143,11 @@ CONFIGURATIONS = {
     "anchored, lent, all": lambda: logits(
         "bf16", 1, 4, LENT=True, STATISTICS=True, SQUARES=True, HAS_BIAS=True, HAS_SCALE=True, HAS_CAP=True
     ),
+    "held, entropy": lambda: logits("bf16", 3, 4, STATISTICS=True),
+    "held, statistics, softcap": lambda: logits(
+        "bf16", 3, 4, STATISTICS=True, SQUARES=True, HAS_SCALE=True, HAS_CAP=True
+    ),
+    "held, turned": lambda: logits("bf16", 3, 4, STATISTICS=True, TURNED=True),
     "known": lambda: logits("bf16", 2, 1),
     "known fp16": lambda: logits("fp16", 2, 1),
     "entropy": lambda: logits("bf16", 0, 4, STATISTICS=True),

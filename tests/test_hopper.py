@@ -38,6 +38,7 @@ PLAIN += ("hidden, narrow", "hidden, narrow, waiting, split", "hidden, narrow, l
 PLAIN += ("weight, narrow", "weight, narrow, turned", "weight sum, narrow, add", "weight parted, narrow, added")
 OTHERS = ("hidden sum", "entropy", "statistics", "anchored, all", "known, all", "hidden, all", "weight, all")
 OTHERS += ("weight into narrow", "weight and targets, all")
+OTHERS += ("held, entropy", "held, statistics, softcap", "held, turned")
 OTHERS += ("weight sum, turned, add", "weight from parts", "anchored, lent, all", "weight in place, all")
 # The first three spill the thread's number, once at the start.
 OTHERS += ("weight narrowly parted", "weight narrowly parted, added", "weight from narrow parts")

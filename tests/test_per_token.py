@@ -13,7 +13,7 @@ from implementations import ALL, MORE_DTYPES, TorchEager, interpreted
 from logitless import plan, reference
 from logitless.problems import BY_NAME
 from logitless.rounding import round_to
-from logitless.tolerances import AREAL, GRADIENT, ROUNDING, TARGET_GRADIENT, THREE_DIGITS, TINY, error
+from logitless.tolerances import AREAL, GRADIENT, RATIO, ROUNDING, TARGET_GRADIENT, THREE_DIGITS, TINY, error
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
@@ -268,7 +268,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for name in ("token_gradients", "known_gradients"):
+    for name in ("token_gradients", "token_logits", "known_gradients", "logits_gradients"):
         monkeypatch.setattr(fused, name, recorded(name, getattr(fused, name)))
     return ways
 
@@ -321,10 +321,10 @@ def test_losses_whose_exponentials_wait(impl: Any, options: dict[str, Any], coun
 
 @every_triton
 def test_nothing_waits_unless_it_can(impl: Any, counted: list[str]) -> None:
-    """Two passes without a budget, with entropy, with a softcap and label smoothing, or beyond the budget."""
+    """Two passes without a budget, with a softcap and label smoothing, or beyond the budget."""
     x, w, _, y = some(dtype=impl.dtype)
     impl.run_log_probs(x, w, y)
-    impl.run_log_probs(x, w, y, entropy_upstream=1.0, memory_budget=LARGE)
+    impl.run_log_probs(x, w, y, entropy_upstream=1.0)
     impl.run(x, w, y, reduction="none", softcap=3.0, label_smoothing=0.1, memory_budget=LARGE)
     sizes = {"tokens": 40, "hidden": 16, "vocab": 90, "dtype": impl.dtype, "fused": True}
     impl.run_log_probs(x, w, y, memory_budget=plan(**sizes, order="tokens", chunk=40).scratch_bytes - 1)
@@ -341,10 +341,83 @@ def test_what_waited_is_used_once_and_made_anew(impl: Any, counted: list[str]) -
     x, w, _, y = some(dtype=impl.dtype)
     leaf = impl.array(x, impl.dtype).requires_grad_()
     weight, ids = impl.array(w, impl.dtype), impl.array(y)
-    log_prob, _ = linear_log_probs(leaf, weight, ids, memory_budget=LARGE, backend="triton")
-    first, second = (torch.autograd.grad(log_prob.sum(), leaf, retain_graph=True)[0] for _ in range(2))
-    assert counted == ["token_gradients", "known_gradients"]
-    assert error(impl.numpy(second), impl.numpy(first)) <= GRADIENT[impl.dtype]
+    for with_entropy, ways in ((False, ["token_gradients"]), (True, ["token_logits", "logits_gradients"])):
+        counted.clear()
+        values = linear_log_probs(leaf, weight, ids, with_entropy=with_entropy, memory_budget=LARGE, backend="triton")
+        total = torch.stack([value.sum() for value in values if value is not None]).sum()
+        first, second = (torch.autograd.grad(total, leaf, retain_graph=True)[0] for _ in range(2))
+        assert counted == [*ways, "known_gradients"]
+        assert error(impl.numpy(second), impl.numpy(first)) <= GRADIENT[impl.dtype]
+
+
+def assert_as_exact(
+    impl: Any, arrays: tuple[Any, ...], dtype: str, counted: list[str], true: Any, **given: Any
+) -> None:
+    """Logits that waited add little to what rounding the gradient's matrix does, once, from float32 logits."""
+    made = impl.run_log_probs(*arrays, dtype=dtype, plan="fast", **given)
+    assert counted == ["token_logits", "logits_gradients"]
+    again = impl.run_log_probs(*arrays, dtype=dtype, plan="balanced", **given)
+    assert error(made.entropy, true.entropy) <= TINY["float32"]
+    assert error(made.log_prob, true.log_prob) <= TINY["float32"]
+    for name in ("hidden", "weight", "bias"):
+        expected = getattr(true, f"{name}_grad")
+        allowed = RATIO * error(again.grads[name], expected) + TINY[dtype]
+        assert error(made.grads[name], expected) <= allowed, name
+
+
+@pytest.mark.case(2)
+@pytest.mark.case(4)
+@every_triton
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "logit_scale": 1.5}, {"temperature": 1.7}], ids=str)
+def test_statistics_whose_logits_wait(impl: Any, dtype: str, options: dict[str, Any], counted: list[str]) -> None:
+    """Any upstream gradients, NaN at an ignored token; also of statistics, and of the entropy alone."""
+    x, w, b, y = some(61, 32, 203, dtype=dtype, seed=3)
+    g = np.random.default_rng(4).standard_normal((4, 61)) * 10.0 ** np.random.default_rng(5).integers(-3, 4, (4, 61))
+    g[:, 5:9] = 0.0
+    for stated, h in ((False, 0.0 * g[0]), (False, g[0]), (True, g[0])):
+        counted.clear()
+        more = {"lse_upstream": g[2], "squared_upstream": g[3]} if stated else {}
+        true = reference.linear_log_probs(x, w, y, b, log_prob_upstream=h, entropy_upstream=g[1], **more, **options)
+        upstream = {"log_prob_upstream": np.where(y == -100, np.nan, h), "entropy_upstream": g[1]}
+        upstream["stats_upstream"] = {"lse": g[2], "sum_p_squared": g[3]} if stated else None
+        assert_as_exact(impl, (x, w, y, b), dtype, counted, true, **upstream, **options)
+
+
+@every_triton
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("above", [0.0, 23.0, 25.0, 60.0, -39.0, -45.0])
+def test_logits_that_wait_have_a_range(impl: Any, dtype: str, above: float, counted: list[str]) -> None:
+    """An entry lies so many nats above the target of every second token, or below. From 24 on the row is done again;
+    from −40 on a probability is 0."""
+    x, w, _, y = some(40, 16, 203, dtype=dtype, seed=8)
+    b = np.zeros(203, np.float32)
+    x[::2], w[:, 3] = 0.0, 0.0
+    x[::2, 3], w[202, 3] = 1.0, above
+    y[y == 202] = 0
+    g = np.random.default_rng(9).standard_normal((2, 40))
+    true = reference.linear_log_probs(x, w, y, b, log_prob_upstream=g[0], entropy_upstream=g[1])
+    upstream = {"log_prob_upstream": g[0], "entropy_upstream": g[1]}
+    assert_as_exact(impl, (x, w, y, b), dtype, counted, true, **upstream)
+
+
+@every_triton
+@pytest.mark.parametrize("nats", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("alone", [False, True], ids=["both", "entropy"])
+def test_logits_that_wait_are_exact_for_sure_and_unsure_tokens(
+    impl: Any, nats: float, alone: bool, counted: list[str]
+) -> None:
+    """``nats``: the standard deviation of a token's logits. The entropy's gradient is smallest where all probabilities
+    are alike. Targets are drawn from the softmax."""
+    rng = np.random.default_rng(10)
+    x = round_to(rng.standard_normal((64, 32)), "bfloat16")
+    w = round_to(nats * rng.standard_normal((300, 32)) * 32**-0.5, "bfloat16")
+    b = np.zeros(300, np.float32)
+    y = (x @ w.T + rng.gumbel(size=(64, 300))).argmax(1)
+    g = rng.standard_normal((2, 64)) * [[0.0 if alone else 1.0], [1.0]]
+    true = reference.linear_log_probs(x, w, y, b, log_prob_upstream=g[0], entropy_upstream=g[1])
+    upstream = {"log_prob_upstream": g[0], "entropy_upstream": g[1]}
+    assert_as_exact(impl, (x, w, y, b), "bfloat16", counted, true, **upstream)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,8 +443,12 @@ def stated(name: str, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.late(where=is_late)
 @pytest.mark.case(19)
 @in_its_own_dtype
+@pytest.mark.parametrize("prefer", ["balanced", "fast"])
 @pytest.mark.parametrize("name", [*STATED, pytest.param("trained_softcap", marks=SLOW)])
-def test_statistics_and_their_gradients(impl: Any, name: str) -> None:
+def test_statistics_and_their_gradients(impl: Any, name: str, prefer: str) -> None:
+    """ "fast": from logits that waited, where kernels have that."""
+    if prefer == "fast" and impl.backend != "triton":
+        pytest.skip('takes the way of "balanced"')
     if name.startswith("trained") and impl.name == "torch_triton_interpreted":
         pytest.skip("interpreted kernels are slow: a large problem is judged on a GPU")
     arrays, options = stated(name, impl.dtype)
@@ -381,7 +458,7 @@ def test_statistics_and_their_gradients(impl: Any, name: str) -> None:
     )
     made = impl.run_log_probs(
         *arrays, log_prob_upstream=g1, entropy_upstream=g2, stats_upstream={"lse": g3, "sum_p_squared": g4},
-        dtype=impl.dtype, **options,
+        dtype=impl.dtype, plan=prefer, **options,
     )  # fmt: skip
     for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit", "sum_p_squared"):
         with np.errstate(invalid="ignore"):  # −inf of two sides

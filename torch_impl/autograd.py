@@ -52,7 +52,8 @@ class Context(SavedContext):
 
     call: Call
     needs: Needs
-    waiting: Waiting | None
+    waiting: Waiting | Tensor | None
+    """A tensor: the logits of log-probabilities."""
 
 
 class Steps(Protocol):
@@ -68,7 +69,7 @@ class Steps(Protocol):
     def log_probs(self, arrays: Arrays, call: Call, needs: Needs, /) -> steps.LogProbs: ...
 
     def log_probs_gradients(
-        self, arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None,
+        self, arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | Tensor | None,
         upstream: Sequence[Tensor | None], /,
     ) -> Gradients: ...  # fmt: skip
 
@@ -183,8 +184,8 @@ def _needs(wanted: tuple[bool, ...], call: Call, arrays: Arrays) -> Needs:
     return needs
 
 
-def _take(ctx: Context) -> Waiting | None:
-    """What waits for the upstream gradient, for this backward alone: finishing it writes to it.
+def _take(ctx: Context) -> Waiting | Tensor | None:
+    """``ctx.waiting``, for this backward alone: finishing it writes to it.
 
     Where the graph is retained, plain operations' gradients are copied, so that every backward has the same bits.
     """
@@ -236,6 +237,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx: Context, kept: tuple[Tensor, ...], upstream: Tensor, g_lse: Tensor | None, *_: Tensor | None
     ) -> Derivatives:
         waiting, call = _take(ctx), ctx.call
+        assert not isinstance(waiting, Tensor)
         arrays, saved, needs = Arrays(*kept[:7]), kept[7:], ctx.needs
         if call.deferred is not None:
             rest = dataclasses.replace(needs, hidden=None)
@@ -259,7 +261,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
         arrays = Arrays.of_head(hidden, weight, bias, target, temperature)
         needs = _needs(ctx.needs_input_grad[1:], call, arrays)
         step = _steps(call).log_probs(arrays, call, needs)
-        ctx.call, ctx.needs, ctx.waiting = call, needs, step.waiting
+        ctx.call, ctx.needs, ctx.waiting = call, needs, step.waiting if step.held is None else step.held
         ctx.save_for_backward(*arrays.head, *step.saved)
         ctx.set_materialize_grads(False)
         results = tuple(map(own, (step.log_prob, *step.stats)))

@@ -132,6 +132,16 @@ class Backend(Protocol[Prepared]):
     ) -> Gradients:
         """dX [N, D], dW [V, D], db [V] from rows [N] that are known. g [N]: upstream gradient, weights included."""
 
+    def token_logits(
+        self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, statistics: Statistics, /
+    ) -> tuple[TokenSums, Tensor]:
+        """Sums, and logits [N, V] that wait for :meth:`logits_gradients`. Only where :meth:`holds`."""
+
+    def logits_gradients(
+        self, inputs: Prepared, options: LossOptions, plan: ChunkPlan, known: KnownRows, needs: Needs, logits: Tensor, /
+    ) -> Gradients:
+        """:meth:`known_gradients` from the logits that :meth:`token_logits` has left, which are written to."""
+
     def held_layout(
         self, tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs, /
     ) -> Layout:

@@ -157,13 +157,14 @@ def _chosen_plan(
     tokens, budget = arrays.target.numel(), tracing.number(request.memory_budget)
     if isinstance(request.plan, tuple):
         plan = given_plan(arrays, request, dtype)
-        may = _may_wait(arrays, request, options) and _may_lend(arrays, dtype, backend)
+        may = _may_lend(arrays, request, options, dtype, backend)
         if plan.has_room and not (may if plan.in_place else _may_free(arrays, dtype, backend)):
             raise ValueError(NO_FREE_ROWS)
         return plan
     one_pass = options.reduction != "none" and options.separable and not request.lse
     waits = _may_wait(arrays, request, options)
-    hold, lends = waits and budget is not None, waits and _may_lend(arrays, dtype, backend)
+    lends = _may_lend(arrays, request, options, dtype, backend)
+    hold = waits and (budget is not None or preference(request) == "fast")
     choose = functools.partial(
         planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold, lends=lends,
         prefer=preference(request), frees=_may_free(arrays, dtype, backend),
@@ -188,14 +189,15 @@ NO_FREE_ROWS = (
 
 
 def _may_wait(arrays: Arrays, request: Request, options: LossOptions) -> bool:
-    """Whether exponentials can wait for an upstream gradient per token: all gradients are proportional to it."""
-    proportional = options.separable and not request.lse and not (request.log_probs and request.statistics)
-    return proportional and not tracing.is_looked_at(arrays.weight)
+    """Whether exponentials can wait for an upstream gradient per token, or logits for several."""
+    return options.separable and not request.lse and not tracing.is_looked_at(arrays.weight)
 
 
-def _may_lend(arrays: Arrays, dtype: torch.dtype, backend: Kind) -> bool:
-    """Whether the backward of a call on one device makes dW, so that its rows are free until then. A dW that goes
-    elsewhere, and those of several ranks, are sharding.py's."""
+def _may_lend(arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: Kind) -> bool:
+    """Whether exponentials can wait in dW's rows: the backward of a call on one device makes dW, of which all is
+    proportional to one upstream gradient. A dW that goes elsewhere, and those of several ranks, are sharding.py's."""
+    if not _may_wait(arrays, request, options) or (request.log_probs and request.statistics):
+        return False
     wanted = torch.is_grad_enabled() and arrays.weight.requires_grad and arrays.temperature is None
     return wanted and backend_named(backend).lends(arrays.weight, dtype)
 

@@ -347,6 +347,20 @@ def token_gradients(
     raise NotImplementedError
 
 
+def token_logits(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics
+) -> tuple[TokenSums, Tensor]:
+    """Logits that wait for upstream gradients per token: not here either."""
+    raise NotImplementedError
+
+
+def logits_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, needs: Needs, logits: Tensor
+) -> Gradients:
+    """:func:`known_gradients` of such logits."""
+    raise NotImplementedError
+
+
 def held_layout(
     tokens: int, arrays: Arrays, options: LossOptions, dtype: torch.dtype, token_chunk: int, needs: Needs
 ) -> Layout:

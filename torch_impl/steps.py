@@ -8,6 +8,7 @@
 | with lse as a result | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan that knows lse first | sums | gradients with what arrived | 8 |
 | none, log-probs, a plan in one pass and one chunk (kernels) | sums, exponentials | gradients with what arrived | 6 |
+| log-probs with statistics, such a plan | sums, logits | the same | 6 |
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class LogProbs(NamedTuple):
     saved: tuple[Tensor, ...]
     waiting: Waiting | None
     """As in :class:`Loss`."""
+    held: Tensor | None = None
+    """Logits that wait for the first backward, or None."""
 
 
 def _no_autocast(arrays: Arrays) -> contextlib.AbstractContextManager[object]:
@@ -221,9 +224,12 @@ def log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
 def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
     backend = backend_named(call.backend)
     waiting: Waiting | None = None
+    held: Tensor | None = None
     with _no_autocast(arrays):
         inputs = _prepare(arrays, call)
-        if needs.any and holds(call) and not call.statistics:
+        if needs.any and holds(call) and call.statistics:
+            sums, held = backend.token_logits(inputs, call.options, call.chunk_plan, call.statistics)
+        elif needs.any and holds(call):
             sums, waiting = backend.token_gradients(inputs, call.options, call.chunk_plan, needs, False)
         else:
             sums = backend.token_sums(inputs, call.options, call.chunk_plan.forward, call.statistics)
@@ -238,7 +244,7 @@ def _log_probs(arrays: Arrays, call: Call, needs: Needs) -> LogProbs:
     if not needs.any:
         return LogProbs(log_prob, stats, (), waiting)
     more = (getattr(sums, name) for name in kept_sums(call.statistics))
-    return LogProbs(log_prob, stats, (sums.target_logit, sums.anchor, sums.log_total, *more), waiting)
+    return LogProbs(log_prob, stats, (sums.target_logit, sums.anchor, sums.log_total, *more), waiting, held)
 
 
 def kept_sums(statistics: Statistics) -> tuple[str, ...]:
@@ -249,26 +255,28 @@ def kept_sums(statistics: Statistics) -> tuple[str, ...]:
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None,
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | Tensor | None,
     upstream: Sequence[Tensor | None],
 ) -> Gradients:  # fmt: skip
-    """The gradients, when all upstream gradients have arrived: finished from what waits, else recomputed.
+    """The gradients, when all upstream gradients have arrived: finished from what waits, a Waiting or logits, else
+    recomputed.
 
     upstream: of log_prob and of the statistics that have one, in their order; None: 0.
     """
-    if waiting is not None:
+    if not isinstance(waiting, Tensor | None):
         with _no_autocast(arrays):
             assert upstream[0] is not None
             return _cast(waiting.finish(-upstream[0].to(saved[0].dtype)), arrays)
     return _run_step(
         "log_probs_gradients", arrays, call, needs,
-        lambda call: _known_log_probs(arrays, call, needs, saved, upstream), *saved, *upstream,
+        lambda call: _known_log_probs(arrays, call, needs, saved, upstream, waiting), *saved, *upstream, waiting,
     )  # fmt: skip
 
 
 def _known_log_probs(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], upstream: Sequence[Tensor | None]
-) -> Gradients:
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], upstream: Sequence[Tensor | None],
+    held: Tensor | None,
+) -> Gradients:  # fmt: skip
     target_logit, anchor, log_total, *rest = saved
     backend = backend_named(call.backend)
     with _no_autocast(arrays):
@@ -279,6 +287,9 @@ def _known_log_probs(
         named = zip(differentiable_statistics(call.statistics), others, strict=True)
         g = {name: values for name, values in named if values is not None}
         known = backend.log_prob_rows(inputs, call.options, sums, g_log_prob, g)
-        plan, factor = call.chunk_plan, known.factor
-        gradients = backends.known_gradients(backend, inputs, call.options, plan, known, factor, needs)
+        plan, options = call.chunk_plan, call.options
+        if held is None:
+            gradients = backends.known_gradients(backend, inputs, options, plan, known, known.factor, needs)
+        else:
+            gradients = backend.logits_gradients(inputs, options, plan, known, needs, held)
         return _cast(gradients, arrays)

@@ -329,7 +329,7 @@ def log_probs(arrays: Arrays, call: Call, needs: Needs) -> steps.LogProbs:
 
 
 def log_probs_gradients(
-    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | None,
+    arrays: Arrays, call: Call, needs: Needs, saved: tuple[Tensor, ...], waiting: Waiting | Tensor | None,
     upstream: Sequence[Tensor | None],
 ) -> Gradients:  # fmt: skip
     """:func:`steps.log_probs_gradients`."""

@@ -14,6 +14,7 @@ and added before a gradient is rounded: to dX in the product's epilogue, to dW i
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 
@@ -54,6 +55,9 @@ from logitless.torch_impl.kernels.rows import (
 from logitless.torch_impl.kernels.sums import Sums, known_by_position, relative_factors
 from logitless.torch_impl.kernels.tiles import WEIGHT
 
+with contextlib.suppress(ImportError):  # without triton, unavailable() says so before a kernel is launched
+    from logitless.torch_impl.kernels import portable as kernels
+
 # What a backend has; the functions that are not here are imported.
 __all__ = [
     "BUFFER_ALIGNMENT",
@@ -67,6 +71,7 @@ __all__ = [
     "lends",
     "log_prob_rows",
     "log_probs",
+    "logits_gradients",
     "loss_gradients",
     "losses",
     "normalizer",
@@ -75,6 +80,7 @@ __all__ = [
     "prepare",
     "run_step",
     "token_gradients",
+    "token_logits",
     "token_sums",
     "total_loss",
     "unavailable",
@@ -188,6 +194,37 @@ def token_gradients(
     return sums.result(), HeldTokens(c, needs, sums.smoothing, factors, x, e, weight)
 
 
+def token_logits(
+    inputs: Rows, options: LossOptions, plan: ChunkPlan, statistics: Statistics
+) -> tuple[TokenSums, Tensor]:
+    """Sums, and all logits in the input dtype's bits (kernels.held_of), for :func:`known_gradients`: in a plan of one
+    chunk 6·N·D·V flops together."""
+    c = KernelCall(inputs, options, plan)
+    sums = Sums(c, statistics, held=True)
+    with c.on_device():
+        x, held = c.operand(), c.matrix(c.chunk, c.vocab)
+        sums.gather(0, x)
+        sums.product(0, x, held)
+        sums.finish(0, x, held, None)
+    return sums.result(), held
+
+
+def logits_gradients(
+    inputs: Rows, options: LossOptions, plan: ChunkPlan, known: KnownRows, needs: Needs, logits: Tensor
+) -> Gradients:
+    """:func:`known_gradients` from what :func:`token_logits` has left, which becomes the gradient's matrix: 4·N·D·V
+    flops."""
+    c = KernelCall(inputs, options, plan, needs.into)
+    vectors, unit = known_by_position(c, known)
+    products = GradientProducts(c, needs, None, known.factor, unit)
+    with c.on_device():
+        x = c.operand()
+        c.gather(0, x)
+        c.turn_held(logits, vectors)
+        products.add(0, x, logits, slice(0, c.vocab), None, unit)
+        return products.finish(unit, 0)
+
+
 def known_gradients(
     inputs: Rows, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Tensor, needs: Needs
 ) -> Gradients:
@@ -211,7 +248,7 @@ def known_gradients(
                 c.gather(first, x)
             if not entries.start:
                 products.add_smooth_x(first, x)
-            c.logits(first, x, block, entries, mode=2, known=vectors)
+            c.logits(first, x, block, entries, mode=kernels.KNOWN.value, known=vectors)
             products.add(first, x, block, entries, None, unit)
         if not plan.token_slices and products.weight is not None and needs.into is None:
             products.weight.zero_()

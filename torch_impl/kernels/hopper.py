@@ -40,6 +40,7 @@ from logitless.hardware import HOPPER
 from logitless.torch_impl.kernels import portable as kernels
 from logitless.torch_impl.kernels.portable import (
     halves_of_byte,
+    held_of,
     joined,
     low_stride,
     lower_bits,
@@ -62,6 +63,7 @@ NO_ROW = gl.constexpr(kernels.NO_ROW.value)
 SUMS = gl.constexpr(kernels.SUMS.value)
 ANCHORED = gl.constexpr(kernels.ANCHORED.value)
 KNOWN = gl.constexpr(kernels.KNOWN.value)
+HELD = gl.constexpr(kernels.HELD.value)
 # Beyond it an anchor in units of log 2 is not corrected for its rounding: it is no logit.
 CORRECTED_ANCHOR = gl.constexpr(1e20)
 MOST_PARTS = gl.constexpr(kernels.MOST_PARTS.value)
@@ -553,6 +555,8 @@ def logits_tiles(
                     logit_sums += gl.convert_layout(gl.sum(weighed, 1), row_layout)
                 if HAS_CAP and MODE == ANCHORED:
                     e = e * (1.0 - (z / cap) * (z / cap))
+                if MODE == HELD:
+                    e = held_of(z - gl.maximum(anchor_q, LOWEST_ANCHOR)[:, None], e_desc.dtype)
             if MODE != SUMS:
                 put(e_desc, staging.index(HALF), e, top, n * BN, q, PIECES, False, LENT)
         if MODE != KNOWN:

@@ -33,6 +33,10 @@ NOT_KNOWN: dict[str, Tensor | None] = dict.fromkeys(
 )
 
 
+# Columns of a row that held_kernel takes at a time.
+HELD_BLOCK = 4096
+
+
 class KernelCall:
     """Everything that the launches of one call share: its rows, its matrices, its constants."""
 
@@ -203,6 +207,15 @@ class KernelCall:
             HAS_SIGMA=vectors["sigma_ptr"] is not None,
             GROUP=min(64, max(t.group, GROUP_BYTES // (t.bm * self.size * self.dtype.itemsize))),
             **self.products.logits(self, t, plain, known is not None),
+        )  # fmt: skip
+
+    def turn_held(self, held: Tensor, known: Mapping[str, Tensor | None]) -> None:
+        """The gradient's matrix in place of logits that waited; ``known``: as for :meth:`logits`."""
+        names = ("alpha", "gamma", "delta", "sigma")
+        self.launch(
+            kernels.held_kernel, self.chunk, e_ptr=held, e_stride=held.stride(0), row_target_ptr=self.row_target,
+            **known, **{f"HAS_{name.upper()}": known[f"{name}_ptr"] is not None for name in names},
+            BLOCK=column_block(self.vocab, HELD_BLOCK), num_warps=8,
         )  # fmt: skip
 
     def by_position(self, values: Tensor, behind: float = 0.0) -> Tensor:

@@ -28,6 +28,13 @@ from logitless.torch_impl.kernels.tiles import HiddenLaunch, WeightLaunch
 LOG2E = tl.constexpr(1.4426950408889634)
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
 RESCUE_SUM = tl.constexpr(math.exp(spec.RESCUE_NATS))
+HELD_RESCUE_SUM = tl.constexpr(math.exp(spec.HELD_RESCUE_NATS) * 0.99)
+HELD_STEPS = tl.constexpr(spec.HELD_STEPS)
+HELD_BELOW = tl.constexpr(spec.HELD_BELOW)
+LOWEST_HELD = tl.constexpr(-(2.0**15) / spec.HELD_STEPS - spec.HELD_BELOW)
+# The lowest of 16 bits, and a number of float32 whose neighbours are whole numbers apart.
+HELD_NOTHING = tl.constexpr(-(2**15))
+WHOLE = tl.constexpr(1.5 * 2**23)
 NO_ROW = tl.constexpr(spec.NO_ROW)
 LOWEST_ANCHOR = tl.constexpr(spec.LOWEST_ANCHOR)
 LOWEST_GAP = tl.constexpr(spec.LOWEST_GAP)
@@ -65,6 +72,7 @@ LOW_ROW_ALIGNMENT = tl.constexpr(scratch.LOW_ROW_ALIGNMENT)
 SUMS = tl.constexpr(0)  # sums per row only
 ANCHORED = tl.constexpr(1)  # sums, and exponentials relative to the anchor, 0 at the target
 KNOWN = tl.constexpr(2)  # the gradient's matrix, from lse
+HELD = tl.constexpr(3)  # sums, and logits relative to the anchor, that wait for held_kernel
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -646,27 +654,11 @@ def logits_kernel(
         target = tl.load(row_target_ptr + row, mask=row < chunk, other=-1)
         anchor = tl.load(anchor_ptr + row, mask=row < chunk, other=NO_ROW)
         if MODE == KNOWN:
-            gap = (z - anchor[:, None]) - tl.load(log_total_ptr + row, mask=row < chunk, other=0.0)[:, None]
-            e = tl.exp2(gap * LOG2E)
-            if HAS_ALPHA:
-                coefficient = tl.load(alpha_ptr + row, mask=row < chunk, other=0.0)[:, None]
-                if HAS_GAMMA:
-                    gamma = tl.load(gamma_ptr + row, mask=row < chunk, other=0.0)[:, None]
-                    coefficient = coefficient + gamma * tl.maximum(gap, LOWEST_GAP)
-                if HAS_DELTA:
-                    coefficient = coefficient + tl.load(delta_ptr + row, mask=row < chunk, other=0.0)[:, None] * e
-                e = e * coefficient
-            if HAS_SIGMA:
-                k_column = 1.0
-                if HAS_CLASS:
-                    k_column = tl.load(class_weight_ptr + start + column, mask=here, other=0.0)[None, :]
-                e = e - tl.load(sigma_ptr + row, mask=row < chunk, other=0.0)[:, None] * k_column
-            if HAS_CAP:
-                e = e * (1.0 - (z / z_cap) * (z / z_cap))
-            e = e * tl.load(factor_ptr + row, mask=row < chunk, other=0.0)[:, None]
-            is_target = (start + column)[None, :] == target[:, None]
-            e = tl.where(is_target, tl.load(target_value_ptr + row, mask=row < chunk, other=0.0)[:, None], e)
-            e = tl.where((row < rows)[:, None], e, 0.0)
+            e = known_values(
+                z, z - anchor[:, None], row, start + column, target, log_total_ptr, factor_ptr, target_value_ptr,
+                alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr, class_weight_ptr, here, rows, chunk, z_cap, HAS_CAP,
+                HAS_CLASS, HAS_ALPHA, HAS_GAMMA, HAS_DELTA, HAS_SIGMA,
+            )  # fmt: skip
             store_block(e_desc, e_ptr, e, m * BM, n * BN, chunk, columns, e_stride, BN, SPLIT, POINTERS)
         else:
             line = n * chunk + row
@@ -700,10 +692,93 @@ def logits_kernel(
                 tl.store(gap_ptr + line, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=inside)
             if SQUARES:
                 tl.store(squares_ptr + line, tl.sum(e * e, 1) * (SQUARED_SCALE * SQUARED_SCALE), mask=inside)
+            if MODE == HELD:
+                e = held_of(gap, e_ptr.dtype.element_ty)
+                store_block(e_desc, e_ptr, e, m * BM, n * BN, chunk, columns, e_stride, BN, SPLIT, POINTERS)
             if MODE == ANCHORED:
                 if HAS_CAP:
                     e = e * (1.0 - (z / z_cap) * (z / z_cap))
                 store_block(e_desc, e_ptr, e, m * BM, n * BN, chunk, columns, e_stride, BN, SPLIT, POINTERS)
+
+
+@triton.jit
+def known_values(
+    z, gap, row, entry, target, log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
+    class_weight_ptr, here, rows, chunk, z_cap, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_SIGMA: tl.constexpr,
+):  # fmt: skip
+    """The gradient's matrix from logits z, which lie ``gap`` above the anchor, where lse is known: see
+    numerics.KnownRows."""
+    inside = row < chunk
+    gap -= tl.load(log_total_ptr + row, mask=inside, other=0.0)[:, None]
+    e = tl.exp2(gap * LOG2E)
+    if HAS_ALPHA:
+        coefficient = tl.load(alpha_ptr + row, mask=inside, other=0.0)[:, None]
+        if HAS_GAMMA:
+            gamma = tl.load(gamma_ptr + row, mask=inside, other=0.0)[:, None]
+            coefficient = coefficient + gamma * tl.maximum(gap, LOWEST_GAP)
+        if HAS_DELTA:
+            coefficient = coefficient + tl.load(delta_ptr + row, mask=inside, other=0.0)[:, None] * e
+        e = e * coefficient
+    if HAS_SIGMA:
+        k_column = 1.0
+        if HAS_CLASS:
+            k_column = tl.load(class_weight_ptr + entry, mask=here, other=0.0)[None, :]
+        e = e - tl.load(sigma_ptr + row, mask=inside, other=0.0)[:, None] * k_column
+    if HAS_CAP:
+        e = e * (1.0 - (z / z_cap) * (z / z_cap))
+    e = e * tl.load(factor_ptr + row, mask=inside, other=0.0)[:, None]
+    is_target = entry[None, :] == target[:, None]
+    e = tl.where(is_target, tl.load(target_value_ptr + row, mask=inside, other=0.0)[:, None], e)
+    return tl.where((row < rows)[:, None], e, 0.0)
+
+
+@triton.jit
+def held_of(gap, DTYPE: tl.constexpr):
+    """A logit relative to the anchor as it waits: in float32 as it is, else in the bits of a 16-bit float."""
+    if tl.float32 == DTYPE:
+        return gap
+    else:
+        # Rounded by being added to a number without fractions, of which the lower 16 bits are zeros.
+        steps = (tl.maximum(gap, LOWEST_HELD) + HELD_BELOW) * HELD_STEPS + WHOLE
+        return steps.to(tl.int32, bitcast=True).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["chunk"])
+def held_kernel(
+    e_ptr, row_target_ptr, anchor_ptr, log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr,
+    sigma_ptr, count_ptr, temperature_ptr, class_weight_ptr, chunk, vocab, e_stride, scale, cap,
+    HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_SIGMA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient's matrix in place of the logits that waited (:func:`held_of`), all of them. One program owns a
+    row. Those of ignored tokens become 0."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    rows = tl.minimum(tl.maximum(tl.load(count_ptr), 0), chunk)
+    target = tl.load(row_target_ptr + row)
+    anchor = tl.load(anchor_ptr + row)
+    total = tl.load(log_total_ptr + row)
+    _, z_cap = tempered(temperature_ptr, row[:, None], (row < chunk)[:, None], scale, cap, HAS_TEMPERATURE)
+    e_ptr += row.to(tl.int64)[:, None] * e_stride
+    for start in range(0, vocab, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        here = entry < vocab
+        place, mask = e_ptr + entry[None, :], here[None, :] & (row < rows)[:, None]
+        held = tl.load(place, mask=mask, other=0.0)
+        gap = held.to(tl.float32)
+        is_nothing = gap == float("-inf")
+        if e_ptr.dtype.element_ty != tl.float32:
+            steps = held.to(tl.int16, bitcast=True).to(tl.int32)
+            gap = steps.to(tl.float32) * (1.0 / HELD_STEPS) - HELD_BELOW
+            is_nothing = steps == HELD_NOTHING
+        e = known_values(
+            gap + anchor[:, None], gap, row, entry, target, log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr,
+            gamma_ptr, delta_ptr, sigma_ptr, class_weight_ptr, here, rows, chunk, z_cap, HAS_CAP, HAS_CLASS, HAS_ALPHA,
+            HAS_GAMMA, HAS_DELTA, HAS_SIGMA,
+        )  # fmt: skip
+        # Where a row's logits are no numbers, neither is its logsumexp, nor any element of its gradient.
+        e = tl.where(is_nothing & (entry[None, :] != target[:, None]), 0.0 * total[:, None], e)
+        tl.store(place, e.to(e_ptr.dtype.element_ty), mask=here[None, :])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -735,7 +810,7 @@ def finish_kernel(
        of the gradient, which is 0 in e: dX's epilogue adds it by position, dW's product by token. A row whose sum
        passed the threshold goes to ``list`` instead.
     1. BM listed rows and BN entries: the rows' largest logit, into row_anchor.
-    2. The same tiles: sums, and e with STORE, relative to it.
+    2. The same tiles: sums, and relative to it what STORE says: nothing (SUMS), e (ANCHORED) or logits (HELD).
     3. BR listed rows: as stage 0, anchored there.
     4. With LOSS, one ticket: norm · Σ t (nll + z_loss · lse²), of all tokens of the call.
 
@@ -751,6 +826,7 @@ def finish_kernel(
     all_rows = tl.minimum(tokens - first, chunk)
     rows = tl.minimum(tl.maximum(tl.load(count_ptr) - first, 0), chunk)
     blocks = tl.cdiv(all_rows, BR)
+    limit: tl.constexpr = HELD_RESCUE_SUM if STORE == HELD else RESCUE_SUM
     column_tiles = tl.cdiv(columns, BN)
     ticket = -1
     end = 0
@@ -793,8 +869,8 @@ def finish_kernel(
                     row_target_ptr, record_ptr, temperature_ptr, x_ptr, out_target_ptr, out_anchor_ptr, out_total_ptr,
                     out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr, out_lowest_ptr,
                     out_squared_ptr, factor_ptr, target_value_ptr, token_value_ptr, first, chunk, lines, size, x_stride,
-                    keep, z_loss, cap, STATISTICS, SQUARES, SUM_LOGITS, FACTORS, SCALE_ROWS, HAS_CAP, HAS_TEMPERATURE,
-                    HAS_CLASS, SMOOTH, RECORD, SHARED, BR, BL,
+                    keep, z_loss, cap, limit, STATISTICS, SQUARES, SUM_LOGITS, FACTORS, SCALE_ROWS, HAS_CAP,
+                    HAS_TEMPERATURE, HAS_CLASS, SMOOTH, RECORD, SHARED, BR, BL,
                 )  # fmt: skip
             if not SHARED:
                 tl.debug_barrier()  # all of the program has written
@@ -814,12 +890,13 @@ def finish_rows(
     squares_ptr, order_ptr, anchor_ptr, row_anchor_ptr, list_ptr, state_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr,
     row_target_ptr, record_ptr, temperature_ptr, x_ptr, out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr,
     out_entropy_ptr, out_argmax_ptr, out_highest_ptr, out_lowest_ptr, out_squared_ptr, factor_ptr, target_value_ptr,
-    token_value_ptr, first, chunk, lines, size, x_stride, keep, z_loss, cap, STATISTICS: tl.constexpr,
+    token_value_ptr, first, chunk, lines, size, x_stride, keep, z_loss, cap, limit, STATISTICS: tl.constexpr,
     SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr, SCALE_ROWS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr,
     RECORD: tl.constexpr, SHARED: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """BR rows of stage 0 or, ``from_list``, 3. row_anchor is the anchor that the exponentials were taken at."""
+    """BR rows of stage 0 or, ``from_list``, 3. row_anchor is the anchor that exponentials were taken at. A row whose
+    sum is above ``limit`` is done again."""
     slot = block * BR + tl.arange(0, BR)
     is_listed = (tl.zeros((BR,), tl.int32) + from_list.to(tl.int32)) != 0
     exists = slot < tl.where(is_listed, listed, rows)
@@ -856,7 +933,7 @@ def finish_rows(
     anchor = tl.where(anchored, anchor, tl.maximum(target_logit, LOWEST_ANCHOR))
     done = exists
     if not SHARED:
-        again = exists & ~is_listed & (s > RESCUE_SUM)
+        again = exists & ~is_listed & (s > limit)
         slots = tl.atomic_add(state_ptr + LISTED + tl.zeros((BR,), tl.int32), again.to(tl.int32), mask=again)
         tl.store(list_ptr + slots, row, mask=again)
         done = exists & ~again
@@ -992,8 +1069,10 @@ def rescue_tile(
         if SQUARES:
             squares = tl.sum(e * e, 1) * (SQUARED_SCALE * SQUARED_SCALE)
             tl.store(squares_ptr + n * chunk + row, squares, mask=exists)
-        if STORE:
-            if HAS_CAP:
+        if STORE != SUMS:
+            if STORE == HELD:
+                e = held_of(gap, e_ptr.dtype.element_ty)
+            elif HAS_CAP:
                 e = e * (1.0 - (z / z_cap) * (z / z_cap))
             place = e_ptr + row[:, None] * e_stride + column.to(tl.int64)[None, :] * e_column_stride
             tl.store(place, e.to(e_ptr.dtype.element_ty), mask=exists[:, None] & here[None, :])

@@ -107,8 +107,11 @@ def known_by_position(c: KernelCall, known: KnownRows) -> tuple[dict[str, Tensor
 class Sums:
     """The forward's sums per token, and the lines of partial sums that they are made from."""
 
-    def __init__(self, call: KernelCall, statistics: Statistics, norm: Tensor | None = None) -> None:
-        """norm: of a loss that is a sum."""
+    def __init__(
+        self, call: KernelCall, statistics: Statistics, norm: Tensor | None = None, held: bool = False
+    ) -> None:
+        """norm: of a loss that is a sum. held: whether logits are stored, in the place of exponentials."""
+        self.stored = kernels.HELD.value if held else kernels.ANCHORED.value
         o = call.options
         # The extremes cost the kernels little beside the entropy, so these have one switch.
         self.call, self.statistics, self.squares = call, bool(statistics), statistics is True
@@ -156,9 +159,13 @@ class Sums:
         c.shard.sum(c.anchor[first : first + c.chunk])
 
     def product(self, first: int, x: Tensor, e: Tensor | None) -> None:
-        """The first product: partial sums and, if ``e`` is given, the exponentials."""
+        """The first product: partial sums and, if ``e`` is given, what is stored."""
         c = self.call
-        c.logits(first, x, e, slice(0, c.vocab), mode=0 if e is None else 1, partial=self.partial)
+        c.logits(first, x, e, slice(0, c.vocab), mode=self._mode(e), partial=self.partial)
+
+    def _mode(self, e: Tensor | None) -> int:
+        mode: int = kernels.SUMS.value if e is None else self.stored
+        return mode
 
     def finish(
         self, first: int, x: Tensor, e: Tensor | None, factors: Factors | None, scale_rows: bool = False
@@ -199,7 +206,7 @@ class Sums:
             lines=self.lines if lines is None else c.shard.ranks, columns=c.vocab,
             e_column_stride=0 if e is None else e.stride(1), keep=1.0 - o.label_smoothing, z_loss=float(o.z_loss),
             STATISTICS=self.statistics, SQUARES=self.squares, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
-            SCALE_ROWS=f is not None and scale_rows, STORE=e is not None, LOSS=norm is not None,
+            SCALE_ROWS=f is not None and scale_rows, STORE=self._mode(e), LOSS=norm is not None,
             HAS_CLASS=f is not None and f.class_weight is not None, SMOOTH=f is not None and f.smooth is not None,
             RECORD=record is not None, SHARED=lines is not None, BR=FINISHED_ROWS, BL=128, BM=16,
             BN=self.tile.bn, BK=16, BLOCK=SUMMED_TOKENS, num_warps=8,
