@@ -129,8 +129,9 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
         check_plan_sizes(request.plan, tokens, size, vocab, dtype)
         check_adds(request.plan, raw.accumulate_into, raw.hidden)
         return dataclasses.replace(request.plan, turned=request.turned)
-    # A call can hold its exponentials for an upstream gradient per token, if a budget allows it.
-    hold = options.separable and budget is not None and not (request.log_probs and request.statistics)
+    # A call can hold its exponentials for an upstream gradient per token, if a budget allows it, or speed is preferred.
+    hold = options.separable and (budget is not None or request.plan == "fast")
+    hold = hold and not (request.log_probs and request.statistics)
     if budget is not None and shard.active:
         beyond = shard.scratch_bytes(tokens, size, spec.ITEMSIZE[dtype])
         if budget <= beyond:

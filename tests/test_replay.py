@@ -71,6 +71,22 @@ CALLS: dict[str, dict[str, Any]] = {
     "log-probs and statistics": {"function": linear_log_probs, "return_stats": True},
     "held log-probs": {"function": linear_log_probs, "memory_budget": 2**30},
     "held log-probs, temperatures": {"function": linear_log_probs, "memory_budget": 2**30, "temperature": True},
+    "held entropy": {"function": linear_log_probs, "memory_budget": 2**30, "with_entropy": True, "bias": True},
+    "held statistics": {
+        "function": linear_log_probs,
+        "memory_budget": 2**30,
+        "return_stats": True,
+        "temperature": True,
+        "softcap": 5.0,
+    },
+    "held statistics, a weight [D, V]": {
+        "function": linear_log_probs,
+        "memory_budget": 2**30,
+        "return_stats": True,
+        "dtype": torch.bfloat16,
+        "turned": True,
+        "bias": True,
+    },
 }
 
 # Each of these steps is part of another one.
