@@ -28,6 +28,7 @@ from typing import Any
 from bench import machine
 from bench.check import PEERS
 from bench.checkout import ROOT
+from bench.machine import gpus_here
 from bench.registry import RESULTS, Results, register
 from bench.shapes import SHAPES, SWEEPS
 
@@ -135,15 +136,6 @@ TASKS = (
         for k in range(2)
     ),
 )  # fmt: skip
-
-
-def gpus_here() -> int:
-    """How many GPUs this machine has."""
-    try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return 0
-    return len(done.stdout.splitlines()) if done.returncode == 0 else 0
 
 
 def files_of(name: str) -> set[str]:

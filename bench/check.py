@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.checkout import ROOT
-from bench.registry import SHARED, Results, register, write_json
+from bench.machine import gpus_here
+from bench.registry import RESULTS, SHARED, Results, register, write_json
 from bench.shapes import SHAPES, SWEEPS, place
 
 # What a results file holds of each part: first the machine that it was measured on.
@@ -241,6 +242,10 @@ class Parts:
     },
 )
 def run(options: argparse.Namespace, results: Results) -> int:
+    if options.output == RESULTS and not gpus_here():
+        raise argparse.ArgumentError(
+            None, f"--output: got {RESULTS} without a GPU, allowed is another folder: those results are of GPUs"
+        )
     others = (options.first_calls, options.jax_first_calls, options.per_token, options.jax_per_token)
     if options.rows_only and not options.update:
         raise argparse.ArgumentError(None, "--rows-only: got no --update FILE, allowed is one: its other rows are kept")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "tokamax", "jax-cce", "transformers")
+PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "tokamax", "jax-cce", "transformers", "trl", "verl")
 MEASURED = ("core", "torch_impl", "jax_impl", "bench/*.py")
 
 
@@ -96,3 +96,12 @@ def describe(commit: str | None = None) -> dict[str, object]:
         "commit": commit or _git("rev-parse", "--short=12", "HEAD") or "unknown",
         "changes_since_commit": None if changes is None else bool(changes),
     }
+
+
+def gpus_here() -> int:
+    """How many GPUs this machine has."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return 0
+    return len(done.stdout.splitlines()) if done.returncode == 0 else 0

@@ -252,6 +252,16 @@ def test_rows_only_refuse_what_they_would_leave_out(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_machine_without_a_gpu_leaves_the_results_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "gpus_here", lambda: 0)
+    monkeypatch.setattr(check, "run_tests", lambda *_: pytest.fail("it began"))
+    with pytest.raises(SystemExit):
+        registry.main(["check"])
+    assert "--output: got " in capsys.readouterr().err
+
+
 def test_first_calls_are_each_in_a_process_that_finds_nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     caches = []
 
