@@ -43,8 +43,8 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 # exp(40), its inverse, and both times any upstream gradient are far from the limits of float32 and bfloat16.
 RESCUE_NATS = 40.0
 # Logits that wait for a backward, relative to the anchor, have 16 bits: HELD_STEPS a nat, around −HELD_BELOW. So they
-# range from −40 to 24 nats: what is lower is 0 as a probability, and rows with higher ones are done again. On
-# their way to the gradient they add a sixth of what rounding that to bfloat16 does.
+# range from −40 to 24 nats: what is lower is 0 as a probability, and rows with higher ones are done again. The error of
+# p that comes of it is a sixth of that of rounding p to bfloat16.
 HELD_STEPS = 1024.0
 HELD_BELOW = 8.0
 HELD_RESCUE_NATS = 2.0**15 / HELD_STEPS - HELD_BELOW
