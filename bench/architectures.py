@@ -83,13 +83,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "an odd hidden size": {"hidden": 251},
     "log-probs and entropy": {"function": "linear_log_probs", "with_entropy": True},
     "log-probs and entropy, from logits that wait": {
-        "function": "linear_log_probs", "with_entropy": True, "plan": "fast",
+        "function": "linear_log_probs", "with_entropy": True, "memory_budget": 2**40,
     },
     "log-probs and statistics": {"function": "linear_log_probs", "return_stats": True},
     "a temperature per token": {"temperature": True},
     "a temperature per token, everything": {"temperature": True, "class_weight": True, "bias": True, **EVERYTHING},
     "log-probs and statistics from logits that wait, a temperature per token": {
-        "function": "linear_log_probs", "return_stats": True, "softcap": 30.0, "temperature": True, "plan": "fast",
+        "function": "linear_log_probs", "return_stats": True, "softcap": 30.0, "temperature": True,
+        "memory_budget": 2**40,
     },
     "log-probs and statistics, a temperature per token": {
         "function": "linear_log_probs", "return_stats": True, "softcap": 30.0, "temperature": True,
