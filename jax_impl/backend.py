@@ -65,6 +65,16 @@ class Backend(Protocol[Held]):
     ) -> Gradients:
         """dX, dW and db from rows [N] that are known. 6·N·D·V flops. g [N]: upstream gradient, weights included."""
 
+    def token_logits(
+        self, inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics, /
+    ) -> tuple[TokenSums, Array]:
+        """Sums, and logits [N, V] that wait for :meth:`logits_gradients`. Only where :meth:`holds`."""
+
+    def logits_gradients(
+        self, inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, needs: Needs, logits: Array, /
+    ) -> Gradients:
+        """:meth:`known_gradients` from the logits that :meth:`token_logits` has left."""
+
 
 def known_gradients(
     backend: Backend[Held], inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, g: Array,

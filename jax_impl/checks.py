@@ -129,9 +129,9 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
         check_plan_sizes(request.plan, tokens, size, vocab, dtype)
         check_adds(request.plan, raw.accumulate_into, raw.hidden)
         return dataclasses.replace(request.plan, turned=request.turned)
-    # A call can hold its exponentials for an upstream gradient per token, if a budget allows it, or speed is preferred.
+    # A call can hold its exponentials, or logits, for upstream gradients per token, if a budget allows it, or speed is
+    # preferred.
     hold = options.separable and (budget is not None or request.plan == "fast")
-    hold = hold and not (request.log_probs and request.statistics)
     if budget is not None and shard.active:
         beyond = shard.scratch_bytes(tokens, size, spec.ITEMSIZE[dtype])
         if budget <= beyond:
@@ -178,8 +178,7 @@ def _planned(options: LossOptions, plan: ChunkPlan, request: Request, name: str,
     backend, dtype = backend_named(name), jnp.dtype(plan.dtype)
     now = options.separable and not request.lse
     one_pass = now and plan.one_pass and options.reduction != "none" and backend.one_pass(dtype, options)
-    holds = now and plan.holds_all and options.reduction == "none" and not shard.active
-    holds = holds and not (request.log_probs and request.statistics) and backend.holds(dtype)
+    holds = now and plan.holds_all and options.reduction == "none" and not shard.active and backend.holds(dtype)
     return Call(options, plan, request.statistics, name, shard, one_pass, holds, request.lse, request.log_probs)
 
 

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from logitless import numerics
-from logitless.jax_impl.call import XP, Gradients, Inputs, Needs, TokenSums
+from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, TokenSums
 from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.slices import Index, for_slices, put, rows_at, take
 from logitless.objectives import Tile
@@ -80,6 +80,27 @@ def slope(z: Array, options: LossOptions, temperature: Array | None = None) -> A
     """1 − (z / cap)²: the softcap's derivative, from the capped logits and the tokens' own temperatures."""
     assert options.softcap is not None
     return 1.0 - jnp.square(z / options.softcap if temperature is None else z / options.softcap * temperature)
+
+
+def known_block(
+    z: Array, gap: Array, known: KnownRows, k: Array | None, options: LossOptions, temperature: Array | None
+) -> Array:
+    """slope · [p (alpha + gamma log p + delta p) − sigma k] of :class:`KnownRows`, those of the rows of z.
+
+    z [C, B]: logits, which lie ``gap`` above their anchors. ``temperature`` [C, 1], if each row has its own.
+    """
+    log_p = gap - known.log_total[:, None]
+    e = jnp.exp(log_p)
+    if known.alpha is not None:
+        coefficient = known.alpha[:, None]
+        if known.gamma is not None:
+            coefficient = coefficient + known.gamma[:, None] * jnp.maximum(log_p, LOWEST_GAP)
+        if known.delta is not None:
+            coefficient = coefficient + known.delta[:, None] * e
+        e = e * coefficient
+    if known.sigma is not None:
+        e = e - known.sigma[:, None] * (1.0 if k is None else k[None, :])
+    return e if options.softcap is None else e * slope(z, options, temperature)
 
 
 def temperature_column(inputs: Inputs, first: Index, tokens: int) -> Array | None:

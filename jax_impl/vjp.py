@@ -50,6 +50,13 @@ class Known(NamedTuple):
     shared: Shared | None
 
 
+class KnownLogits(NamedTuple):
+    """The same of log-probabilities whose logits wait."""
+
+    known: Known
+    logits: Array
+
+
 class Halves(NamedTuple):
     """What the backward of the order "both" needs: dX waits, dW and db are computed."""
 
@@ -268,8 +275,10 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[LogProbs, object]:
     """log_prob, the statistics of :func:`spec.log_prob_statistics`, and what :func:`log_probs_gradients` needs."""
-    inputs, backend, kept = _inputs(call, arrays), backend_named(call.backend), None
-    if call.holds and any(needs):
+    inputs, backend, kept, logits = _inputs(call, arrays), backend_named(call.backend), None, None
+    if call.holds and any(needs) and call.statistics:
+        sums, logits = backend.token_logits(inputs, call.options, call.plan, call.statistics)
+    elif call.holds and any(needs):
         g = numerics.row_upstream(XP, inputs, call.options, inputs.wide(jnp.ones(())))
         sums, kept = backend.token_gradients(inputs, call.options, call.plan, g, needs, False)
     else:
@@ -279,7 +288,9 @@ def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[
         found = numerics.token_stats(XP, inputs, sums)._asdict()
     values = (jnp.where(inputs.valid, -sums.nll, 0.0), *(found[name] for name in log_prob_statistics(call.statistics)))
     output = tuple(value.reshape(arrays.target.shape) for value in values)
-    return output, Known(arrays, sums, inputs.shared) if kept is None else kept
+    if kept is None:
+        kept = Known(arrays, sums, inputs.shared)
+    return output, kept if logits is None else KnownLogits(kept, logits)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -311,7 +322,9 @@ def log_probs_gradients(
 
     others: the upstream gradients of the statistics that have one, in their order.
     """
-    backend = backend_named(call.backend)
+    backend, logits = backend_named(call.backend), None
+    if isinstance(kept, KnownLogits):
+        kept, logits = kept
     if not isinstance(kept, Known):
         assert g_log_prob is not None  # exponentials wait only where no statistics are asked for
         return backend.finish(kept, call.options, call.plan, needs, -g_log_prob)
@@ -324,6 +337,8 @@ def log_probs_gradients(
     named = zip(differentiable_statistics(call.statistics), others, strict=True)
     g = {name: rows(cotangent) for name, cotangent in named if cotangent is not None}
     known = numerics.known_log_prob_rows(XP, inputs, call.options, kept.sums, rows(g_log_prob), g)
+    if logits is not None:
+        return backend.logits_gradients(inputs, call.options, call.plan, known, needs, logits)
     return known_gradients(backend, inputs, call.options, call.plan, known, known.factor, needs)
 
 

@@ -26,6 +26,7 @@ from logitless.jax_impl.chunk import (
     capped,
     empty_sums,
     is_target,
+    known_block,
     logits_block,
     product,
     put_sums,
@@ -40,7 +41,7 @@ from logitless.jax_impl.chunk import (
 from logitless.jax_impl.slices import Index, add_to, for_slices, put, take, take_block
 from logitless.planning import ChunkPlan
 from logitless.scratch import ANCHOR_ROWS
-from logitless.spec import LOWEST_GAP, LossOptions, Statistics
+from logitless.spec import LossOptions, Statistics
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sums per token
@@ -293,6 +294,20 @@ def token_gradients(
     raise NotImplementedError
 
 
+def token_logits(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics
+) -> tuple[TokenSums, Array]:
+    """Never called either."""
+    raise NotImplementedError
+
+
+def logits_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, needs: Needs, logits: Array
+) -> Gradients:
+    """Nor this."""
+    raise NotImplementedError
+
+
 def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs, upstream: Array) -> Gradients:
     """The gradients of :func:`loss_gradients`, times the upstream scalar."""
     return Gradients(*(None if part is None else part.astype(upstream.dtype) * upstream for part in held))
@@ -374,26 +389,11 @@ def _known_block(
     options: LossOptions,
 ) -> Array:  # fmt: skip
     """A block of the matrix of :class:`KnownRows`, from its logits."""
-    tokens, limit = z.shape[0], inputs.shard.limit()
-
-    def column(values: Array) -> Array:
-        return take(values, first, tokens)[:, None]
-
-    log_p = (z - column(known.anchor)) - column(known.log_total)
-    e = jnp.exp(log_p)
-    if known.alpha is not None:
-        coefficient = column(known.alpha)
-        if known.gamma is not None:
-            coefficient = coefficient + column(known.gamma) * jnp.maximum(log_p, LOWEST_GAP)
-        if known.delta is not None:
-            coefficient = coefficient + column(known.delta) * e
-        e = e * coefficient
-    if known.sigma is not None:
-        e = e - column(known.sigma) * (1.0 if k is None else k[None, :])
-    if options.softcap is not None:
-        e = e * slope(z, options, temperature_column(inputs, first, tokens))
-    e = unpadded(e, limit, start, 0.0)
-    return jnp.where(is_target(target, start, z.shape[1]), column(known.target), e)
+    tokens = z.shape[0]
+    known = jax.tree.map(lambda values: take(values, first, tokens), known)
+    e = known_block(z, z - known.anchor[:, None], known, k, options, temperature_column(inputs, first, tokens))
+    e = unpadded(e, inputs.shard.limit(), start, 0.0)
+    return jnp.where(is_target(target, start, z.shape[1]), known.target[:, None], e)
 
 
 def known_gradients(

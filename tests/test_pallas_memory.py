@@ -26,14 +26,16 @@ MIB = 2**20
 SPILLED_BYTES = 64
 # N, D, V, and a budget [MiB] that asks for one chunk, for several, for three (of which XLA would unroll the loop over
 # the one in the middle, and hold two matrices), for slices of the vocabulary; and for one chunk that waits for an
-# upstream gradient per token.
+# upstream gradient per token, or logits that wait for two.
 CALLS: dict[str, tuple[int, int, int, int | None]] = {
     "one_chunk": (4096, 4096, 128256, None),
     "tokens": (32768, 768, 128256, 1900),
     "three_chunks": (16384, 4096, 128256, 3072),
     "vocab": (4096, 4096, 128256, 160),
     "waits": (4096, 4096, 128256, 1200),
+    "logits wait": (4096, 4096, 128256, 1200),
 }
+WAIT = "waits", "logits wait"
 
 
 DESCRIPTION = Path(__file__).with_name("h200.textproto")
@@ -61,12 +63,14 @@ def compiled(name: str, target: str) -> tuple[Any, ChunkPlan]:
     tokens, hidden, vocab, budget = CALLS[name]
     chosen = plan(
         tokens=tokens, hidden=hidden, vocab=vocab, dtype="bfloat16", fused=True, padded=True,
-        memory_budget=None if budget is None else budget * MIB, one_pass=name != "waits", hold=name == "waits",
+        memory_budget=None if budget is None else budget * MIB, one_pass=name not in WAIT, hold=name in WAIT,
     )  # fmt: skip
 
     def loss(x: Any, w: Any, y: Any) -> Any:
-        if name == "waits":
-            return (jnp.arange(tokens) * linear_log_probs(x, w, y, plan=chosen, backend="pallas")[0]).sum()
+        if name in WAIT:
+            more = {"with_entropy": name == "logits wait", "plan": chosen, "backend": "pallas"}
+            log_prob, entropy = linear_log_probs(x, w, y, **more)
+            return (jnp.arange(tokens) * (log_prob if entropy is None else log_prob + 0.1 * entropy)).sum()
         return linear_cross_entropy(x, w, y, plan=chosen, backend="pallas")
 
     def step(x: Any, w: Any, y: Any, last: Any) -> Any:
@@ -85,7 +89,7 @@ def compiled(name: str, target: str) -> tuple[Any, ChunkPlan]:
 def test_scratch_stays_within_the_promise_at_large_sizes(name: str, target: str) -> None:
     program, chosen = compiled(name, target)
     assert chosen.order == ("vocab" if name == "vocab" else "tokens")
-    assert (chosen.chunks == 1) == (name in ("one_chunk", "waits"))
+    assert (chosen.chunks == 1) == (name in ("one_chunk", *WAIT))
     assert (chosen.chunks == 3) == (name == "three_chunks")
     assert chosen.one_pass == (name != "vocab")
     used = program.memory_analysis().temp_size_in_bytes
@@ -124,6 +128,16 @@ def log_probs(x: Any, w: Any, y: Any, _b: Any, **options: Any) -> Any:
     return linear_log_probs(x, w, y, backend="pallas", **options)
 
 
+def log_prob_gradients(x: Any, w: Any, y: Any, b: Any, **options: Any) -> Any:
+    """Of log-probabilities and statistics whose logits wait."""
+
+    def total(x: Any, w: Any, b: Any) -> Any:
+        log_prob, entropy, stats = linear_log_probs(x, w, y, b, return_stats=True, plan="fast", **options)
+        return (log_prob + entropy + stats.sum_p_squared).sum()
+
+    return jax.value_and_grad(total, (0, 1, 2))(x, w, b)
+
+
 def gradients(x: Any, w: Any, y: Any, b: Any, **options: Any) -> Any:
     """Of a loss with everything that its first product's epilogue has to hold."""
 
@@ -142,8 +156,9 @@ def gradients(x: Any, w: Any, y: Any, b: Any, **options: Any) -> Any:
         (log_probs, {"return_stats": True}),
         (gradients, {}),
         (gradients, {"softcap": 30.0, "return_stats": True}),
+        (log_prob_gradients, {"backend": "pallas", "softcap": 30.0}),
     ],
-    ids=["log_prob", "entropy", "stats", "loss", "loss_stats"],
+    ids=["log_prob", "entropy", "stats", "loss", "loss_stats", "logits_wait"],
 )
 def test_little_is_spilled(
     function: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -17,6 +17,8 @@ Chunks of tokens and slices of the vocabulary begin at multiples of 8: a plan's 
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -35,6 +37,7 @@ from logitless.jax_impl.kernels.sums import (
     Forwarded,
     chunk_sums,
     forward,
+    held_matrix,
     known_matrix,
     smoothing_of,
     with_weighted,
@@ -43,15 +46,20 @@ from logitless.jax_impl.slices import Index
 from logitless.planning import ChunkPlan
 from logitless.spec import LossOptions, Statistics
 
+with contextlib.suppress(ImportError):  # without absl, unavailable() says so before a kernel is launched
+    from logitless.jax_impl.kernels import hopper
+
 # What a backend has; the function that is not here is imported.
 __all__ = [
     "finish",
     "holds",
     "known_gradients",
+    "logits_gradients",
     "loss_gradients",
     "one_pass",
     "own_target_logits",
     "token_gradients",
+    "token_logits",
     "token_sums",
     "unavailable",
 ]
@@ -93,7 +101,7 @@ def _token_sums(c: KernelCall, statistics: Statistics) -> TokenSums:
 
     def chunk(state: TokenSums, first: Index) -> TokenSums:
         rows = c.rows_at(first)
-        sums, weighted, _ = chunk_sums(c, rows, statistics, holds=False)
+        sums, weighted, _ = chunk_sums(c, rows, statistics, hopper.SUMS)
         return rows.put(state, sums.finish(weighted))
 
     sums = blocks(chunk, c.by_position(empty_sums(c.inputs, c.sums_logits, statistics)), c.chunks, c.chunk)
@@ -197,6 +205,39 @@ def known_gradients(
         return p.finish(_known_chunks(c, p, known), unit)
 
     return one_by_one(run)(inputs, known, g)
+
+
+def token_logits(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics
+) -> tuple[TokenSums, Array]:
+    """Sums, and all logits in the input dtype's bits (arithmetic.held_of), for :func:`logits_gradients`: in a plan of
+    one chunk 6·N·D·V flops together."""
+
+    def run(inputs: Inputs) -> tuple[TokenSums, Array]:
+        c = KernelCall(inputs, options, plan)
+        rows = c.rows_at(jnp.int32(0))
+        running, weighted, logits = chunk_sums(c, rows, statistics, hopper.HELD)
+        assert logits is not None
+        state = c.by_position(empty_sums(c.inputs, c.sums_logits, statistics))
+        return c.by_token(rows.put(state, running.finish(weighted))), logits
+
+    return one_by_one(run)(inputs)
+
+
+def logits_gradients(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, needs: Needs, logits: Array
+) -> Gradients:
+    """:func:`known_gradients` from what :func:`token_logits` has left: 4·N·D·V flops."""
+
+    def run(inputs: Inputs, known: KnownRows, logits: Array) -> Gradients:
+        c, unit = KernelCall(inputs, options, plan), known.unit(XP)
+        p, rows = GradientProducts(c, needs, known.factor, unit), c.rows_at(jnp.int32(0))
+        e = held_matrix(c, unit, known, rows, logits)
+        state = p.weight(State(), rows, e, rows.x, 0, unit)
+        state = p.hidden(state, rows, e, 0, None, unit)
+        return p.finish(p.bias(state, rows, e, 0, None), unit)
+
+    return one_by_one(run)(inputs, known, logits)
 
 
 def _known_chunks(c: KernelCall, p: GradientProducts, known: KnownRows) -> State:

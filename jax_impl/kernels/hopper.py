@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 
 from logitless import spec
 from logitless.jax_impl.kernels.architecture import HOPPER, Tiles, pair, programs
-from logitless.jax_impl.kernels.arithmetic import LINES, LOG2E, Factor, capped, joined, parted, sloped
+from logitless.jax_impl.kernels.arithmetic import LINES, LOG2E, Factor, capped, held_of, joined, parted, sloped
 from logitless.jax_impl.kernels.launch import (
     ACC,
     COLUMN_LAYOUT,
@@ -438,6 +438,7 @@ ROW_VECTORS = (
 SUMS = "sums"  # sums per row only
 ANCHORED = "anchored"  # sums, and exponentials relative to the anchor, 0 at the target
 KNOWN = "known"  # the gradient's matrix, from lse
+HELD = "held"  # sums, and logits relative to the anchor, that wait for sums.held_matrix
 HIGHEST = "highest"  # the largest logit of every row
 # Where tiles may go in turn: the epilogue works piece by piece.
 IN_TURN = (ANCHORED, KNOWN)
@@ -554,7 +555,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
                 here = column < end - place if careful else None
                 block = _Block(r, vectors, start + place, column, here)
                 z = capped(z, *block.scales(config))
-                make = {SUMS: _exponentials, ANCHORED: _exponentials, KNOWN: _known, HIGHEST: _highest}[config.mode]
+                make = {KNOWN: _known, HIGHEST: _highest}.get(config.mode, _exponentials)
                 values, sums = make(config, block, z)
                 lines = _merged(lines, sums, first)
                 if e is not None:
@@ -585,7 +586,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
             epilogue=epilogue,
         )
 
-    holds = config.mode in (ANCHORED, KNOWN)
+    holds = config.mode in (ANCHORED, KNOWN, HELD)
     scratch: Scratch = {"staging": _staging(arguments["x"].dtype, config.piece, config.shape[0])} if holds else {}
     return launch(body, arguments, outputs, name=f"logits_{config.mode}", options=config, grid=None, scratch=scratch)
 
@@ -663,7 +664,8 @@ class _Block:
 
 
 def _exponentials(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Array]]:
-    """exp(z − anchor), 0 at the target and past the vocabulary, and the rows' partial sums by name."""
+    """exp(z − anchor), 0 at the target and past the vocabulary, or for HELD the logit itself. And the rows' partial
+    sums by name."""
     anchor = jnp.maximum(b.vectors["anchor"], spec.LOWEST_ANCHOR)
     gap = z - _along_rows(anchor, z.shape)
     e = jnp.exp2(gap * LOG2E)
@@ -685,6 +687,8 @@ def _exponentials(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str,
         if "class_weight" in b.r:
             counted = counted * b.columns("class_weight")
         lines["logit_sum"] = jnp.sum(counted, axis=1)
+    if config.mode == HELD:
+        return held_of(gap, b.r["e"].dtype), lines
     return sloped(e, z, b.scales(config)[1]) if config.mode == ANCHORED else e, lines
 
 

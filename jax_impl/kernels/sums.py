@@ -11,19 +11,20 @@ from jax import Array, lax
 
 from logitless import numerics
 from logitless.jax_impl.call import XP, KnownRows, TokenSums
-from logitless.jax_impl.chunk import RunningSums, Smoothing
+from logitless.jax_impl.chunk import RunningSums, Smoothing, known_block
 from logitless.jax_impl.kernels.architecture import HOPPER
-from logitless.jax_impl.kernels.arithmetic import LINES
+from logitless.jax_impl.kernels.arithmetic import LINES, gap_of
 from logitless.jax_impl.kernels.kernel_call import KernelCall
 from logitless.jax_impl.kernels.rows import Rows, dots, row_logits
 from logitless.jax_impl.slices import Index
-from logitless.spec import CLASS_SUMS, LOWEST_ANCHOR, NO_ROW, RESCUE_NATS, Statistics
+from logitless.spec import CLASS_SUMS, HELD_RESCUE_NATS, LOWEST_ANCHOR, NO_ROW, RESCUE_NATS, Statistics
 
 with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says so before a kernel is launched
     from logitless.jax_impl.kernels import hopper, launch
 
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
 RESCUE_SUM = math.exp(RESCUE_NATS)
+HELD_RESCUE_SUM = math.exp(HELD_RESCUE_NATS) * 0.99
 # The largest target's value that is stored in e: no product of it overflows.
 LARGEST_STORED = 2.0**60
 
@@ -64,7 +65,7 @@ def forward(c: KernelCall, first: Index, g: Array, statistics: bool) -> Forwarde
     ``g`` [N] by token, relative to the unit.
     """
     rows = c.rows_at(first)
-    running, weighted, e = chunk_sums(c, rows, statistics, holds=True)
+    running, weighted, e = chunk_sums(c, rows, statistics, hopper.ANCHORED)
     assert e is not None
     sums = running.finish(weighted)
     factors = _factors(c, rows, running, sums, g)
@@ -75,12 +76,11 @@ def forward(c: KernelCall, first: Index, g: Array, statistics: bool) -> Forwarde
 
 
 def chunk_sums(
-    c: KernelCall, rows: Rows, statistics: Statistics, holds: bool
+    c: KernelCall, rows: Rows, statistics: Statistics, mode: str
 ) -> tuple[RunningSums, Array | None, Array | None]:
-    """The first product of a chunk: its sums, Σ k z where label smoothing asks for it, and the exponentials if
-    ``holds``. Of a sharded vocabulary the sums are those of all devices."""
+    """The first product of a chunk: its sums, Σ k z where label smoothing asks for it, and what ``mode`` stores. Of a
+    sharded vocabulary the sums are those of all devices."""
     extremes = statistics is True
-    mode = hopper.ANCHORED if holds else hopper.SUMS
     config = c.config(mode, entropy=bool(statistics), extremes=extremes, sum_logits=c.sums_logits)
     target_logit = _target_logits(c, rows)
     anchor = jnp.maximum(target_logit, LOWEST_ANCHOR)
@@ -88,7 +88,7 @@ def chunk_sums(
     if c.sums_logits and c.class_weight is not None:
         arguments["class_weight"] = c.class_weight
     outputs = dict.fromkeys(config.lines, c.line(config))
-    if holds:
+    if mode != hopper.SUMS:
         outputs["e"] = c.matrix
 
     def exponentiate(made: dict[str, Array], tiles: Array, anchor: Array) -> tuple[dict[str, Array], RunningSums]:
@@ -102,7 +102,8 @@ def chunk_sums(
     # The first time it is in place, too: one kernel for both.
     made = {name: c.empty(shape.shape, shape.dtype, rows) for name, shape in outputs.items()}
     made, sums = exponentiate(made, rows.tiles, anchor)
-    made, sums = exponentiate(made, *_rescued(c, rows, sums, extremes))
+    limit = HELD_RESCUE_SUM if mode == hopper.HELD else RESCUE_SUM
+    made, sums = exponentiate(made, *_rescued(c, rows, sums, extremes, limit))
     weighted = sums.sums.pop("logit_sum", None)
     if extremes:
         sums = sums.extremes(c.inputs.shard)
@@ -137,12 +138,12 @@ def _line_sums(rows: Rows, lines: dict[str, Array], anchor: Array, target_logit:
     return RunningSums(target_logit, rows.target, anchor, sums)
 
 
-def _rescued(c: KernelCall, rows: Rows, sums: RunningSums, extremes: bool) -> tuple[Array, Array]:
+def _rescued(c: KernelCall, rows: Rows, sums: RunningSums, extremes: bool, limit: float) -> tuple[Array, Array]:
     """Row tiles to be done again, and every row's anchor: its maximum where its exponents grew too large.
 
-    ``extremes``: whether the sums have the maximum.
+    ``extremes``: whether the sums have the maximum. ``limit``: the largest sum that stays.
     """
-    flagged = rows.exists & (sums.s > RESCUE_SUM)
+    flagged = rows.exists & (sums.s > limit)
     again = _tiles_of(flagged)
     highest = sums.highest
     if not extremes:
@@ -214,6 +215,21 @@ def known_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, start
     config = c.config(hopper.KNOWN, c.columns)
     arguments = c.first_product(config, rows, start) | c.slice_at(start) | vectors
     return hopper.logits(config, arguments, {"e": c.matrix})["e"]
+
+
+def held_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, logits: Array) -> Array:
+    """:func:`known_matrix` of the whole vocabulary, from logits that waited (arithmetic.held_of). XLA makes it in their
+    place: an element needs no other one."""
+    tokens, column = logits.shape[0], jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    gap, is_nothing = gap_of(logits)
+    picked = known.at(rows.token[:tokens])
+    temperatures = c.temperatures(rows)
+    own = None if temperatures is None else temperatures[:tokens, None]
+    e = known_block(picked.anchor[:, None] + gap, gap, picked, None, c.options, own)
+    # Where a row's logits are no numbers, neither is its logsumexp, nor any element of its gradient.
+    e = jnp.where(is_nothing, 0.0 * picked.log_total[:, None], e)
+    e = jnp.where(column == rows.target[:tokens, None], picked.target[:, None], e) * (picked.factor / unit)[:, None]
+    return jnp.where(rows.exists[:tokens, None] & (column < c.vocab), e, 0.0).astype(logits.dtype)
 
 
 def smoothing_of(c: KernelCall) -> Smoothing | None:
