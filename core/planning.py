@@ -235,7 +235,8 @@ def plan(
             V % 8 or D % 64 is not 0.
         hold: with ``fused`` and one_pass=False, whether the plan may be one chunk in one pass all the same: N × V
             exponentials in the input dtype are held from the forward until the upstream gradients arrive, or for
-            log-probabilities with statistics as many logits. (Calls allow it with a memory_budget or ``prefer="fast"``.)
+            log-probabilities with statistics as many logits. (Calls allow that with a memory_budget, or where speed is
+            preferred.)
         eager: whether the scratch is that of PyTorch's "eager", which is less than XLA's.
         lends: with ``fused``, whether the exponentials may lie in dW's rows until dW is made there, which takes one
             pass in every reduction: PyTorch on Hopper, bfloat16, tokens ≤ hidden. (Calls allow it if they make dW
