@@ -405,6 +405,34 @@ def test_logits_that_wait_have_a_range(impl: Any, dtype: str, above: float, coun
 
 
 @every_triton
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "what", ["hidden nan", "hidden inf", "hidden -inf", "bias nan", "bias inf", "bias -inf", "banned"]
+)
+def test_logits_that_wait_keep_what_is_no_number(impl: Any, dtype: str, what: str) -> None:
+    """NaN is where it is without them, and nowhere else. "banned": the bias of a token's target is −inf."""
+    from logitless.torch_impl.kernels import replay
+
+    x, w, b, y = some(12, 16, 90, dtype=dtype, seed=1)
+    place, *value = what.split()
+    number = float(value[0]) if value else -np.inf
+    if place == "hidden":
+        x[2, 3] = number
+    else:
+        b[y[3] if place == "banned" else 5] = number
+    g = np.random.default_rng(1).standard_normal((2, 12))
+    made = []
+    for prefer in ("fast", "balanced"):
+        replay.programs.clear()
+        upstream = {"log_prob_upstream": g[0], "entropy_upstream": g[1], "plan": prefer}
+        made.append(impl.run_log_probs(x, w, y, b, dtype=dtype, **upstream))
+    for name in ("hidden", "weight", "bias"):
+        ours, others = (each.grads[name] for each in made)
+        assert (np.isnan(ours) == np.isnan(others)).all(), name
+        assert np.isnan(ours).any() == (number != -np.inf or place == "hidden"), name
+
+
+@every_triton
 @pytest.mark.parametrize("nats", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("alone", [False, True], ids=["both", "entropy"])
 def test_logits_that_wait_are_exact_for_sure_and_unsure_tokens(
