@@ -76,7 +76,12 @@ JAX_COLOURS = {
 
 KERNELS = ("triton", "pallas")
 # Each of their modes is a point of one colour.
-PEERS = ("Liger-Kernel", "cut-cross-entropy", "QuACK")
+PEERS = ("Liger-Kernel", "cut-cross-entropy", "QuACK", "TRL", "verl")
+
+LOG_PROB_COLOURS = {
+    "triton": "#00798c", "torch, full logits": "#8d6b94", "torch.compile, full logits": "#b9a44c",
+    "Liger-Kernel": "#5b8c5a", "TRL": "#e07a5f", "verl": "#7f7f7f",
+}  # fmt: skip
 
 
 def _family(variant: str) -> str:
@@ -99,15 +104,32 @@ def gpu_jax(results: dict[str, Any], path: Path) -> None:
     _over_floor(results["jax_rows"], results["jax_machine"]["gpu"], JAX_COLOURS, path)
 
 
+def log_probs(results: dict[str, Any], path: Path) -> None:
+    """The same of log-probabilities with the entropy."""
+    by_sizes: dict[str, list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        if "over_floor" in row and "GRPO" not in row["variant"]:
+            by_sizes.setdefault(sizes_of(row), []).append(row)
+    what = f"{results['machine']['gpu']}, bfloat16, log-probabilities with the entropy, forward and backward"
+    _panels(list(by_sizes.values()), LOG_PROB_COLOURS, "time / four bare products", what, path, lowest=0.7)
+
+
 def _over_floor(every: list[dict[str, Any]], name_of_gpu: str, colours: dict[str, str], path: Path) -> None:
+    by_shape = [_gpu_rows(every, shape) for shape in ("liger", "gist", "gemma", "llama")]
+    what = f"{name_of_gpu}, bfloat16, loss and both gradients"
+    _panels([rows for rows in by_shape if rows], colours, "time / three bare products", what, path, lowest=0.9)
+
+
+def _panels(
+    by_shape: list[list[dict[str, Any]]], colours: dict[str, str], unit: str, what: str, path: Path, lowest: float
+) -> None:
     """One panel a shape: down and to the left is better."""
-    by_shape = {shape: _gpu_rows(every, shape) for shape in ("liger", "gist", "gemma", "llama")}
-    by_shape = {shape: rows for shape, rows in by_shape.items() if rows}
     if not by_shape:
         return
-    highest = max(row["over_floor"] for rows in by_shape.values() for row in rows)
+    highest = 1.1 * max(row["over_floor"] for rows in by_shape for row in rows)
+    top = highest if lowest < 0.9 else max(5.0, highest)
     figure, panels = plt.subplots(1, len(by_shape), figsize=(15, 4.2), layout="constrained", sharey=True, squeeze=False)
-    for panel, rows in zip(panels[0], by_shape.values(), strict=True):
+    for panel, rows in zip(panels[0], by_shape, strict=True):
         for name, colour in colours.items():
             own = sorted((row for row in rows if _family(row["variant"]) == name), key=lambda row: row["scratch_bytes"])
             if own:
@@ -123,13 +145,13 @@ def _over_floor(every: list[dict[str, Any]], name_of_gpu: str, colours: dict[str
             yscale="log",
             xlabel="scratch [MiB]",
             title=sizes_of(rows[0]),
-            ylim=(0.9, max(5.0, 1.1 * highest)),
+            ylim=(lowest, top),
         )
         panel.xaxis.set_minor_formatter(NullFormatter())
-        _plain_ticks(panel.yaxis, [tick for tick in (1, 1.2, 1.5, 2, 3, 4, 5, 7) if tick <= max(5.0, highest)])
-    panels[0][0].set_ylabel("time / three bare products")
+        _plain_ticks(panel.yaxis, [tick for tick in (0.8, 1, 1.2, 1.5, 2, 3, 4, 5, 7) if lowest < tick <= top])
+    panels[0][0].set_ylabel(unit)
     panels[0][-1].legend(fontsize=8)
-    figure.suptitle(f"{name_of_gpu}, bfloat16, loss and both gradients")
+    figure.suptitle(what)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -326,6 +348,7 @@ def accumulation(results: dict[str, Any], path: Path) -> None:
 
 PLOTS = {
     "phases": (phases, "phases.json", "rows"),
+    "log_probs": (log_probs, "log_probs.json", "rows"),
     "accumulation": (accumulation, "accumulation.json", "rows"),
     "rl": (rl, "rl.json", "rows"),
     "grpo": (grpo, "grpo.json", "rows"),

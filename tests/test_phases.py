@@ -316,6 +316,11 @@ def test_log_probs_are_measured_beside_the_truth(tmp_path: Path, monkeypatch: py
     table = report.log_probs_table(results["rows"])
     assert table.count("\n") == len(results["rows"]) + 2
     assert "ZeroDivisionError" in table
+    pytest.importorskip("matplotlib", reason="the report draws with it")
+    from bench import plots
+
+    plots.log_probs(results, tmp_path / "log_probs.png")
+    assert (tmp_path / "log_probs.png").stat().st_size > 1000
 
 
 # ---------------------------------------------------------------------------------------------------------------------
