@@ -137,8 +137,9 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
     bfloat16 = {"dtype": torch.bfloat16, "requires_grad": True}
     x, w, y = torch.randn(40, 8, **bfloat16), torch.randn(60, 8, **bfloat16), torch.arange(40)
     linear_cross_entropy(x, w, y, plan=few, backend="triton").backward()
-    log_prob, entropy = linear_log_probs(x, w, y, with_entropy=True, backend="triton")
-    (log_prob + entropy).sum().backward()
+    for prefer in ("balanced", "fast"):
+        log_prob, entropy = linear_log_probs(x, w, y, with_entropy=True, plan=prefer, backend="triton")
+        (log_prob + entropy).sum().backward()
     linear_cross_entropy(torch.randn(6, 8), torch.randn(8, 40), torch.arange(6), weight_layout="dv", backend="triton")
     logits = torch.randn(6, 40, requires_grad=True)
     cross_entropy(logits, torch.arange(6), backend="triton").backward()
