@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 from typing import TYPE_CHECKING, Any
 
+from bench import phases
 from bench.phases import Step, Way
 from bench.registry import Results, register
 from bench.shapes import named
-from bench.variants import described, peer
+from bench.variants import peer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,28 +131,16 @@ def truth(arrays: Arrays) -> list[Tensor]:
     return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
-def floor_row(arrays: Arrays) -> dict[str, Any]:
-    from bench.floor import torch_four_products
-    from bench.gpu_torch import event_ms
-
-    products = torch_four_products(arrays.x.detach(), arrays.w.detach())
-    return {**arrays.shape.sizes(), "variant": "floor", "both_ms": statistics.median(event_ms(products))}
-
-
 def row_of(arrays: Arrays, name: str, way: Way, floor_ms: float, true: list[Tensor]) -> dict[str, Any]:
-    row: dict[str, Any] = {**arrays.shape.sizes(), "variant": name}
+    row = phases.row_of(arrays, name, way, TokenStep)
+    if "error" in row:
+        return row
+    row["over_floor"] = row["both_ms"] / floor_ms
     step = TokenStep(arrays, way)
-    try:
-        row |= step.bytes()
-        row |= step.times_ms()
-        row["over_floor"] = row["both_ms"] / floor_ms
-        values = step.forward()
-        if isinstance(values, tuple):
-            errors = [float((v.detach() - t).abs().mean()) for v, t in zip(values, true, strict=True)]
-            row |= dict(zip(("log_prob_error", "entropy_error"), errors, strict=True))
-    except Exception as failure:  # a peer may fail in its own way
-        row["error"] = described(failure)
-    step.drop()
+    values = step.forward()
+    if isinstance(values, tuple):
+        errors = [float((v.detach() - t).abs().mean()) for v, t in zip(values, true, strict=True)]
+        row |= dict(zip(("log_prob_error", "entropy_error"), errors, strict=True))
     return row
 
 
@@ -163,15 +151,17 @@ def row_of(arrays: Arrays, name: str, way: Way, floor_ms: float, true: list[Tens
     arguments={"--backend": {"default": "triton", "choices": ("triton", "eager"), "help": "ours"}},
 )
 def run(options: argparse.Namespace, results: Results) -> None:
+    from bench.floor import torch_four_products
     from bench.gpu import forget
     from bench.gpu_torch import Arrays
 
     for name in options.shapes:
         arrays = Arrays(named(name))
-        true, floor = truth(arrays), floor_row(arrays)
+        products = torch_four_products(arrays.x.detach(), arrays.w.detach())
+        true, floor = truth(arrays), phases.floor_row(arrays, products)
         results.add([floor])
         ways = ours(options.backend) | (peers() if options.peers else {})
         for variant, way in (ways | grpo(arrays, options.backend, options.peers)).items():
             results.add([row_of(arrays, variant, way, floor["both_ms"], true)])
             forget("torch")
-        del arrays, ways
+        del arrays, ways, products

@@ -161,11 +161,11 @@ def between_ms(first: Any, last: Any) -> float:
     return (last - first) * 1e3 if isinstance(first, float) else first.elapsed_time(last)
 
 
-def row_of(arrays: Arrays, name: str, way: Way) -> dict[str, Any]:
+def row_of(arrays: Arrays, name: str, way: Way, kind: type[Step] = Step) -> dict[str, Any]:
     row: dict[str, Any] = {**arrays.shape.sizes(), "variant": name}
     if way.plan is not None:
         row |= {"order": way.plan.order, "chunks": way.plan.chunks, "promised_bytes": way.plan.scratch_bytes}
-    step = Step(arrays, way)
+    step = kind(arrays, way)
     try:
         row |= step.bytes()
         row |= step.times_ms()
@@ -175,11 +175,10 @@ def row_of(arrays: Arrays, name: str, way: Way) -> dict[str, Any]:
     return row
 
 
-def floor_row(arrays: Arrays) -> dict[str, Any]:
-    """Three bare products."""
+def floor_row(arrays: Arrays, products: Callable[[], object]) -> dict[str, Any]:
     from bench.gpu_torch import event_ms
 
-    return {**arrays.shape.sizes(), "variant": "floor", "both_ms": statistics.median(event_ms(arrays.floor().run))}
+    return {**arrays.shape.sizes(), "variant": "floor", "both_ms": statistics.median(event_ms(products))}
 
 
 def checks(shape: Shape, dtype: str, backend: str) -> Iterator[dict[str, Any]]:
@@ -243,7 +242,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
 
     for name in options.shapes:
         arrays = Arrays(named(name))
-        results.add([floor_row(arrays)])
+        results.add([floor_row(arrays, arrays.floor().run)])
         for variant, way in ways(arrays, options.backend, options.peers).items():
             results.add([row_of(arrays, variant, way)])
             forget("torch")

@@ -47,7 +47,12 @@ RESCUE_NATS = 40.0
 # p that comes of it is a sixth of that of rounding p to bfloat16.
 HELD_STEPS = 1024.0
 HELD_BELOW = 8.0
-HELD_RESCUE_NATS = 2.0**15 / HELD_STEPS - HELD_BELOW
+# The lowest of 16 bits, and the logit that it stands for.
+HELD_NOTHING = -(2**15)
+LOWEST_HELD = HELD_NOTHING / HELD_STEPS - HELD_BELOW
+# A row whose sum is above this is done again. It is a little less than the exponential of the highest logit, which
+# rounding must not lift out of the range.
+HELD_RESCUE_SUM = 0.99 * math.exp(-HELD_NOTHING / HELD_STEPS - HELD_BELOW)
 
 # Exponentials are multiplied by this before they are squared: of exp(RESCUE_NATS), V times, float32 has no square sum.
 SQUARED_SCALE = 2.0**-32

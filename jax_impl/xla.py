@@ -297,14 +297,14 @@ def token_gradients(
 def token_logits(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics
 ) -> tuple[TokenSums, Array]:
-    """Never called either."""
+    """Never called, see :func:`holds`."""
     raise NotImplementedError
 
 
 def logits_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, needs: Needs, logits: Array
 ) -> Gradients:
-    """Nor this."""
+    """Never called, see :func:`holds`."""
     raise NotImplementedError
 
 

@@ -105,37 +105,21 @@ def with_ids(a: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.late(where=lambda p: p["name"] in ("piece", "reverse", "one"))
 @pytest.mark.case(44)
 @IN_EITHER_ORDER
+@pytest.mark.parametrize("teacher", ["head", "ids"])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_within_the_rule(
     name: str,
+    teacher: str,
     order: str,
     monkeypatch: pytest.MonkeyPatch,
     interpreter: None,  # noqa: F811
 ) -> None:
     """Losses of both signs. Tokens in two chunks, of which the second has fewer. Tiles of half the vocabulary."""
-    assert_within_the_rule(distillation_loss, *problem(name), order, monkeypatch)
-
-
-@needs_interpreter
-@pytest.mark.late(where=lambda p: p["name"] in ("piece", "reverse", "one"))
-@pytest.mark.case(44)
-@IN_EITHER_ORDER
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_a_few_ids_within_the_rule(
-    name: str,
-    order: str,
-    monkeypatch: pytest.MonkeyPatch,
-    interpreter: None,  # noqa: F811
-) -> None:
+    function: Callable[..., Any] = distillation_loss
     a, options, dtype = problem(name)
-    rest = "class" if options["beta"] in (0.3, 1.0) else "drop"
-    assert_within_the_rule(sparse_distillation_loss, with_ids(a), options | {"rest": rest}, dtype, order, monkeypatch)
-
-
-def assert_within_the_rule(
-    function: Callable[..., Any], a: dict[str, Any], options: dict[str, Any], dtype: str, order: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    if teacher == "ids":
+        function, a = sparse_distillation_loss, with_ids(a)
+        options = options | {"rest": "class" if options["beta"] in (0.3, 1.0) else "drop"}
     vocab = len(a["weight"])
     take_order(monkeypatch, order, 4)
     monkeypatch.setattr("logitless.objectives.KERNEL_TILE", (4, -(-vocab // 2)))

@@ -157,13 +157,13 @@ def _chosen_plan(
     tokens, budget = arrays.target.numel(), tracing.number(request.memory_budget)
     if isinstance(request.plan, tuple):
         plan = given_plan(arrays, request, dtype)
-        may = _may_lend(arrays, request, options, dtype, backend)
+        may = _may_wait(arrays, request, options) and _may_lend(arrays, request, dtype, backend)
         if plan.has_room and not (may if plan.in_place else _may_free(arrays, dtype, backend)):
             raise ValueError(NO_FREE_ROWS)
         return plan
     one_pass = options.reduction != "none" and options.separable and not request.lse
     waits = _may_wait(arrays, request, options)
-    lends = _may_lend(arrays, request, options, dtype, backend)
+    lends = waits and _may_lend(arrays, request, dtype, backend)
     hold = waits and (budget is not None or preference(request) == "fast")
     choose = functools.partial(
         planner(arrays, dtype, backend), memory_budget=budget, one_pass=one_pass, hold=hold, lends=lends,
@@ -193,10 +193,10 @@ def _may_wait(arrays: Arrays, request: Request, options: LossOptions) -> bool:
     return options.separable and not request.lse and not tracing.is_looked_at(arrays.weight)
 
 
-def _may_lend(arrays: Arrays, request: Request, options: LossOptions, dtype: torch.dtype, backend: Kind) -> bool:
-    """Whether exponentials can wait in dW's rows: the backward of a call on one device makes dW, of which all is
-    proportional to one upstream gradient. A dW that goes elsewhere, and those of several ranks, are sharding.py's."""
-    if not _may_wait(arrays, request, options) or (request.log_probs and request.statistics):
+def _may_lend(arrays: Arrays, request: Request, dtype: torch.dtype, backend: Kind) -> bool:
+    """Whether what waits can lie in dW's rows: exponentials, where the backward of a call on one device makes dW. A dW
+    that goes elsewhere, and those of several ranks, are sharding.py's."""
+    if request.log_probs and request.statistics:  # logits wait
         return False
     wanted = torch.is_grad_enabled() and arrays.weight.requires_grad and arrays.temperature is None
     return wanted and backend_named(backend).lends(arrays.weight, dtype)

@@ -350,14 +350,14 @@ def token_gradients(
 def token_logits(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics
 ) -> tuple[TokenSums, Tensor]:
-    """Logits that wait for upstream gradients per token: not here either."""
+    """Logits that wait for upstream gradients per token: not here, see :func:`holds`."""
     raise NotImplementedError
 
 
 def logits_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, known: KnownRows, needs: Needs, logits: Tensor
 ) -> Gradients:
-    """:func:`known_gradients` of such logits."""
+    """Gradients from logits that waited: not here, see :func:`holds`."""
     raise NotImplementedError
 
 

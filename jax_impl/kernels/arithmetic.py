@@ -11,9 +11,6 @@ from jax.typing import DTypeLike
 from logitless import spec
 
 LOG2E = math.log2(math.e)
-# The lowest of 16 bits, and the logit relative to the anchor that it stands for.
-HELD_NOTHING = -(2**15)
-LOWEST_HELD = HELD_NOTHING / spec.HELD_STEPS - spec.HELD_BELOW
 # What two of a kernel's lines of sums are in spec.CLASS_SUMS. The others have their names there.
 LINES = {"sum": "s", "gap": "gap_sum"}
 
@@ -64,14 +61,14 @@ def parted(value: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 def held_of(gap: Array, dtype: DTypeLike) -> Array:
     """A logit relative to the anchor as it waits, in the bits of a 16-bit float."""
     # Rounded by being added to a number without fractions, of which the lower 16 bits are zeros.
-    steps = (jnp.maximum(gap, LOWEST_HELD) + spec.HELD_BELOW) * spec.HELD_STEPS + 1.5 * 2.0**23
+    steps = (jnp.maximum(gap, spec.LOWEST_HELD) + spec.HELD_BELOW) * spec.HELD_STEPS + 1.5 * 2.0**23
     return lax.bitcast_convert_type(lax.bitcast_convert_type(steps, jnp.int32).astype(jnp.int16), dtype)
 
 
 def gap_of(held: Array) -> tuple[Array, Array]:
     """The logit relative to the anchor, and whether it is so low that its probability is 0."""
     steps = lax.bitcast_convert_type(held, jnp.int16)
-    return steps.astype(jnp.float32) * (1.0 / spec.HELD_STEPS) - spec.HELD_BELOW, steps == HELD_NOTHING
+    return steps.astype(jnp.float32) * (1.0 / spec.HELD_STEPS) - spec.HELD_BELOW, steps == spec.HELD_NOTHING
 
 
 def joined(high: Array, low: Array) -> Array:

@@ -31,7 +31,7 @@ from logitless.jax_impl.kernels.held import Held, Waiting, held_gradients
 from logitless.jax_impl.kernels.kernel_call import KernelCall
 from logitless.jax_impl.kernels.loops import after, blocks, one_by_one
 from logitless.jax_impl.kernels.products import GradientProducts, State, add_to_sum
-from logitless.jax_impl.kernels.rows import own_target_logits
+from logitless.jax_impl.kernels.rows import Rows, own_target_logits
 from logitless.jax_impl.kernels.sums import (
     Factors,
     Forwarded,
@@ -233,11 +233,16 @@ def logits_gradients(
         c, unit = KernelCall(inputs, options, plan), known.unit(XP)
         p, rows = GradientProducts(c, needs, known.factor, unit), c.rows_at(jnp.int32(0))
         e = held_matrix(c, unit, known, rows, logits)
-        state = p.weight(State(), rows, e, rows.x, 0, unit)
-        state = p.hidden(state, rows, e, 0, None, unit)
-        return p.finish(p.bias(state, rows, e, 0, None), unit)
+        return p.finish(_add_known(p, State(), rows, e, final=True), unit)
 
     return one_by_one(run)(inputs, known, logits)
+
+
+def _add_known(p: GradientProducts, state: State, rows: Rows, e: Array, final: bool) -> State:
+    """A chunk's products, from the gradient's matrix e of all its entries. ``final``: it is the last chunk."""
+    state = p.weight(state, rows, e, rows.x, 0, p.unit if final else None)
+    state = p.hidden(state, rows, e, 0, None, p.unit)
+    return p.bias(state, rows, e, 0, None)
 
 
 def _known_chunks(c: KernelCall, p: GradientProducts, known: KnownRows) -> State:
@@ -245,10 +250,7 @@ def _known_chunks(c: KernelCall, p: GradientProducts, known: KnownRows) -> State
 
     def chunk(state: State, first: Index, final: bool = False) -> State:
         rows = c.rows_at(first)
-        e = known_matrix(c, p.unit, known, rows, 0)
-        state = p.weight(state, rows, e, rows.x, 0, p.unit if final else None)
-        state = p.hidden(state, rows, e, 0, None, p.unit)
-        return p.bias(state, rows, e, 0, None)
+        return _add_known(p, state, rows, known_matrix(c, p.unit, known, rows, 0), final)
 
     state = p.begun(c.hidden_dtype, parted=True) if c.chunks > 1 else State()
     state, last = after(blocks(chunk, state, c.chunks - 1, c.chunk), (c.chunks - 1) * c.chunk)

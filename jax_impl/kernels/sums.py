@@ -17,14 +17,13 @@ from logitless.jax_impl.kernels.arithmetic import LINES, gap_of
 from logitless.jax_impl.kernels.kernel_call import KernelCall
 from logitless.jax_impl.kernels.rows import Rows, dots, row_logits
 from logitless.jax_impl.slices import Index
-from logitless.spec import CLASS_SUMS, HELD_RESCUE_NATS, LOWEST_ANCHOR, NO_ROW, RESCUE_NATS, Statistics
+from logitless.spec import CLASS_SUMS, HELD_RESCUE_SUM, LOWEST_ANCHOR, NO_ROW, RESCUE_NATS, Statistics
 
 with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says so before a kernel is launched
     from logitless.jax_impl.kernels import hopper, launch
 
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
 RESCUE_SUM = math.exp(RESCUE_NATS)
-HELD_RESCUE_SUM = math.exp(HELD_RESCUE_NATS) * 0.99
 # The largest target's value that is stored in e: no product of it overflows.
 LARGEST_STORED = 2.0**60
 

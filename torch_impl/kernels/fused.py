@@ -197,8 +197,8 @@ def token_gradients(
 def token_logits(
     inputs: Rows, options: LossOptions, plan: ChunkPlan, statistics: Statistics
 ) -> tuple[TokenSums, Tensor]:
-    """Sums, and all logits in the input dtype's bits (kernels.held_of), for :func:`known_gradients`: in a plan of one
-    chunk 6·N·D·V flops together."""
+    """Sums, and all logits in the input dtype's bits (kernels.held_of), for :func:`logits_gradients`: in a plan of
+    one chunk 6·N·D·V flops together."""
     c = KernelCall(inputs, options, plan)
     sums = Sums(c, statistics, held=True)
     with c.on_device():

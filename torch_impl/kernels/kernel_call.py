@@ -202,20 +202,16 @@ class KernelCall:
             w_ptr=self.weight[entries],
             **addresses(x=x, e=e), row_target_ptr=self.row_target[first:], first=first, start=entries.start,
             columns=entries.stop - entries.start, MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits,
-            SQUARES=partial["squares_ptr"] is not None, HAS_DELTA=vectors["delta_ptr"] is not None,
-            HAS_ALPHA=vectors["alpha_ptr"] is not None, HAS_GAMMA=vectors["gamma_ptr"] is not None,
-            HAS_SIGMA=vectors["sigma_ptr"] is not None,
+            SQUARES=partial["squares_ptr"] is not None, **_present(vectors),
             GROUP=min(64, max(t.group, GROUP_BYTES // (t.bm * self.size * self.dtype.itemsize))),
             **self.products.logits(self, t, plain, known is not None),
         )  # fmt: skip
 
     def turn_held(self, held: Tensor, known: Mapping[str, Tensor | None]) -> None:
         """The gradient's matrix in place of logits that waited; ``known``: as for :meth:`logits`."""
-        names = ("alpha", "gamma", "delta", "sigma")
         self.launch(
             kernels.held_kernel, self.chunk, e_ptr=held, e_stride=held.stride(0), row_target_ptr=self.row_target,
-            **known, **{f"HAS_{name.upper()}": known[f"{name}_ptr"] is not None for name in names},
-            BLOCK=column_block(self.vocab, HELD_BLOCK), num_warps=8,
+            **known, **_present(known), BLOCK=column_block(self.vocab, HELD_BLOCK), num_warps=8,
         )  # fmt: skip
 
     def by_position(self, values: Tensor, behind: float = 0.0) -> Tensor:
@@ -238,6 +234,12 @@ class KernelCall:
 
     def describe_weight(self, rows: slice, block: tuple[int, int]) -> object:
         return self.describe_matrix(self.weight[rows], *block) if self.tma else None
+
+
+def _present(known: Mapping[str, Tensor | None]) -> dict[str, bool]:
+    """Which vectors of a call that knows lse there are, by the kernels' names for that."""
+    names = ("alpha", "gamma", "delta", "sigma")
+    return {f"HAS_{name.upper()}": known[f"{name}_ptr"] is not None for name in names}
 
 
 def addresses(**matrices: Tensor | None) -> dict[str, Tensor | int | None]:

@@ -28,12 +28,12 @@ from logitless.torch_impl.kernels.tiles import HiddenLaunch, WeightLaunch
 LOG2E = tl.constexpr(1.4426950408889634)
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
 RESCUE_SUM = tl.constexpr(math.exp(spec.RESCUE_NATS))
-HELD_RESCUE_SUM = tl.constexpr(math.exp(spec.HELD_RESCUE_NATS) * 0.99)
+HELD_RESCUE_SUM = tl.constexpr(spec.HELD_RESCUE_SUM)
 HELD_STEPS = tl.constexpr(spec.HELD_STEPS)
 HELD_BELOW = tl.constexpr(spec.HELD_BELOW)
-LOWEST_HELD = tl.constexpr(-(2.0**15) / spec.HELD_STEPS - spec.HELD_BELOW)
-# The lowest of 16 bits, and a number of float32 whose neighbours are whole numbers apart.
-HELD_NOTHING = tl.constexpr(-(2**15))
+HELD_NOTHING = tl.constexpr(spec.HELD_NOTHING)
+LOWEST_HELD = tl.constexpr(spec.LOWEST_HELD)
+# A number of float32 whose neighbours are whole numbers apart.
 WHOLE = tl.constexpr(1.5 * 2**23)
 NO_ROW = tl.constexpr(spec.NO_ROW)
 LOWEST_ANCHOR = tl.constexpr(spec.LOWEST_ANCHOR)
