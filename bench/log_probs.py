@@ -1,4 +1,4 @@
-"""Log-probabilities with the entropy, forward and backward apart: ``python -m bench log_probs``.
+"""Log-probabilities with the entropy side by side: ``python -m bench log_probs --framework torch``, then ``jax``.
 
 What RL asks of a head: log p(target) and the entropy of every token, and the gradients of the hidden states and of the
 head, for a random upstream gradient of each. Beside ours stand full logits, alone and compiled, TRL's chunks, verl's
@@ -7,21 +7,24 @@ kernel and Liger-Kernel's for Hopper; and both GRPO losses, ours and Liger-Kerne
 The floor is four bare products by cuBLAS: the logits once for the forward and once for the backward, dX and dW. What
 keeps the logits or their exponentials needs three.
 
-Times and bytes are those of phases.py. ``log_prob_error`` and ``entropy_error`` are the mean |value − truth| of a token
-[nats]; the truth is float64 arithmetic on the same numbers.
+PyTorch's times and bytes are those of phases.py. In JAX a step is one program: its ``forward_ms`` is the time of the
+values alone, compiled without gradients. ``log_prob_error`` and ``entropy_error`` are the mean |value − truth| of a
+token [nats]; the truth is float64 arithmetic on the same numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import statistics
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from bench import phases
 from bench.phases import Step, Way
 from bench.registry import Results, register
-from bench.shapes import named
-from bench.variants import peer
+from bench.shapes import Shape, named
+from bench.variants import measured_rows, peer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 
 SHAPES = ("2048x4096x131072", "8192x2048x131072", "8192x4096x131072", "4096x4096x128256")
 PLANS = ("balanced", "fast", "lean")
+KERNELS = ("triton", "pallas")
+# Bursts of a row in JAX.
+ROUNDS = 4
 SEQUENCES = 8
 # Entries of a block in TRL's trainers.
 TRL_BLOCK = 32768
@@ -37,13 +43,19 @@ TRL_BLOCK = 32768
 TRUTH_ROWS = 256
 
 
+def plans(backend: str) -> dict[str, str | None]:
+    """By what they are called in results."""
+    if backend not in KERNELS:
+        return {backend: None}
+    return {f"{backend}, {plan}" if plan != "balanced" else backend: plan for plan in PLANS}
+
+
 def ours(backend: str) -> dict[str, Way]:
     """By the name of the plan."""
     from logitless.torch_impl import linear_log_probs
 
-    names = {plan: f"{backend}, {plan}" if plan != "balanced" else backend for plan in PLANS}
     values = functools.partial(linear_log_probs, with_entropy=True, backend=backend)
-    return {names[plan]: Way(functools.partial(values, plan=plan if backend == "triton" else None)) for plan in PLANS}
+    return {name: Way(functools.partial(values, plan=plan)) for name, plan in plans(backend).items()}
 
 
 def full_logits(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,13 +131,12 @@ class TokenStep(Step):
         torch.autograd.backward(values, [g.to(v.dtype) for g, v in zip(upstream, values, strict=True)])
 
 
-def truth(arrays: Arrays) -> list[Tensor]:
+def truth(x: Tensor, w: Tensor, y: Tensor) -> list[Tensor]:
     """Log-probabilities and entropies in float64."""
     import torch
 
-    w = arrays.w.detach().double()
-    parts = []
-    for rows, target in zip(arrays.x.detach().split(TRUTH_ROWS), arrays.y.split(TRUTH_ROWS), strict=True):
+    w, parts = w.detach().double(), []
+    for rows, target in zip(x.detach().split(TRUTH_ROWS), y.long().split(TRUTH_ROWS), strict=True):
         log_p = torch.log_softmax(rows.double() @ w.t(), 1)
         parts.append((log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)))
     return [torch.cat(part) for part in zip(*parts, strict=True)]
@@ -136,32 +147,74 @@ def row_of(arrays: Arrays, name: str, way: Way, floor_ms: float, true: list[Tens
     if "error" in row:
         return row
     row["over_floor"] = row["both_ms"] / floor_ms
-    step = TokenStep(arrays, way)
-    values = step.forward()
-    if isinstance(values, tuple):
-        errors = [float((v.detach() - t).abs().mean()) for v, t in zip(values, true, strict=True)]
-        row |= dict(zip(("log_prob_error", "entropy_error"), errors, strict=True))
-    return row
+    values = TokenStep(arrays, way).forward()
+    return row | (errors(values, true) if isinstance(values, tuple) else {})
 
 
-@register(
-    "log-probabilities with the entropy, forward and backward apart, beside TRL, verl and Liger-Kernel",
-    shapes=list(SHAPES),
-    peers=True,
-    arguments={"--backend": {"default": "triton", "choices": ("triton", "eager"), "help": "ours"}},
-)
-def run(options: argparse.Namespace, results: Results) -> None:
+def errors(values: tuple[Tensor, ...], true: list[Tensor]) -> dict[str, float]:
+    means = [float((v.detach() - t).abs().mean()) for v, t in zip(values, true, strict=True)]
+    return dict(zip(("log_prob_error", "entropy_error"), means, strict=True))
+
+
+def torch_rows(shape: Shape, backend: str, with_peers: bool) -> Iterator[dict[str, Any]]:
     from bench.floor import torch_four_products
     from bench.gpu import forget
     from bench.gpu_torch import Arrays
 
+    arrays = Arrays(shape)
+    products = torch_four_products(arrays.x.detach(), arrays.w.detach())
+    true, floor = truth(arrays.x, arrays.w, arrays.y), phases.floor_row(arrays, products)
+    yield floor
+    ways = ours(backend) | (peers() if with_peers else {})
+    for variant, way in (ways | grpo(arrays, backend, with_peers)).items():
+        yield row_of(arrays, variant, way, floor["both_ms"], true)
+        forget("torch")
+
+
+def jax_rows(shape: Shape, backend: str, with_peers: bool) -> Iterator[dict[str, Any]]:
+    """Ours by each plan, and full logits. All are compiled before the first is timed."""
+    from bench.gpu_jax import Arrays, compile_all
+    from bench.timing import burst_ms
+    from logitless.interop import to_torch
+    from logitless.jax_impl import linear_log_probs
+
+    arrays = Arrays(shape)
+    values = functools.partial(linear_log_probs, with_entropy=True, backend=backend)
+    ways = {name: functools.partial(values, plan=plan) for name, plan in plans(backend).items()}
+    ways |= {"JAX, full logits": jax_full_logits} if with_peers else {}
+    steps = {name: arrays.token_step(way) for name, way in ways.items()}
+    forwards = {name: arrays.forward(way) for name, way in ways.items()}
+    compile_all([*steps.values(), *forwards.values()])
+    variants = {"floor": arrays.token_floor()} | {name: step.variant() for name, step in steps.items()}
+    true = truth(*to_torch((arrays.x, arrays.w, arrays.y)))
+    for row in measured_rows(f"{shape.tokens}x{shape.hidden}x{shape.vocab}", shape, variants, ROUNDS):
+        name = row["variant"]
+        if "error" not in row:
+            row["both_ms"] = row.pop("time_ms")
+        if name in steps and "error" not in row:
+            row |= errors(to_torch(steps[name]()[0]), true)
+            row["forward_ms"] = statistics.median(burst_ms(forwards[name], forwards[name].wait))
+        yield row
+
+
+def jax_full_logits(x: Any, w: Any, y: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    log_p = jax.nn.log_softmax(jnp.dot(x, w.T, preferred_element_type=jnp.float32))
+    return jnp.take_along_axis(log_p, y[:, None], 1)[:, 0], -(jnp.exp(log_p) * log_p).sum(1)
+
+
+@register(
+    "log-probabilities with the entropy, forward and backward apart, beside TRL, verl and Liger-Kernel",
+    file=lambda options: "log_probs_jax.json" if options.framework == "jax" else "log_probs.json",
+    framework="torch",
+    shapes=list(SHAPES),
+    peers=True,
+    arguments={"--backend": {"help": "ours; triton in PyTorch and pallas in JAX by default"}},
+)
+def run(options: argparse.Namespace, results: Results) -> None:
+    rows, kernels = (jax_rows, "pallas") if options.framework == "jax" else (torch_rows, "triton")
     for name in options.shapes:
-        arrays = Arrays(named(name))
-        products = torch_four_products(arrays.x.detach(), arrays.w.detach())
-        true, floor = truth(arrays), phases.floor_row(arrays, products)
-        results.add([floor])
-        ways = ours(options.backend) | (peers() if options.peers else {})
-        for variant, way in (ways | grpo(arrays, options.backend, options.peers)).items():
-            results.add([row_of(arrays, variant, way, floor["both_ms"], true)])
-            forget("torch")
-        del arrays, ways, products
+        for row in rows(named(name), options.backend or kernels, options.peers):
+            results.add([row])
