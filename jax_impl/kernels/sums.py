@@ -16,7 +16,8 @@ from logitless.jax_impl.kernels.architecture import HOPPER
 from logitless.jax_impl.kernels.arithmetic import LINES, gap_of
 from logitless.jax_impl.kernels.kernel_call import KernelCall
 from logitless.jax_impl.kernels.rows import Rows, dots, row_logits
-from logitless.jax_impl.slices import Index
+from logitless.jax_impl.slices import Index, for_slices
+from logitless.scratch import round_up
 from logitless.spec import CLASS_SUMS, HELD_RESCUE_SUM, LOWEST_ANCHOR, NO_ROW, RESCUE_NATS, Statistics
 
 with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says so before a kernel is launched
@@ -24,6 +25,8 @@ with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says
 
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
 RESCUE_SUM = math.exp(RESCUE_NATS)
+# Blocks of rows in which logits that waited become the gradient's.
+TURNED_BLOCKS = 8
 # The largest target's value that is stored in e: no product of it overflows.
 LARGEST_STORED = 2.0**60
 
@@ -217,18 +220,28 @@ def known_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, start
 
 
 def held_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, logits: Array) -> Array:
-    """:func:`known_matrix` of the whole vocabulary, from logits that waited (arithmetic.held_of). XLA makes it in their
-    place: an element needs no other one."""
+    """:func:`known_matrix` of the whole vocabulary, from logits that waited (arithmetic.held_of), in their place: an
+    element needs no other one. They go by blocks of rows, for only in a loop does XLA write over what a kernel made.
+    """
     tokens, column = logits.shape[0], jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-    gap, is_nothing = gap_of(logits)
-    picked = known.at(rows.token[:tokens])
     temperatures = c.temperatures(rows)
-    own = None if temperatures is None else temperatures[:tokens, None]
-    e = known_block(picked.anchor[:, None] + gap, gap, picked, None, c.options, own)
-    # Where a row's logits are no numbers, neither is its logsumexp, nor any element of its gradient.
-    e = jnp.where(is_nothing, 0.0 * picked.log_total[:, None], e)
-    e = jnp.where(column == rows.target[:tokens, None], picked.target[:, None], e) * (picked.factor / unit)[:, None]
-    return jnp.where(rows.exists[:tokens, None] & (column < c.vocab), e, 0.0).astype(logits.dtype)
+
+    def turned(e: Array, first: Index, size: int) -> Array:
+        def part(vector: Array) -> Array:
+            return lax.dynamic_slice_in_dim(vector, first, size)
+
+        gap, is_nothing = gap_of(part(e))
+        picked = known.at(part(rows.token))
+        own = None if temperatures is None else part(temperatures)[:, None]
+        made = known_block(picked.anchor[:, None] + gap, gap, picked, None, c.options, own)
+        # Where a row's logits are no numbers, neither is its logsumexp, nor any element of its gradient.
+        made = jnp.where(is_nothing, 0.0 * picked.log_total[:, None], made)
+        made = jnp.where(column == part(rows.target)[:, None], picked.target[:, None], made)
+        made = made * (picked.factor / unit)[:, None]
+        made = jnp.where(part(rows.exists)[:, None] & (column < c.vocab), made, 0.0)
+        return lax.dynamic_update_slice_in_dim(e, made.astype(e.dtype), first, 0)
+
+    return for_slices(tokens, round_up(-(-tokens // TURNED_BLOCKS), 8), turned, logits)
 
 
 def smoothing_of(c: KernelCall) -> Smoothing | None:
