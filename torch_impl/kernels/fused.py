@@ -168,7 +168,8 @@ def loss_gradients(
             sums.gather(first, x)
             products.add_smooth_x(first, x)
             sums.product(first, x, e)
-            sums.finish(first, x, e, factors, scale_rows=needs.weight is not None)
+            late = products.scales_late and last < c.tokens
+            sums.finish(first, x, e, factors, scale_rows=needs.weight is not None and not late)
             if last < c.tokens:
                 products.add(first, x, e, slice(0, c.vocab), factors, None)
             elif plan.early_hidden:

@@ -259,14 +259,22 @@ class GradientProducts:
         return self.call.tokens > 0 and (bool(self.needs.weight) or self.bias is not None)
 
     def scale_for(self, upstream: Tensor, factors: Factors) -> Tensor:
-        """unit · upstream, made by the kernel that sorts the last chunk's targets, if there is one."""
+        """unit · upstream, made by the kernel that sorts the last chunk's targets, if there is one. (Of several ranks
+        it comes later, see :meth:`add`.)"""
         c = self.call
-        if c.tokens > MOST_RANKED or not self._wants_targets or self.grouped_targets is not None:
+        alone = not c.shard.split and self._wants_targets and self.grouped_targets is None
+        if c.tokens > MOST_RANKED or not alone:
             return self.unit * upstream
         scale = torch.empty_like(self.unit)
         scalars = {"unit_ptr": self.unit, "upstream_ptr": upstream, "scale_ptr": scale}
         self.last_targets = Targets.of(c, c.inputs.key, factors.token_value, **scalars)
         return scale
+
+    @property
+    def scales_late(self) -> bool:
+        """Whether x becomes u ⊙ x after a chunk's dX is on its way to other ranks. The last chunk's has become so."""
+        shard, needs = self.call.shard, self.needs
+        return shard.split and not shard.sequence_parallel and bool(needs.hidden) and bool(needs.weight)
 
     def add_smooth_x(self, first: int, x: Tensor) -> None:
         """Σ_i g_i x_i of the chunk, from x as it came."""
@@ -298,15 +306,18 @@ class GradientProducts:
     ) -> None:
         """The products of a block e over ``entries``; scale: this is the last block of a result, and what it lacks."""
         c, targets = self.call, None
+        if self.needs.hidden and c.shard.split and c.tokens:  # on its way to the others while dW is made
+            self.add_hidden(first, e, entries, factors, None)
+            if entries.stop == c.vocab:
+                self._start_sum(first)
+        # Short kernels first: a sum over the ranks that begins beside a product finds no multiprocessor free.
+        if factors is not None and scale is None and self.scales_late:
+            self.scale_operand(first, x, factors)
         if factors is not None and self._wants_targets:
             targets = self._targets(first, factors.token_value, scale is not None)
         if self.bias is not None:
             factor = None if factors is None else factors.factor[first:]
             self._column_sums(e, factor, first, self.bias[entries], targets, by_token=False)
-        if self.needs.hidden and c.shard.split and c.tokens:  # on its way to the others while dW is made
-            self.add_hidden(first, e, entries, factors, None)
-            if entries.stop == c.vocab:
-                self._start_sum(first)
         early = c.plan.in_place  # dW is made where e lies
         wanted = self.needs.hidden and not self.is_hidden_made
         if wanted and early:
