@@ -31,11 +31,12 @@ from implementations import (  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
 from logitless.jax_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.jax_impl.kernels import arithmetic, launch, pieces, row_kernels  # noqa: E402
 from logitless.jax_impl.kernels import hopper as products  # noqa: E402
-from logitless.jax_impl.kernels import launch, row_kernels  # noqa: E402
 from logitless.jax_impl.kernels import lowered as kernels  # noqa: E402
 from logitless.jax_impl.kernels.architecture import can_interpret  # noqa: E402
 from logitless.rounding import round_to  # noqa: E402
+from logitless.spec import HELD_STEPS  # noqa: E402
 from logitless.tolerances import BOUND, GRADIENT, ON_TOP_GRADIENT, ON_TOP_LOSS, RATIO, THREE_DIGITS, TINY, error  # noqa: E402
 
 PALLAS = JaxPallas()
@@ -414,8 +415,9 @@ def test_sums_begin_with_blocks_without_a_row(cut: dict[str, Any], interpreter: 
         (40, 301, 0.2, {"softcap": 3.0, "logit_scale": 1.5}),
         (64, 264, 0.1, {"temperature": "each"}),
         (64, 300, 3.0, {}),
+        (64, 60, 0.1, {}),
     ],
-    ids=["plain", "capped, odd", "temperatures", "done again"],
+    ids=["plain", "capped, odd", "temperatures", "done again", "small"],
 )
 def test_statistics_whose_logits_wait(
     size: int, vocab: int, scale: float, options: dict[str, Any], interpreter: None
@@ -449,6 +451,39 @@ def test_statistics_whose_logits_wait(
     for name in ("hidden", "weight", "bias"):
         expected = getattr(true, f"{name}_grad")
         assert error(made.grads[name], expected) <= RATIO * error(again.grads[name], expected) + TINY[dtype], name
+
+
+@needs_interpreter
+@pytest.mark.parametrize("cap", [None, 30.0])
+@pytest.mark.parametrize(("width", "vocab"), [(128, 60), (320, 301), (4480, 4480)], ids=["padded", "shared", "blocks"])
+def test_logits_that_waited_become_the_gradient(width: int, vocab: int, cap: float | None, interpreter: None) -> None:
+    """Of a row in one piece, in two that share columns, and in blocks. Two of eight rows do not exist."""
+    rng = np.random.default_rng(width)
+    row = pieces.Row(width, jnp.dtype("bfloat16"), 1.0, cap)
+    gap = rng.uniform(-12.0, 8.0, (8, width)).astype(np.float32)
+    gap[:, 7] = -np.inf
+    held = arithmetic.held_of(jnp.asarray(gap), row.dtype)
+    vectors = {name: rng.uniform(0.5, 1.5, 8).astype(np.float32) for name in ("alpha", "gamma", "delta", "factor")}
+    vectors |= {"anchor": rng.uniform(-5.0, 5.0, 8).astype(np.float32), "log_total": np.full(8, 12.0, np.float32)}
+    vectors |= {"element": rng.standard_normal(8).astype(np.float32), "target": rng.integers(8, vocab, 8, np.int32)}
+    at = {name: vector[:, None].astype(np.float64) for name, vector in vectors.items()}
+    gap[:, 7] = 0.0
+    gap = np.round(gap.astype(np.float64) * HELD_STEPS) / HELD_STEPS
+    log_p = gap - at["log_total"]
+    p = np.exp(log_p)
+    true = p * (at["alpha"] + at["gamma"] * log_p + at["delta"] * p) * at["factor"]
+    true = true if cap is None else true * (1.0 - ((gap + at["anchor"]) / cap) ** 2)
+    true[:, 7] = 0.0
+    true[np.arange(8), vectors["target"]] = vectors["element"]
+    true[:, vocab:] = 0.0
+    true[6:] = 0.0
+
+    e = launch.reference(held)
+    arguments = {name: jnp.asarray(vector) for name, vector in vectors.items()}
+    row_kernels.held_gradient(row, vocab, arguments | {"e": e, "rows": jnp.full(1, 6, jnp.int32)})
+    made = np.asarray(launch.written(e).astype(jnp.float32), np.float64)
+    assert error(made, true) <= GRADIENT["bfloat16"]
+    assert (made[true == 0.0] == 0.0).all()
 
 
 @needs_interpreter

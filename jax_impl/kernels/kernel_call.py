@@ -19,6 +19,7 @@ from logitless.spec import LossOptions
 
 with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says so before a kernel is launched
     from logitless.jax_impl.kernels import hopper, launch
+    from logitless.jax_impl.kernels.pieces import THREADS
 
 # Row tiles that walk the vocabulary together share the first product's weight tiles; their hidden states stay in L2.
 GROUP_BYTES = 8 * 2**20
@@ -139,6 +140,12 @@ class KernelCall:
     def matrix(self) -> jax.ShapeDtypeStruct:
         """Shape of e."""
         return jax.ShapeDtypeStruct((round_up(self.chunk, 8), round_up(self.columns, HOPPER.step)), self.dtype)
+
+    @property
+    def held(self) -> jax.ShapeDtypeStruct:
+        """Shape of e where logits wait in it, which a warpgroup turns row by row: one for each thread at least."""
+        rows, columns = self.matrix.shape
+        return jax.ShapeDtypeStruct((rows, max(columns, THREADS)), self.dtype)
 
     @property
     def sliced(self) -> bool:

@@ -5,7 +5,7 @@ Each program is one warpgroup and owns some columns of some rows.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import jax
 import jax.experimental.pallas as pl
@@ -13,8 +13,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.jax_impl.kernels.arithmetic import joined, parted
+from logitless.jax_impl.kernels.arithmetic import exp, gap_of, joined, parted, sloped
 from logitless.jax_impl.kernels.launch import Arguments, Ref, References, Scratch, Shapes, launch
+from logitless.jax_impl.kernels.pieces import Piece, Row, over
+from logitless.spec import LOWEST_GAP
 
 # Rows, and columns of D, that one program owns.
 RUN, RUN_COLUMNS = 32, 256
@@ -91,6 +93,65 @@ def _store_row(row: Ref, out: Ref, number: Array, column_tile: Array) -> None:
     else:
         pl.when(column_tile < full)(lambda: store(RUN_COLUMNS))
         pl.when(column_tile == full)(lambda: store(rest))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Logits that waited
+
+
+def held_gradient(row: Row, vocab: int, arguments: Arguments) -> None:
+    """The gradient's matrix in place of the logits that waited (arithmetic.held_of), all of them: factor · slope ·
+    p (alpha + gamma log p + delta p), ``element`` at the target, 0 past the vocabulary and where there is no row.
+
+    Arguments:
+        e: [C, row.width], a reference; rows: [1] int32: how many rows there are; target: [≥ C] int32.
+        anchor, log_total, factor, element: [≥ C] float32; alpha, gamma, delta, too, if they are not trivial;
+        temperature, where each token has its own.
+    A program, one warpgroup, owns a row. It goes over it piece by piece.
+    """
+
+    def body(r: References) -> None:
+        number = lax.axis_index("program")
+        known = {name: r[name][number] for name in arguments if name not in ("e", "rows")}
+        cap = row.cap
+        if cap is not None and "temperature" in known:
+            cap = cap / known["temperature"]
+        columns = row.columns()
+
+        def value(piece: Piece, held: Array) -> Array:
+            gap, is_nothing = gap_of(held)
+            log_p = gap - known["log_total"]
+            p = exp(log_p)
+            coefficient = known.get("alpha", 1.0)
+            if "gamma" in known:
+                coefficient = coefficient + known["gamma"] * jnp.maximum(log_p, LOWEST_GAP)
+            if "delta" in known:
+                coefficient = coefficient + known["delta"] * p
+            dz = sloped(p * coefficient, known["anchor"] + gap, cap) * known["factor"]
+            # Where a row's logits are no numbers, neither is its logsumexp, nor any element of its gradient.
+            dz = jnp.where(is_nothing, 0.0 * known["log_total"], dz)
+            dz = jnp.where(columns == known["target"] - piece.start, known["element"], dz)
+            return jnp.where(columns < vocab - piece.start, dz, 0.0)
+
+        def put(piece: Piece, dz: Array) -> None:
+            r["e"][number, pl.ds(piece.start, row.lanes)] = dz.astype(row.dtype)
+
+        def turn(pieces: Sequence[Piece], _: None) -> None:
+            held = [piece.of(r["e"].at[number], row) for piece in pieces]
+            if any(piece.shared for piece in pieces):
+                plgpu.commit_smem()  # all threads have read what two pieces share
+            for piece, logits in zip(pieces, held, strict=True):
+                put(piece, value(piece, logits))
+
+        def clear(pieces: Sequence[Piece], _: None) -> None:
+            for piece in pieces:
+                put(piece, row.filled(0.0))
+
+        here = number < r["rows"][0]
+        pl.when(here)(lambda: over(row, turn, None))
+        pl.when(jnp.logical_not(here))(lambda: over(row, clear, None))
+
+    launch(body, arguments, {}, name="held_gradient", options=(row, vocab), grid=arguments["e"].shape[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

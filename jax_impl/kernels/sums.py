@@ -11,22 +11,20 @@ from jax import Array, lax
 
 from logitless import numerics
 from logitless.jax_impl.call import XP, KnownRows, TokenSums
-from logitless.jax_impl.chunk import RunningSums, Smoothing, known_block
+from logitless.jax_impl.chunk import RunningSums, Smoothing
 from logitless.jax_impl.kernels.architecture import HOPPER
-from logitless.jax_impl.kernels.arithmetic import LINES, gap_of
+from logitless.jax_impl.kernels.arithmetic import LINES
 from logitless.jax_impl.kernels.kernel_call import KernelCall
 from logitless.jax_impl.kernels.rows import Rows, dots, row_logits
-from logitless.jax_impl.slices import Index, for_slices
-from logitless.scratch import round_up
+from logitless.jax_impl.slices import Index
 from logitless.spec import CLASS_SUMS, HELD_RESCUE_SUM, LOWEST_ANCHOR, NO_ROW, RESCUE_NATS, Statistics
 
 with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says so before a kernel is launched
-    from logitless.jax_impl.kernels import hopper, launch
+    from logitless.jax_impl.kernels import hopper, launch, row_kernels
+    from logitless.jax_impl.kernels.pieces import Row
 
 # A row is done again when its sum says that one of its exponents may have passed the threshold.
 RESCUE_SUM = math.exp(RESCUE_NATS)
-# Blocks of rows in which logits that waited become the gradient's.
-TURNED_BLOCKS = 8
 # The largest target's value that is stored in e: no product of it overflows.
 LARGEST_STORED = 2.0**60
 
@@ -91,7 +89,7 @@ def chunk_sums(
         arguments["class_weight"] = c.class_weight
     outputs = dict.fromkeys(config.lines, c.line(config))
     if mode != hopper.SUMS:
-        outputs["e"] = c.matrix
+        outputs["e"] = c.held if mode == hopper.HELD else c.matrix
 
     def exponentiate(made: dict[str, Array], tiles: Array, anchor: Array) -> tuple[dict[str, Array], RunningSums]:
         """``made`` with the exponentials and lines of these tiles in place, and the sums of all."""
@@ -201,6 +199,26 @@ def _class_weights(c: KernelCall, rows: Rows) -> Array | float:
 
 def known_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, start: Index) -> Array:
     """The gradient's matrix of a block, relative to the unit."""
+    vectors = _known_vectors(c, unit, known, rows)
+    config = c.config(hopper.KNOWN, c.columns)
+    arguments = c.first_product(config, rows, start) | c.slice_at(start) | vectors
+    return hopper.logits(config, arguments, {"e": c.matrix})["e"]
+
+
+def held_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, logits: Array) -> Array:
+    """:func:`known_matrix` of the whole vocabulary, from logits that waited (arithmetic.held_of), in their place."""
+    temperatures = c.temperatures(rows)
+    vectors = _known_vectors(c, unit, known, rows) | {"rows": rows.number, "target": rows.target}
+    if temperatures is not None:
+        vectors["temperature"] = temperatures
+    e = launch.reference(logits)
+    row = Row(logits.shape[1], logits.dtype, c.options.logit_scale, c.options.softcap)
+    row_kernels.held_gradient(row, c.vocab, vectors | {"e": e})
+    return launch.written(e)
+
+
+def _known_vectors(c: KernelCall, unit: Array, known: KnownRows, rows: Rows) -> dict[str, Array]:
+    """What the rows of the gradient's matrix are made of, by the kernels' names."""
     factor = rows.pick(known.factor / unit)
     vectors = {
         "anchor": rows.pick(known.anchor, NO_ROW),
@@ -214,34 +232,7 @@ def known_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, start
             vectors[name] = rows.pick(values)
     if known.sigma is not None and c.class_weight is not None:
         vectors["class_weight"] = c.class_weight
-    config = c.config(hopper.KNOWN, c.columns)
-    arguments = c.first_product(config, rows, start) | c.slice_at(start) | vectors
-    return hopper.logits(config, arguments, {"e": c.matrix})["e"]
-
-
-def held_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, logits: Array) -> Array:
-    """:func:`known_matrix` of the whole vocabulary, from logits that waited (arithmetic.held_of), in their place: an
-    element needs no other one. They go by blocks of rows, for only in a loop does XLA write over what a kernel made.
-    """
-    tokens, column = logits.shape[0], jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
-    temperatures = c.temperatures(rows)
-
-    def turned(e: Array, first: Index, size: int) -> Array:
-        def part(vector: Array) -> Array:
-            return lax.dynamic_slice_in_dim(vector, first, size)
-
-        gap, is_nothing = gap_of(part(e))
-        picked = known.at(part(rows.token))
-        own = None if temperatures is None else part(temperatures)[:, None]
-        made = known_block(picked.anchor[:, None] + gap, gap, picked, None, c.options, own)
-        # Where a row's logits are no numbers, neither is its logsumexp, nor any element of its gradient.
-        made = jnp.where(is_nothing, 0.0 * picked.log_total[:, None], made)
-        made = jnp.where(column == part(rows.target)[:, None], picked.target[:, None], made)
-        made = made * (picked.factor / unit)[:, None]
-        made = jnp.where(part(rows.exists)[:, None] & (column < c.vocab), made, 0.0)
-        return lax.dynamic_update_slice_in_dim(e, made.astype(e.dtype), first, 0)
-
-    return for_slices(tokens, round_up(-(-tokens // TURNED_BLOCKS), 8), turned, logits)
+    return vectors
 
 
 def smoothing_of(c: KernelCall) -> Smoothing | None:
