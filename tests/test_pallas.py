@@ -62,6 +62,15 @@ def interpreter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
+@pytest.fixture(
+    params=[pytest.param("interpreter", marks=needs_interpreter), pytest.param("hopper", marks=pytest.mark.gpu)]
+)
+def either(request: pytest.FixtureRequest) -> JaxPallas:
+    """The kernels interpreted, or on the GPU that is there."""
+    request.getfixturevalue(request.param)
+    return PALLAS if request.param == "interpreter" else JaxPallasCuda()
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INTERPRET, "0")
@@ -406,7 +415,6 @@ def test_sums_begin_with_blocks_without_a_row(cut: dict[str, Any], interpreter: 
         assert (grad == 0).all()
 
 
-@needs_interpreter
 @pytest.mark.late(where=lambda p: p["scale"] < 1)
 @pytest.mark.parametrize(
     ("size", "vocab", "scale", "options"),
@@ -420,7 +428,7 @@ def test_sums_begin_with_blocks_without_a_row(cut: dict[str, Any], interpreter: 
     ids=["plain", "capped, odd", "temperatures", "done again", "small"],
 )
 def test_statistics_whose_logits_wait(
-    size: int, vocab: int, scale: float, options: dict[str, Any], interpreter: None
+    size: int, vocab: int, scale: float, options: dict[str, Any], either: JaxPallas
 ) -> None:
     """They add little to what rounding the gradient's matrix does, once, from float32 logits. Targets are drawn from
     the softmax, or, with logits far apart, without looking at it. A token that is ignored has NaN."""
@@ -443,7 +451,7 @@ def test_statistics_whose_logits_wait(
     if "temperature" in given:
         given["temperature"] = jnp.asarray(given["temperature"])
     made, again = (
-        PALLAS.run_log_probs(x, w, y, b, dtype=dtype, plan=prefer, **upstream, **given)
+        either.run_log_probs(x, w, y, b, dtype=dtype, plan=prefer, **upstream, **given)
         for prefer in ("fast", "balanced")
     )
     assert error(made.log_prob, true.log_prob) <= TINY["float32"]
@@ -453,10 +461,9 @@ def test_statistics_whose_logits_wait(
         assert error(made.grads[name], expected) <= RATIO * error(again.grads[name], expected) + TINY[dtype], name
 
 
-@needs_interpreter
 @pytest.mark.parametrize("cap", [None, 30.0])
 @pytest.mark.parametrize(("width", "vocab"), [(128, 60), (320, 301), (4480, 4480)], ids=["padded", "shared", "blocks"])
-def test_logits_that_waited_become_the_gradient(width: int, vocab: int, cap: float | None, interpreter: None) -> None:
+def test_logits_that_waited_become_the_gradient(width: int, vocab: int, cap: float | None, either: JaxPallas) -> None:
     """Of a row in one piece, in two that share columns, and in blocks. Two of eight rows do not exist."""
     rng = np.random.default_rng(width)
     row = pieces.Row(width, jnp.dtype("bfloat16"), 1.0, cap)
