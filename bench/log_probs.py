@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 SHAPES = ("2048x4096x131072", "8192x2048x131072", "8192x4096x131072", "4096x4096x128256")
 PLANS = ("balanced", "fast", "lean")
-KERNELS = ("triton", "pallas")
 # Bursts of a row in JAX.
 ROUNDS = 4
 SEQUENCES = 8
@@ -43,10 +42,8 @@ TRL_BLOCK = 32768
 TRUTH_ROWS = 256
 
 
-def plans(backend: str) -> dict[str, str | None]:
+def plans(backend: str) -> dict[str, str]:
     """By what they are called in results."""
-    if backend not in KERNELS:
-        return {backend: None}
     return {f"{backend}, {plan}" if plan != "balanced" else backend: plan for plan in PLANS}
 
 

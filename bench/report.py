@@ -273,13 +273,14 @@ def phases_table(rows: Rows, checks: Rows, launches: Rows) -> str:
     return "\n".join((first, second, third))
 
 
-def log_probs_table(rows: Rows) -> str:
-    """Forward and backward of log-probabilities and entropy; a failure in the place of the times."""
+def log_probs_table(rows: Rows, jax_rows: Rows) -> str:
+    """Forward and backward of log-probabilities and entropy; a failure in the place of the times. JAX's are one
+    program, and its forward is timed alone."""
 
-    def measured(row: dict[str, Any]) -> list[str]:
+    def measured(row: dict[str, Any], *phases: str) -> list[str]:
         if "error" in row:
-            return [row["error"].split(":")[0], *"–" * 6]
-        times = [f"{row[name]:.2f}" if name in row else "–" for name in ("forward_ms", "backward_ms", "both_ms")]
+            return [row["error"].split(":")[0], *"–" * (3 + len(phases))]
+        times = [f"{row[name]:.2f}" if name in row else "–" for name in phases]
         over, scratch = (
             f"{row.get('over_floor', 1.0):.3f}",
             mib(row["scratch_bytes"]) if "scratch_bytes" in row else "–",
@@ -287,11 +288,16 @@ def log_probs_table(rows: Rows) -> str:
         errors = [f"{row[name]:.0e}" if name in row else "–" for name in ("log_prob_error", "entropy_error")]
         return [*times, over, scratch, *errors]
 
-    columns = (
-        "tokens × hidden × vocab", "implementation", "forward [ms]", "backward [ms]", "both [ms]", "over the floor",
-        "scratch [MiB]", "error of log p [nats]", "of the entropy",
-    )  # fmt: skip
-    return markdown(columns, ([sizes_of(row), row["variant"], *measured(row)] for row in rows))
+    def table(rows: Rows, **phases: str) -> str:
+        columns = ("tokens × hidden × vocab", "implementation", *phases.values(), "over the floor", "scratch [MiB]",
+                   "error of log p [nats]", "of the entropy")  # fmt: skip
+        return markdown(columns, ([sizes_of(row), row["variant"], *measured(row, *phases)] for row in rows))
+
+    both = {"both_ms": "both [ms]"}
+    return "\n".join((
+        table(rows, forward_ms="forward [ms]", backward_ms="backward [ms]", **both),
+        table(jax_rows, forward_ms="forward alone [ms]", **both),
+    ))  # fmt: skip
 
 
 def accumulation_table(rows: Rows) -> str:
@@ -410,7 +416,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
         "rl": (rl_table, [read("rl.json")["rows"]]),
         "grpo": (grpo_table, [read("grpo.json")["rows"]]),
         "phases": (phases_table, [phases.get(key, []) for key in ("rows", "checks", "launches")]),
-        "log_probs": (log_probs_table, [read("log_probs.json")["rows"]]),
+        "log_probs": (log_probs_table, [read(f"log_probs{end}.json")["rows"] for end in ("", "_jax")]),
         "accumulation": (accumulation_table, [read("accumulation.json")["rows"]]),
         "distillation": (distillation_table, [read(f"distillation{end}.json")["rows"] for end in ("", "_jax")]),
         "long": (long_table, [read("long.json")["rows"], read("long_jax.json")["rows"]]),

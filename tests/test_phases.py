@@ -313,14 +313,27 @@ def test_log_probs_are_measured_beside_the_truth(tmp_path: Path, monkeypatch: py
     assert "both_ms" in rows["eager, GRPO loss"]
     assert "log_prob_error" not in rows["eager, GRPO loss"]
     assert rows["fails"]["error"].startswith("ZeroDivisionError")
-    table = report.log_probs_table(results["rows"])
-    assert table.count("\n") == len(results["rows"]) + 2
+    table = report.log_probs_table(results["rows"], [])
+    assert table.count("\n") == len(results["rows"]) + 5
     assert "ZeroDivisionError" in table
     pytest.importorskip("matplotlib", reason="the report draws with it")
     from bench import plots
 
     plots.log_probs(results, tmp_path / "log_probs.png")
     assert (tmp_path / "log_probs.png").stat().st_size > 1000
+
+
+def test_log_probs_of_jax_are_measured_beside_the_truth(tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="the rows are JAX's")
+    arguments = "--framework", "jax", "--shapes", "16x8x125", "--backend", "xla"
+    results = made("log_probs", tmp_path, *arguments, file="log_probs_jax")
+    rows = {row["variant"]: row for row in results["rows"]}
+    assert rows.keys() == {"floor", "xla", "xla, fast", "xla, lean", "JAX, full logits"}
+    for name in rows.keys() - {"floor"}:
+        assert rows[name]["log_prob_error"] < 0.01 > rows[name]["entropy_error"]
+        assert rows[name]["both_ms"] > 0 < rows[name]["forward_ms"]
+        assert rows[name]["over_floor"] == rows[name]["both_ms"] / rows["floor"]["both_ms"]
+    assert report.log_probs_table([], results["rows"]).count("\n") == len(rows) + 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,7 +351,7 @@ def test_the_page_is_that_of_the_results(name: str) -> None:
     parts = {
         "phases": [results.get(key, []) for key in ("rows", "checks", "launches")],
         "accumulation": [results["rows"]],
-        "log_probs": [results["rows"]],
+        "log_probs": [results["rows"], report.read("log_probs_jax.json")["rows"]],
         "distillation": [results["rows"], report.read("distillation_jax.json")["rows"]],
         "long": [results["rows"], report.read("long_jax.json")["rows"]],
     }
