@@ -22,7 +22,7 @@ tokens' exponentials are held until it arrives, for 6·N·D·V flops instead of 
 
 Without a budget, the plan with the smallest scratch is chosen among those that cost little more than the cheapest: 5 %
 ("balanced", the default), 0.5 % ("fast") or 50 % ("lean"). Of those that hold at most 10 % more ("lean": twice as
-much, up to 64 MiB), the fastest.
+much, up to 64 MiB, and no more than the default plan), the fastest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ Preference = Literal["fast", "balanced", "lean"]
 # is taken even for "fast". The leanest plans of all would cost many times the fastest.
 SLACK: dict[Preference, float] = {"fast": 1.005, "balanced": 1.05, "lean": 1.5}
 # How much more than the smallest of these a plan may hold, if it is faster: nobody waits longer for so little. "lean"
-# may hold twice as much, for the leanest plans of all hold next to nothing; but no more than so many bytes beyond.
+# may hold twice as much, for the leanest plans of all hold next to nothing; but no more than so many bytes beyond, nor
+# than the default plan.
 SCRATCH_SLACK = 1.1
 MOST_MORE = 64 * 2**20
 
@@ -281,7 +282,10 @@ def choose(request: Request) -> ChunkPlan:
     limit = SLACK[request.prefer] * min(candidate.relative_cost(device) for candidate in candidates)
     candidates = [candidate for candidate in candidates if candidate.relative_cost(device) <= limit]
     least = min(candidate.scratch_bytes for candidate in candidates)
-    enough = least + min(least, MOST_MORE) if request.prefer == "lean" else SCRATCH_SLACK * least
+    enough = SCRATCH_SLACK * least
+    if request.prefer == "lean":
+        default = choose(dataclasses.replace(request, prefer="balanced"))
+        enough = min(least + min(least, MOST_MORE), default.scratch_bytes)
     return min(
         (candidate for candidate in candidates if candidate.scratch_bytes <= enough),
         key=lambda candidate: (candidate.relative_cost(device), candidate.scratch_bytes),

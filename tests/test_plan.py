@@ -109,6 +109,20 @@ def test_a_preference_is_the_smallest_within_its_slack(arguments: dict[str, Any]
         assert smaller.relative_cost(device) > slack * best.relative_cost(device)
 
 
+@settings(deadline=None, max_examples=100)
+@given(sizes, st.sampled_from(["portable", "triton", "pallas"]), st.booleans())
+def test_lean_holds_no_more_than_the_default_and_fast_takes_no_longer(
+    arguments: dict[str, Any], kind: str, hold: bool
+) -> None:
+    """Of values per token the leanest plans hold little less than the default does."""
+    kernels = {"fused": True, "padded": kind == "pallas", "hold": hold and not arguments["one_pass"]}
+    more = {} if kind == "portable" or arguments["dtype"] == "float64" else kernels
+    lean, balanced, fast = (plan(**arguments, **more, prefer=name) for name in ("lean", "balanced", "fast"))
+    assert lean.scratch_bytes <= balanced.scratch_bytes
+    costs = [made.relative_cost(arguments["device"]) for made in (fast, balanced, lean)]
+    assert costs[0] <= SLACK["fast"] * min(costs)
+
+
 def test_preferences_by_name() -> None:
     """The default holds less than the logits in bfloat16 do."""
     fast, balanced, lean = (plan(**LLAMA, fused=True, prefer=name) for name in ("fast", "balanced", "lean"))
