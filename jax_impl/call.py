@@ -168,6 +168,23 @@ class Precision:
     """Whether the weight was float32 beside narrower hidden states: its gradient is not rounded to their dtype."""
 
 
+class ValidFirst(NamedTuple):
+    """An order of the tokens: the valid ones, then the ignored ones, each in their own order."""
+
+    token: Array  # [N] int32, by position
+    position: Array  # [N] int32, by token
+    number: Array  # [] int32: how many are valid
+
+    @staticmethod
+    def of(valid: Array) -> ValidFirst:
+        counted = valid.astype(jnp.int32)
+        number, seen = counted.sum(dtype=jnp.int32), jnp.cumsum(counted, dtype=jnp.int32)
+        token = jnp.arange(valid.shape[0], dtype=jnp.int32)
+        position = jnp.where(valid, seen - 1, number + token - seen)
+        placed = jnp.zeros_like(token).at[position].set(token, unique_indices=True)
+        return ValidFirst(placed, position, number)
+
+
 class Inputs(NamedTuple):
     """A call's arrays, flattened and checked."""
 
@@ -185,6 +202,7 @@ class Inputs(NamedTuple):
     temperature: Array | None = None  # [N] accumulation dtype, 1 where ignored; None: the options have it
     into: Array | None = None  # [V, D] in its own dtype: dW is this plus dW; None: dW alone
     turned_weight: Array | None = None  # [D, V], where the weight came so: then this is read
+    order: ValidFirst | None = None  # that of all vectors above, if it is not the tokens' own; hidden has its own
 
     @staticmethod
     def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE, turned: bool = False) -> Inputs:

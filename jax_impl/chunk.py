@@ -6,7 +6,7 @@ A chunk is some tokens, a block some columns of their logits. Mirror of torch_im
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,12 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from logitless import numerics
-from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, TokenSums
+from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, TokenSums, ValidFirst
+from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import Shard
-from logitless.jax_impl.slices import Index, for_slices, put, rows_at, take
+from logitless.jax_impl.slices import Index, for_slices, put, put_rows, rows_at, take
 from logitless.objectives import Tile
+from logitless.planning import ChunkPlan
 from logitless.spec import (
     CLASS_SUMS,
     LOWEST_ANCHOR,
@@ -30,6 +32,9 @@ from logitless.spec import (
 )
 
 Product = Callable[[Array, Array], Array]
+
+Vectors = TypeVar("Vectors")
+"""Vectors [N] in a container."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One block of logits
@@ -129,9 +134,62 @@ def weight_at(inputs: Inputs, entries: Array) -> Array:
     return rows_at(inputs.weight, entries) if turned is None else rows_at(turned, entries, axis=1).T
 
 
+def compacted(inputs: Inputs, plan: ChunkPlan) -> Inputs:
+    """The inputs in an order with which chunks behind the last valid token need not be computed. Unchanged where there
+    is one chunk, and where devices share the work, for all of them have to agree on every step."""
+    if plan.token_chunk >= plan.tokens or inputs.shard.active or parallel.tracked():
+        return inputs
+    order = ValidFirst.of(inputs.valid)
+    names = "target", "valid", "inside", "token_weight", "temperature"
+    present = {name: values for name in names if (values := getattr(inputs, name)) is not None}
+    return inputs._replace(order=order, **{name: values[order.token] for name, values in present.items()})
+
+
+def count_of(inputs: Inputs) -> Array | None:
+    """How many of the tokens, in their order, are to be computed; None for all of them."""
+    return None if inputs.order is None else most_valid(inputs.valid)
+
+
+@jax.custom_batching.custom_vmap
+def most_valid(valid: Array) -> Array:
+    """The largest number of valid tokens along the last axis."""
+    return valid.sum(axis=-1, dtype=jnp.int32).max()
+
+
+@most_valid.def_vmap
+def _of_all_problems(size: int, batched: list[bool], valid: Array) -> tuple[Array, bool]:
+    """One number for all problems: a loop whose length differs among them would copy all that it carries."""
+    return most_valid(valid), False
+
+
+def by_position(inputs: Inputs, by_token: Vectors) -> Vectors:
+    """Vectors by token in the inputs' order."""
+    return by_token if inputs.order is None else _picked(by_token, inputs.order.token)
+
+
+def by_token(inputs: Inputs, by_position: Vectors) -> Vectors:
+    """Vectors in the inputs' order by token."""
+    return by_position if inputs.order is None else _picked(by_position, inputs.order.position)
+
+
+def _picked(vectors: Vectors, places: Array) -> Vectors:
+    picked: Vectors = jax.tree.map(lambda vector: vector[places], vectors)
+    return picked
+
+
+def put_tokens(array: Array, rows: Array, first: Index, inputs: Inputs) -> Array:
+    """array [N, D] with those rows that belong to the tokens from ``first``."""
+    if inputs.order is None:
+        return put(array, rows, first)
+    return put_rows(array, rows, take(inputs.order.token, first, rows.shape[0]))
+
+
 def rows_of(inputs: Inputs, first: Index, size: int) -> Array:
     """The chunk's hidden states, zero for an ignored token whatever it holds."""
-    x = take(inputs.hidden, first, size)
+    if inputs.order is None:
+        x = take(inputs.hidden, first, size)
+    else:
+        x = rows_at(inputs.hidden, take(inputs.order.token, first, size))
     return jnp.where(take(inputs.valid, first, size)[:, None], x, jnp.zeros((), x.dtype))
 
 

@@ -23,12 +23,18 @@ Index = int | Array
 """Where a slice begins: a number, or a scalar that only the device knows."""
 
 
-def for_slices(length: int, size: int, body: Callable[[Carry, Index, int], Carry], carry: Carry) -> Carry:
-    """carry = body(carry, start, size) for every slice: a loop over the full ones, then the ragged rest."""
+def for_slices(
+    length: int, size: int, body: Callable[[Carry, Index, int], Carry], carry: Carry, count: Array | None = None
+) -> Carry:
+    """carry = body(carry, start, size) for every slice: a loop over the full ones, then the ragged rest. With a
+    ``count`` for those alone that begin before it."""
     full, rest = divmod(length, size)
     if length and parallel.tracked():
         carry = varied(lambda state: body(state, jnp.int32(0), min(size, length)), carry)
-    if full == 1:
+    if count is not None:
+        begun = jnp.minimum(full, (count + size - 1) // size).astype(jnp.int32)
+        carry = lax.fori_loop(jnp.int32(0), begun, lambda i, c: body(c, i * size, size), carry)
+    elif full == 1:
         carry = body(carry, 0, size)
     elif full > 1:
         carry = lax.fori_loop(jnp.int32(0), jnp.int32(full), lambda i, c: body(c, i * size, size), carry)
@@ -36,7 +42,7 @@ def for_slices(length: int, size: int, body: Callable[[Carry, Index, int], Carry
         return carry
     # A loop whose length XLA does not see: unrolled, the rest's blocks are computed beside the loop's, or shared
     # between forward and backward, and held.
-    once = lax.optimization_barrier(jnp.int32(1))
+    once = lax.optimization_barrier(jnp.int32(1)) if count is None else (count > full * size).astype(jnp.int32)
     carry = lax.fori_loop(jnp.int32(0), once, lambda i, c: body(c, full * size + i * rest, rest), carry)
     return carry
 
@@ -107,6 +113,14 @@ def take_tile(matrix: Array, first: Index, rows: int, start: Index, columns: int
 def put(array: Array, part: Array, start: Index, axis: int = 0) -> Array:
     """array with ``part`` at ``start``. Along the other axis a shorter part fills the beginning."""
     return _moved(lambda a, part, start: lax.dynamic_update_slice_in_dim(a, part, start, axis), array, part, at=start)
+
+
+def put_rows(array: Array, rows: Array, indices: Array) -> Array:
+    """array with ``rows`` in the places ``indices``, all of them different."""
+    return _moved(
+        lambda array, rows, at: array.at[at].set(rows, unique_indices=True, mode="promise_in_bounds"),
+        array, rows, at=indices,
+    )  # fmt: skip
 
 
 def add_to(array: Array, part: Array, start: Index, axis: int = 0) -> Array:

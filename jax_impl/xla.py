@@ -23,13 +23,18 @@ from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, Tok
 from logitless.jax_impl.chunk import (
     RunningSums,
     Smoothing,
+    by_position,
+    by_token,
     capped,
+    compacted,
+    count_of,
     empty_sums,
     is_target,
     known_block,
     logits_block,
     product,
     put_sums,
+    put_tokens,
     rows_of,
     slope,
     temperature_column,
@@ -91,6 +96,7 @@ def _start(
 
 def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics: Statistics) -> TokenSums:
     """Every token's lse, nll and, if asked for, statistics. 2·N·D·V flops, one block [C, B] of logits at a time."""
+    inputs = compacted(inputs, plan)
     smoothing, shard = _smoothing_of(inputs, options, plan), inputs.shard
     sum_logits = options.label_smoothing > 0 and not options.separable
 
@@ -116,7 +122,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
         return put_sums(all_sums, running.finish(weighted), first)
 
     empty = empty_sums(inputs, options.label_smoothing > 0, statistics)
-    return for_slices(plan.tokens, plan.token_chunk, chunk, empty)
+    return by_token(inputs, for_slices(plan.tokens, plan.token_chunk, chunk, empty, count_of(inputs)))
 
 
 def _class_weights_of(inputs: Inputs, first: Index, target: Array) -> Array | float:
@@ -233,7 +239,8 @@ class _Accumulators:
         hidden_part, weight, bias = for_slices(self.plan.vocab, self.plan.vocab_chunk, block, carry)
         hidden = gradients.hidden
         if hidden is not None and hidden_part is not None:
-            hidden = put(hidden, self._finish_hidden(hidden_part, factor, g).astype(hidden.dtype), first)
+            rows = self._finish_hidden(hidden_part, factor, g).astype(hidden.dtype)
+            hidden = put_tokens(hidden, rows, first, self.inputs)
         return Gradients(hidden, weight, bias), smooth_x
 
     def _finish_hidden(self, part: Array, factor: Array, g: Array) -> Array:
@@ -346,7 +353,8 @@ def loss_gradients(
     For a plan in one pass and separable options. g [N]: upstream gradient times normalizer, token weight and
     logit_scale, 0 where ignored.
     """
-    dtype = inputs.accumulation_dtype
+    inputs, dtype = compacted(inputs, plan), inputs.accumulation_dtype
+    g = by_position(inputs, g)
     smoothing = _smoothing_of(inputs, options, plan)
     # dX waits for the upstream scalar in the accumulation dtype, like dW (weight_accumulator).
     unit = numerics.loss_unit(XP, inputs, options, g)
@@ -380,8 +388,8 @@ def loss_gradients(
     empty = empty_sums(inputs, options.label_smoothing > 0, statistics)
     # All chunks use one C × V matrix. A ragged last chunk uses its first rows.
     carry = (empty, accumulators.start(), jnp.zeros((plan.token_chunk, plan.vocab), dtype))
-    all_sums, state, _ = for_slices(plan.tokens, plan.token_chunk, chunk, carry)
-    return all_sums, accumulators.finish(state)
+    all_sums, state, _ = for_slices(plan.tokens, plan.token_chunk, chunk, carry, count_of(inputs))
+    return by_token(inputs, all_sums), accumulators.finish(state)
 
 
 def _known_block(
@@ -407,6 +415,8 @@ def known_gradients(
     # The devices' shares of dX are rounded after their sum.
     hidden_dtype = inputs.accumulation_dtype if inputs.shard.active else inputs.hidden.dtype
     known = known.of(XP, inputs.valid)
+    inputs = compacted(inputs, plan)
+    known, g = by_position(inputs, (known, g))
     # The factors are not g where alpha is given, nor in float16.
     whole = inputs.hidden.dtype == jnp.float16 or known.alpha is not None
     unit = known.unit(XP) if whole else numerics.largest_factor(XP, g)
@@ -423,4 +433,5 @@ def known_gradients(
 
         return accumulators.add_chunk(state, first, x, take(known.factor, first, tokens), matrix)
 
-    return accumulators.finish(for_slices(plan.tokens, plan.token_chunk, chunk, accumulators.start()))
+    state = for_slices(plan.tokens, plan.token_chunk, chunk, accumulators.start(), count_of(inputs))
+    return accumulators.finish(state)

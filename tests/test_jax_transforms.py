@@ -14,7 +14,8 @@ import jax.numpy as jnp  # noqa: E402
 from implementations import JaxXla, assert_within, problem_named, run_case  # noqa: E402
 
 from logitless import plan, reference  # noqa: E402
-from logitless.jax_impl import distillation_loss, linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.jax_impl import distillation_loss, linear_cross_entropy, linear_log_probs, xla  # noqa: E402
+from logitless.jax_impl.chunk import most_valid  # noqa: E402
 from logitless.tolerances import BOUND, CHAIN, TINY, error  # noqa: E402
 
 N, D, V = 24, 8, 50
@@ -81,11 +82,99 @@ def test_vmap_of_grad(reduction: Any) -> None:
         assert error(dws[i], true.weight_grad) <= TINY["float32"]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Ignored tokens
+
+
+CHUNKED = plan(tokens=N, hidden=D, vocab=V, dtype="float32", order="tokens", chunk=5)
+TWO_PASS = plan(tokens=N, hidden=D, vocab=V, dtype="float32", order="tokens", chunk=5, one_pass=False)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the chunks that were computed, each as often as it was."""
+    sizes: list[int] = []
+    rows_of = xla.rows_of
+
+    def recorded(inputs: Any, first: Any, size: int) -> Any:
+        jax.debug.callback(lambda: sizes.append(size))
+        return rows_of(inputs, first, size)
+
+    monkeypatch.setattr(xla, "rows_of", recorded)
+    jax.clear_caches()  # what was traced before
+    return sizes
+
+
+def per_token(x: Any, w: Any, y: Any) -> Any:
+    log_prob, entropy = linear_log_probs(x, w, y, with_entropy=True, plan=TWO_PASS)
+    return (log_prob * jnp.arange(N) + entropy).sum()
+
+
+def in_chunks(x: Any, w: Any, y: Any) -> Any:
+    return linear_cross_entropy(x, w, y, z_loss=1e-3, plan=CHUNKED)
+
+
+@pytest.mark.case(3)
+@pytest.mark.parametrize(("function", "passes"), [(in_chunks, 1), (per_token, 2)])
+@pytest.mark.parametrize("valid", [0, 1, 5, 11, 23, 24])
+def test_chunks_behind_the_last_valid_token_are_not_computed(
+    function: Any, passes: int, valid: int, computed: list[int]
+) -> None:
+    """Four chunks of five tokens and one of four; what is ignored lies anywhere."""
+    x, w, y = arrays(valid)
+    y = np.abs(np.asarray(y)) % V
+    y[np.random.default_rng(1).permutation(N)[valid:]] = -100
+    x = jnp.where(jnp.asarray(y == -100)[:, None], jnp.nan, x)
+    made = jax.value_and_grad(function, (0, 1))(x, w, jnp.asarray(y))
+    jax.effects_barrier()
+    full = min(-(-valid // 5), 4)
+    assert sorted(computed) == sorted(passes * ([5] * full + [4] * (valid > 20)))
+    some = y != -100
+    expected = jax.value_and_grad(full_logits(function), (0, 1))(jnp.where(some[:, None], x, 0.0), w, jnp.asarray(y))
+    assert float(made[0]) == pytest.approx(float(expected[0]), rel=CHAIN, abs=CHAIN)
+    for grad, true in zip(made[1], expected[1], strict=True):
+        assert error(grad, true) <= CHAIN
+    assert (np.asarray(made[1][0])[~some] == 0).all()
+
+
+def full_logits(function: Any) -> Any:
+    """The same from logits."""
+
+    def value(x: Any, w: Any, y: Any) -> Any:
+        z = x @ w.T
+        lse, log_p, valid = jax.nn.logsumexp(z, axis=1), jax.nn.log_softmax(z), y != -100
+        own = jnp.take_along_axis(log_p, jnp.maximum(y, 0)[:, None], 1)[:, 0]
+        if function is in_chunks:
+            return jnp.where(valid, 1e-3 * lse**2 - own, 0.0).sum() / jnp.maximum(valid.sum(), 1)
+        return jnp.where(valid, own * jnp.arange(N) - (jnp.exp(log_p) * log_p).sum(1), 0.0).sum()
+
+    return value
+
+
 @pytest.mark.case(32)
-def test_grad_under_checkpoint() -> None:
+@pytest.mark.parametrize("function", [in_chunks, per_token])
+def test_vmap_goes_on_until_the_longest_problem_is_done(function: Any) -> None:
+    """Of four problems along two axes. The number is one for all of them: else every step would choose between the old
+    and the new of all that a loop carries."""
+    made = [arrays(seed) for seed in range(4)]
+    x, y = (jnp.stack([problem[i] for problem in made]).reshape(2, 2, *made[0][i].shape) for i in (0, 2))
+    w = made[0][1]
+    y = y.at[..., 3:].set(-100).at[1, 1, :9].set(7)
+    both = jax.vmap(jax.vmap(jax.grad(function, (0, 1)), (0, None, 0)), (0, None, 0))
+    assert int(jax.vmap(jax.vmap(most_valid, out_axes=None), out_axes=None)(y != -100)) == 9
+    dx, dw = both(x, w, y)
+    for i, j in np.ndindex(2, 2):
+        one, other = jax.grad(function, (0, 1))(x[i, j], w, y[i, j])
+        assert error(dx[i, j], one) <= TINY["float32"]
+        assert error(dw[i, j], other) <= TINY["float32"]
+
+
+@pytest.mark.case(32)
+@pytest.mark.parametrize("function", [loss, in_chunks, per_token])
+def test_grad_under_checkpoint(function: Any) -> None:
     x, w, y = arrays()
-    plain = jax.grad(lambda x, w: loss(jnp.tanh(x), w, y), (0, 1))(x, w)
-    remade = jax.jit(jax.grad(jax.checkpoint(lambda x, w: loss(jnp.tanh(x), w, y)), (0, 1)))(x, w)
+    plain = jax.grad(lambda x, w: function(jnp.tanh(x), w, y), (0, 1))(x, w)
+    remade = jax.jit(jax.grad(jax.checkpoint(lambda x, w: function(jnp.tanh(x), w, y)), (0, 1)))(x, w)
     for one, other in zip(plain, remade, strict=True):
         assert error(one, other) <= TINY["float32"]
 

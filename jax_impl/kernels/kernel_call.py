@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from logitless.jax_impl.call import Inputs
+from logitless.jax_impl.call import Inputs, ValidFirst
 from logitless.jax_impl.kernels.architecture import HOPPER
 from logitless.jax_impl.kernels.rows import Rows
 from logitless.jax_impl.slices import Carry, Index
@@ -83,14 +83,10 @@ class KernelCall:
         return jnp.pad(values, (0, length - self.size))
 
     def _compact(self) -> None:
-        """order: the valid tokens, then the ignored ones, each in their own order; position: its inverse."""
-        valid = self.inputs.valid.astype(jnp.int32)
-        self.count = valid.sum(dtype=jnp.int32)
-        seen = jnp.cumsum(valid, dtype=jnp.int32)
-        token = jnp.arange(self.tokens, dtype=jnp.int32)
-        self.position = jnp.where(self.inputs.valid, seen - 1, self.count + token - seen)
-        order = jnp.zeros(self.tokens, jnp.int32).at[self.position].set(token, unique_indices=True)
-        self.order = jnp.pad(order, (0, (self.chunks + 1) * self.chunk + self.rows - self.tokens))
+        """order: the tokens, the valid ones first, in whole chunks; position: its inverse; count: the valid ones."""
+        order = ValidFirst.of(self.inputs.valid)
+        self.position, self.count = order.position, order.number
+        self.order = jnp.pad(order.token, (0, (self.chunks + 1) * self.chunk + self.rows - self.tokens))
 
     def _sort_by_column(self) -> None:
         """nearby [chunks, tiles of C]: each chunk's rows in the order of their targets; place: its inverse.
