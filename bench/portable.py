@@ -63,11 +63,14 @@ def plans(sizes: Sizes) -> dict[str, ChunkPlan]:
 
 
 def variants_of(
-    sizes: Sizes, measured: Callable[[Loss], tuple[Loss, Callable[[], int]]], full: Loss, ours: Loss
+    sizes: Sizes, measured: Callable[[Loss], tuple[Loss, Callable[[], int]]], full: Loss, ours: Loss, half: Loss
 ) -> list[Variant]:
-    """Full logits, and our loss by every plan; ``measured`` gives a loss's step, and what its scratch is."""
-    planned = {name: (chosen, functools.partial(ours, plan=chosen)) for name, chosen in plans(sizes).items()}
-    every = {"full logits": (None, full), **planned}
+    """Full logits, our loss by every plan, and ``half``, ours with every second token ignored, by the default;
+    ``measured`` gives a loss's step, and what its scratch is."""
+    chosen = plans(sizes)
+    planned = {name: (plan, functools.partial(ours, plan=plan)) for name, plan in chosen.items()}
+    ignored = chosen["default"], functools.partial(half, plan=chosen["default"])
+    every = {"full logits": (None, full), **planned, "default, half ignored": ignored}
     return [Variant(name, chosen, *measured(loss)) for name, (chosen, loss) in every.items()]
 
 
@@ -95,7 +98,9 @@ def torch_variants(sizes: Sizes) -> list[Variant]:
     def full() -> Any:
         return torch.nn.functional.cross_entropy((x @ w.t()).float(), y)
 
-    return variants_of(sizes, measured, full, functools.partial(linear_cross_entropy, x, w, y))
+    some = torch.where(torch.arange(len(y)) % 2 == 0, y, -100)
+    ours, half = (functools.partial(linear_cross_entropy, x, w, target) for target in (y, some))
+    return variants_of(sizes, measured, full, ours, half)
 
 
 def jax_variants(sizes: Sizes) -> list[Variant]:
@@ -117,7 +122,10 @@ def jax_variants(sizes: Sizes) -> list[Variant]:
         z = jnp.dot(x, w.T, preferred_element_type=jnp.float32)
         return jnp.mean(jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, y[:, None], 1)[:, 0])
 
-    return variants_of(sizes, measured, full, linear_cross_entropy)
+    def half(x: Any, w: Any, y: Any, **options: Any) -> Any:
+        return linear_cross_entropy(x, w, jnp.where(jnp.arange(len(y)) % 2 == 0, y, -100), **options)
+
+    return variants_of(sizes, measured, full, linear_cross_entropy, half)
 
 
 MEDIUM = "torch_eager, medium"
