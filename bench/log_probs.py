@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 SHAPES = ("2048x4096x131072", "8192x2048x131072", "8192x4096x131072", "4096x4096x128256")
 PLANS = ("balanced", "fast", "lean")
+BACKENDS = ("triton", "eager", "pallas", "xla")
 # Bursts of a row in JAX.
 ROUNDS = 4
 SEQUENCES = 8
@@ -208,7 +209,7 @@ def jax_full_logits(x: Any, w: Any, y: Any) -> Any:
     framework="torch",
     shapes=list(SHAPES),
     peers=True,
-    arguments={"--backend": {"help": "ours; triton in PyTorch and pallas in JAX by default"}},
+    arguments={"--backend": {"choices": BACKENDS, "help": "ours; by default triton in PyTorch and pallas in JAX"}},
 )
 def run(options: argparse.Namespace, results: Results) -> None:
     rows, kernels = (jax_rows, "pallas") if options.framework == "jax" else (torch_rows, "triton")

@@ -207,6 +207,7 @@ def known_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, start
 
 def held_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, logits: Array) -> Array:
     """:func:`known_matrix` of the whole vocabulary, from logits that waited (arithmetic.held_of), in their place."""
+    assert known.sigma is None  # label smoothing's, which log-probabilities have not
     temperatures = c.temperatures(rows)
     vectors = _known_vectors(c, unit, known, rows) | {"rows": rows.number, "target": rows.target}
     if temperatures is not None:
