@@ -202,7 +202,7 @@ class Inputs(NamedTuple):
     temperature: Array | None = None  # [N] accumulation dtype, 1 where ignored; None: the options have it
     into: Array | None = None  # [V, D] in its own dtype: dW is this plus dW; None: dW alone
     turned_weight: Array | None = None  # [D, V], where the weight came so: then this is read
-    order: ValidFirst | None = None  # that of all vectors above, if it is not the tokens' own; hidden has its own
+    order: ValidFirst | None = None  # of the vectors above; None: the tokens' own, which hidden always has
 
     @staticmethod
     def of(arrays: Arrays[Array], ignore_index: int, shard: Shard = WHOLE, turned: bool = False) -> Inputs:

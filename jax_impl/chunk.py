@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from logitless import numerics
-from logitless.jax_impl.call import XP, Gradients, Inputs, KnownRows, Needs, TokenSums, ValidFirst
+from logitless.jax_impl.call import XP, Gradients, Inputs, Needs, TokenSums, ValidFirst
 from logitless.jax_impl.distributed import parallel
 from logitless.jax_impl.distributed.parallel import Shard
 from logitless.jax_impl.slices import Index, for_slices, put, put_rows, rows_at, take
@@ -87,27 +87,6 @@ def slope(z: Array, options: LossOptions, temperature: Array | None = None) -> A
     return 1.0 - jnp.square(z / options.softcap if temperature is None else z / options.softcap * temperature)
 
 
-def known_block(
-    z: Array, gap: Array, known: KnownRows, k: Array | None, options: LossOptions, temperature: Array | None
-) -> Array:
-    """slope · [p (alpha + gamma log p + delta p) − sigma k] of :class:`KnownRows`, those of the rows of z.
-
-    z [C, B]: logits, which lie ``gap`` above their anchors. ``temperature`` [C, 1], if each row has its own.
-    """
-    log_p = gap - known.log_total[:, None]
-    e = jnp.exp(log_p)
-    if known.alpha is not None:
-        coefficient = known.alpha[:, None]
-        if known.gamma is not None:
-            coefficient = coefficient + known.gamma[:, None] * jnp.maximum(log_p, LOWEST_GAP)
-        if known.delta is not None:
-            coefficient = coefficient + known.delta[:, None] * e
-        e = e * coefficient
-    if known.sigma is not None:
-        e = e - known.sigma[:, None] * (1.0 if k is None else k[None, :])
-    return e if options.softcap is None else e * slope(z, options, temperature)
-
-
 def temperature_column(inputs: Inputs, first: Index, tokens: int) -> Array | None:
     """[C, 1] of the tokens from ``first``, if each has its own."""
     return None if inputs.temperature is None else take(inputs.temperature, first, tokens)[:, None]
@@ -135,8 +114,8 @@ def weight_at(inputs: Inputs, entries: Array) -> Array:
 
 
 def compacted(inputs: Inputs, plan: ChunkPlan) -> Inputs:
-    """The inputs in an order with which chunks behind the last valid token need not be computed. Unchanged where there
-    is one chunk, and where devices share the work, for all of them have to agree on every step."""
+    """The inputs with the valid tokens first, so that chunks behind them need not be computed. Unchanged where there is
+    one chunk. Unchanged, too, where devices share the work: all of them have to take every step together."""
     if plan.token_chunk >= plan.tokens or inputs.shard.active or parallel.tracked():
         return inputs
     order = ValidFirst.of(inputs.valid)
@@ -162,14 +141,14 @@ def _of_all_problems(size: int, batched: list[bool], valid: Array) -> tuple[Arra
     return most_valid(valid), False
 
 
-def by_position(inputs: Inputs, by_token: Vectors) -> Vectors:
-    """Vectors by token in the inputs' order."""
-    return by_token if inputs.order is None else _picked(by_token, inputs.order.token)
+def by_position(inputs: Inputs, vectors: Vectors) -> Vectors:
+    """Vectors that have the tokens' order in the inputs' order."""
+    return vectors if inputs.order is None else _picked(vectors, inputs.order.token)
 
 
-def by_token(inputs: Inputs, by_position: Vectors) -> Vectors:
-    """Vectors in the inputs' order by token."""
-    return by_position if inputs.order is None else _picked(by_position, inputs.order.position)
+def by_token(inputs: Inputs, vectors: Vectors) -> Vectors:
+    """Vectors that have the inputs' order in the tokens' order."""
+    return vectors if inputs.order is None else _picked(vectors, inputs.order.position)
 
 
 def _picked(vectors: Vectors, places: Array) -> Vectors:

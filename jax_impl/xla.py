@@ -31,7 +31,6 @@ from logitless.jax_impl.chunk import (
     count_of,
     empty_sums,
     is_target,
-    known_block,
     logits_block,
     product,
     put_sums,
@@ -47,7 +46,7 @@ from logitless.jax_impl.chunk import (
 from logitless.jax_impl.slices import Index, add_to, for_slices, put, take, take_block
 from logitless.planning import ChunkPlan
 from logitless.scratch import ANCHOR_ROWS
-from logitless.spec import LossOptions, Statistics
+from logitless.spec import LOWEST_GAP, LossOptions, Statistics
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sums per token
@@ -400,7 +399,19 @@ def _known_block(
     """A block of the matrix of :class:`KnownRows`, from its logits."""
     tokens = z.shape[0]
     known = jax.tree.map(lambda values: take(values, first, tokens), known)
-    e = known_block(z, z - known.anchor[:, None], known, k, options, temperature_column(inputs, first, tokens))
+    log_p = (z - known.anchor[:, None]) - known.log_total[:, None]
+    e = jnp.exp(log_p)
+    if known.alpha is not None:
+        coefficient = known.alpha[:, None]
+        if known.gamma is not None:
+            coefficient = coefficient + known.gamma[:, None] * jnp.maximum(log_p, LOWEST_GAP)
+        if known.delta is not None:
+            coefficient = coefficient + known.delta[:, None] * e
+        e = e * coefficient
+    if known.sigma is not None:
+        e = e - known.sigma[:, None] * (1.0 if k is None else k[None, :])
+    if options.softcap is not None:
+        e = e * slope(z, options, temperature_column(inputs, first, tokens))
     e = unpadded(e, inputs.shard.limit(), start, 0.0)
     return jnp.where(is_target(target, start, z.shape[1]), known.target[:, None], e)
 

@@ -64,20 +64,28 @@ def _torch_grads(x: Any, w: Any, y: Any, options: dict[str, Any]) -> tuple[Any, 
     return x.grad, w.grad
 
 
+def _to_jax(x: Any, w: Any, y: Any) -> list[Any]:
+    import jax.numpy as jnp
+
+    floats = (jnp.asarray(array.float().numpy()).astype(jnp.bfloat16) for array in (x, w))
+    return [*floats, jnp.asarray(y.numpy().astype(np.int32))]
+
+
+def _to_torch(array: Any) -> Any:
+    return torch.from_numpy(np.array(array.astype("float32")))
+
+
 def _jax_grads(x: Any, w: Any, y: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     jax = pytest.importorskip("jax", reason="this part is about JAX")
-    import jax.numpy as jnp
 
     from logitless.jax_impl import linear_cross_entropy
 
-    ids = jnp.asarray(y.numpy().astype(np.int32))
-    arrays = [jnp.asarray(array.float().numpy()).astype(jnp.bfloat16) for array in (x, w)]
+    *arrays, ids = _to_jax(x, w, y)
 
     def loss(x: Any, w: Any) -> Any:
         return linear_cross_entropy(x, w, ids, backend="pallas", **options).mean()
 
-    made = jax.jit(jax.grad(loss, (0, 1)))(*arrays)
-    dx, dw = (torch.from_numpy(np.array(array.astype(jnp.float32))) for array in made)
+    dx, dw = map(_to_torch, jax.jit(jax.grad(loss, (0, 1)))(*arrays))
     return dx, dw
 
 
@@ -146,8 +154,7 @@ def _jax_policy(x: Any, w: Any, y: Any, upstream: tuple[Any, Any], name: str) ->
 
     from logitless.jax_impl import linear_log_probs
 
-    ids = jnp.asarray(y.numpy().astype(np.int32))
-    arrays = [jnp.asarray(array.float().numpy()).astype(jnp.bfloat16) for array in (x, w)]
+    *arrays, ids = _to_jax(x, w, y)
 
     @jax.jit
     def both(x: Any, w: Any, *upstream: Any) -> Any:
@@ -158,8 +165,7 @@ def _jax_policy(x: Any, w: Any, y: Any, upstream: tuple[Any, Any], name: str) ->
         return *made, *backward(upstream)
 
     log_prob, entropy, *grads = both(*arrays, *(jnp.asarray(g.numpy()) for g in upstream))
-    dx, dw = (torch.from_numpy(np.array(array.astype(jnp.float32))) for array in grads)
-    return np.array(log_prob), np.array(entropy), dx, dw
+    return np.array(log_prob), np.array(entropy), *map(_to_torch, grads)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Container
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -69,6 +70,20 @@ def gap_of(held: Array) -> tuple[Array, Array]:
     """The logit relative to the anchor, and whether it is so low that its probability is 0."""
     steps = lax.bitcast_convert_type(held, jnp.int16)
     return steps.astype(jnp.float32) * (1.0 / spec.HELD_STEPS) - spec.HELD_BELOW, steps == spec.HELD_NOTHING
+
+
+def known_share(log_p: Array, has: Container[str], of: Callable[[str], Factor]) -> Array:
+    """p (alpha + gamma log p + delta p): what a row whose lse is known puts in the gradient's matrix, but for the slope
+    and the factor. ``of`` gives the row's number of a name. What it does not have counts as 1, 0 and 0."""
+    p = jnp.exp2(log_p * LOG2E)
+    if "alpha" not in has:
+        return p
+    coefficient = of("alpha")
+    if "gamma" in has:
+        coefficient = coefficient + of("gamma") * jnp.maximum(log_p, spec.LOWEST_GAP)
+    if "delta" in has:
+        coefficient = coefficient + of("delta") * p
+    return p * coefficient
 
 
 def joined(high: Array, low: Array) -> Array:

@@ -37,7 +37,17 @@ from jax.typing import DTypeLike
 
 from logitless import spec
 from logitless.jax_impl.kernels.architecture import HOPPER, Tiles, pair, programs
-from logitless.jax_impl.kernels.arithmetic import LINES, LOG2E, Factor, capped, held_of, joined, parted, sloped
+from logitless.jax_impl.kernels.arithmetic import (
+    LINES,
+    LOG2E,
+    Factor,
+    capped,
+    held_of,
+    joined,
+    known_share,
+    parted,
+    sloped,
+)
 from logitless.jax_impl.kernels.launch import (
     ACC,
     COLUMN_LAYOUT,
@@ -700,15 +710,7 @@ def _highest(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Arra
 def _known(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Array]]:
     """factor · slope · [p (alpha + gamma log p + delta p) − sigma k], ``element`` at the target, and 0 past the
     vocabulary."""
-    gap = (z - b.rows("anchor")) - b.rows("log_total")
-    e = jnp.exp2(gap * LOG2E)
-    if "alpha" in b.r:
-        coefficient = b.rows("alpha")
-        if "gamma" in b.r:
-            coefficient = coefficient + b.rows("gamma") * jnp.maximum(gap, spec.LOWEST_GAP)
-        if "delta" in b.r:
-            coefficient = coefficient + b.rows("delta") * e
-        e = e * coefficient
+    e = known_share((z - b.rows("anchor")) - b.rows("log_total"), b.r, b.rows)
     if "sigma" in b.r:
         sigma = b.rows("sigma")
         e = e - (sigma * b.columns("class_weight") if "class_weight" in b.r else sigma)

@@ -13,10 +13,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from logitless.jax_impl.kernels.arithmetic import exp, gap_of, joined, parted, sloped
+from logitless.jax_impl.kernels.arithmetic import gap_of, joined, known_share, parted, sloped
 from logitless.jax_impl.kernels.launch import Arguments, Ref, References, Scratch, Shapes, launch
 from logitless.jax_impl.kernels.pieces import Piece, Row, over
-from logitless.spec import LOWEST_GAP
 
 # Rows, and columns of D, that one program owns.
 RUN, RUN_COLUMNS = 32, 256
@@ -120,14 +119,8 @@ def held_gradient(row: Row, vocab: int, arguments: Arguments) -> None:
 
         def value(piece: Piece, held: Array) -> Array:
             gap, is_nothing = gap_of(held)
-            log_p = gap - known["log_total"]
-            p = exp(log_p)
-            coefficient = known.get("alpha", 1.0)
-            if "gamma" in known:
-                coefficient = coefficient + known["gamma"] * jnp.maximum(log_p, LOWEST_GAP)
-            if "delta" in known:
-                coefficient = coefficient + known["delta"] * p
-            dz = sloped(p * coefficient, known["anchor"] + gap, cap) * known["factor"]
+            share = known_share(gap - known["log_total"], known, known.__getitem__)
+            dz = sloped(share, known["anchor"] + gap, cap) * known["factor"]
             # Where a row's logits are no numbers, neither is its logsumexp, nor any element of its gradient.
             dz = jnp.where(is_nothing, 0.0 * known["log_total"], dz)
             dz = jnp.where(columns == known["target"] - piece.start, known["element"], dz)

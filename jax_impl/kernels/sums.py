@@ -213,7 +213,7 @@ def held_matrix(c: KernelCall, unit: Array, known: KnownRows, rows: Rows, logits
     if temperatures is not None:
         vectors["temperature"] = temperatures
     e = launch.reference(logits)
-    row = Row(logits.shape[1], logits.dtype, c.options.logit_scale, c.options.softcap)
+    row = Row(logits.shape[1], logits.dtype, cap=c.options.softcap)
     row_kernels.held_gradient(row, c.vocab, vectors | {"e": e})
     return launch.written(e)
 

@@ -259,11 +259,10 @@ class GradientProducts:
         return self.call.tokens > 0 and (bool(self.needs.weight) or self.bias is not None)
 
     def scale_for(self, upstream: Tensor, factors: Factors) -> Tensor:
-        """unit · upstream, made by the kernel that sorts the last chunk's targets, if there is one. (Of several ranks
-        it comes later, see :meth:`add`.)"""
+        """unit · upstream, made by the kernel that sorts the last chunk's targets, if there is one. (With several ranks
+        :meth:`add` sorts them, once dX is on its way to the others.)"""
         c = self.call
-        alone = not c.shard.split and self._wants_targets and self.grouped_targets is None
-        if c.tokens > MOST_RANKED or not alone:
+        if c.shard.split or c.tokens > MOST_RANKED or not self._wants_targets or self.grouped_targets is not None:
             return self.unit * upstream
         scale = torch.empty_like(self.unit)
         scalars = {"unit_ptr": self.unit, "upstream_ptr": upstream, "scale_ptr": scale}
@@ -272,7 +271,8 @@ class GradientProducts:
 
     @property
     def scales_late(self) -> bool:
-        """Whether x becomes u ⊙ x after a chunk's dX is on its way to other ranks. The last chunk's has become so."""
+        """Whether a chunk's x becomes u ⊙ x in :meth:`add`, once its dX is on its way to other ranks. The last chunk's
+        x has become so in the forward."""
         shard, needs = self.call.shard, self.needs
         return shard.split and not shard.sequence_parallel and bool(needs.hidden) and bool(needs.weight)
 
