@@ -99,7 +99,7 @@ def compile_all(steps: Iterable[Step]) -> None:
 class Arrays:
     """On JAX's first device."""
 
-    kernels, portable, padded, lends = "pallas", "xla", True, False
+    kernels, portable, padded, lends = "pallas", "xla", True, True
     floor_name, prefix = "floor, XLA", "JAX, "
     loss = staticmethod(linear_cross_entropy)
 

@@ -112,7 +112,7 @@ class Step:
 
         jax, tensor = self.framework == "jax", self.split.tensor
         sizes: dict[str, Any] = self.shape.sizes() | {"vocab": -(-self.shape.vocab // tensor)}
-        return plan(**sizes, fused=True, padded=jax, prefer=self.prefer, lends=not jax and tensor == 1)
+        return plan(**sizes, fused=True, padded=jax, prefer=self.prefer, lends=tensor == 1)
 
     @property
     def products_s(self) -> float:

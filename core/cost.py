@@ -87,7 +87,7 @@ def _block_depth(cut: Cut, rows: int, columns: int) -> float:
         hidden_turns = whole + _turn(left * parts / programs) / parts + HOPPER.split_overhead_turns
     weight_rows = rows
     if cut.in_place:  # whole rows of tiles at a time
-        beside = math.ceil(cut.hidden / HOPPER.tile[1])
+        beside = math.ceil(cut.hidden / HOPPER.tile[1]) * HOPPER.programs_together[cut.kind]
         programs, tile = programs // beside * beside, HOPPER.tile
         weight_rows += HOPPER.in_place_tokens
     logits, hidden = _turns(rows, columns) * cut.hidden, 0 if cut.knows_sums else hidden_turns * columns

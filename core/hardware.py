@@ -35,6 +35,8 @@ class Architecture:
     parts, too."""
     last_sum_tokens: Mapping[str, int]
     """What the last chunk takes longer than the others, to make dW of its own and of the sum."""
+    programs_together: Mapping[str, int]
+    """How many programs go through tiles side by side, by kind of backend."""
     in_place_tokens: int
     """Tokens whose dW takes as long as it takes longer to make dW in place."""
     accumulator_entries: int
@@ -68,6 +70,7 @@ HOPPER = Architecture(
     # Triton: from 24 plans of 1 to 32 chunks of 16384 × 4096 × 128256, 8192 × 2304 × 256000 and 32768 × 768 × 128256.
     accumulator_tokens=MappingProxyType({"triton": 110, "pallas": 200}),
     last_sum_tokens=MappingProxyType({"triton": 60, "pallas": 0}),
+    programs_together=MappingProxyType({"triton": 1, "pallas": 2}),
     in_place_tokens=70,  # 16 to 4096 tokens of 128256 × 4096: 0.1 to 0.3 ms
     accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
     chunk_overhead_flops=1e10,  # 15 µs at 680 TFLOP/s

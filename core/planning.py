@@ -175,9 +175,11 @@ class Request:
     @property
     def can_lend(self) -> bool:
         """Whether the exponentials of all tokens fit into dW's rows, whose tiles are made at a time."""
-        fits = 0 < self.tokens <= self.hidden and math.ceil(self.hidden / HOPPER.tile[1]) <= HOPPER.multiprocessors
-        allowed = self.lends and self.kind == "triton" and self.dtype == "bfloat16"
-        return allowed and fits and self.prefer != "fast"  # beside dW is as fast, or faster
+        if not (self.lends and self.kernels and self.dtype == "bfloat16"):
+            return False
+        beside = math.ceil(self.hidden / HOPPER.tile[1]) * HOPPER.programs_together[self.kind]
+        fits = 0 < self.tokens <= self.hidden and beside <= HOPPER.multiprocessors
+        return fits and self.prefer != "fast"  # beside dW is as fast, or faster
 
     @property
     def can_free(self) -> bool:

@@ -408,7 +408,9 @@ def _pallas(cut: Cut) -> int:
     gathered = operand if cut.turned else 0  # the weight's rows of the targets, in the order of these
     vectors = 4 * (2 * _ROW_VECTORS * (cut.tokens + rows) + 16 * rows + _VOCAB_VECTORS * vocab + 16 * size)
     # Sums down a matrix's columns (the bias gradient, label smoothing) go by way of about √rows partial sums.
-    vectors += 4 * (math.isqrt(cut.token_chunk) + 1) * cut.fused_columns + 8 * (math.isqrt(vocab) + 1) * size
+    vectors += 8 * (math.isqrt(vocab) + 1) * size
+    if not cut.in_place:
+        vectors += 4 * (math.isqrt(cut.token_chunk) + 1) * cut.fused_columns
     positions = cut.tokens + cut.token_chunk  # whole chunks, each begun at a multiple of 8
     sums = 0
     if cut.token_chunk < cut.tokens:
@@ -416,6 +418,8 @@ def _pallas(cut: Cut) -> int:
         sums += positions * hidden * (4 if cut.one_pass else item)  # dX in the order of the positions
     if cut.fused_columns < cut.vocab and not cut.alone:
         sums += cut.tokens * hidden * 4
+    if cut.in_place:  # dW is made when dX is there, so its operand and the targets' rows are scratch
+        return copies + 2 * operand + gathered + lines + vectors
     if cut.one_pass:
         return copies + matrix + operand + gathered + lines + sums + vectors
     # During the slices of the vocabulary the operand lies where dX will be, if it has dX's shape. (On several devices

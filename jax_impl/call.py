@@ -122,6 +122,8 @@ class Request:
     """How many positions the target is moved to the front."""
     turned: bool = False
     """Whether the weight came as [D, V]; its array here is the transpose of that."""
+    defers: bool = False
+    """Whether dW is made later, by another call."""
 
 
 @jax.tree_util.register_static
@@ -144,6 +146,12 @@ class Call:
     """Whether a loss comes with every token's lse, differentiable too: its upstream gradient arrives per token."""
     log_probs: bool = False
     """Whether log-probabilities are asked for, and not a loss."""
+    frozen: Call | None = None
+    """The call where the weight gets no gradient, if this one needs dW's memory."""
+
+    def making(self, needs: Needs) -> Call:
+        """The call that makes these gradients."""
+        return self if needs.weight or self.frozen is None else self.frozen
 
     @property
     def differentiable(self) -> int:

@@ -57,10 +57,13 @@ def ready(raw: RawArrays, request: Request, shard: Shard) -> tuple[Arrays[Array]
     if raw.temperature is not None:
         _check_temperatures(raw.temperature, raw.target, options.ignore_index, request.shift)
     name = usable_backend(request.backend, raw, cut=False)
-    plan = _chosen_plan(raw, shard, request, options, name)
+    plan, other = _chosen_plans(raw, shard, request, options, name)
     arrays = as_jax(raw, raw.hidden.dtype)
     arrays = arrays._replace(target=shifted(arrays.target, request.shift, options.ignore_index))
-    return arrays, _planned(options, plan, request, name, shard)
+    call = _planned(options, plan, request, name, shard)
+    if other is not None:
+        call = dataclasses.replace(call, frozen=_planned(options, other, request, name, shard))
+    return arrays, call
 
 
 def shifted(target: Array, shift: int, ignore_index: int) -> Array:
@@ -122,13 +125,36 @@ def shard_of(weight: RawArray, axis_name: AxisName | None, vocab: int | None, se
     return parallel.make_shard(axis_name, vocab, sequence_parallel, rows)
 
 
-def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOptions, backend: str) -> ChunkPlan:
+NO_FREE_ROWS = (
+    "plan: got one with lends=True, allowed is one without: either this call makes no dW of its own (a deferred or "
+    "sharded weight, or a float32 one beside narrower hidden states), or its options and results (class weights, lse, "
+    "statistics per token) need another way"
+)
+
+
+def _may_lend(raw: RawArrays, shard: Shard, request: Request, options: LossOptions) -> bool:
+    """Whether the exponentials that wait can lie in dW's memory. (Where the weight turns out to get no gradient, the
+    call has another plan.)"""
+    waits = options.separable and not request.lse and not (request.log_probs and request.statistics)
+    return waits and not (request.defers or shard.active) and raw.weight.dtype == raw.hidden.dtype
+
+
+def _chosen_plans(
+    raw: RawArrays, shard: Shard, request: Request, options: LossOptions, backend: str
+) -> tuple[ChunkPlan, ChunkPlan | None]:
+    """The plan. If that needs dW's memory, also the one where the weight gets no gradient."""
     hidden, (vocab, size) = raw.hidden, raw.weight.shape
     tokens, dtype, budget = math.prod(raw.target.shape), str(hidden.dtype), request.memory_budget
+    lends = backend == "pallas" and _may_lend(raw, shard, request, options)
     if isinstance(request.plan, ChunkPlan):
         check_plan_sizes(request.plan, tokens, size, vocab, dtype)
         check_adds(request.plan, raw.accumulate_into, raw.hidden)
-        return dataclasses.replace(request.plan, turned=request.turned)
+        given = dataclasses.replace(request.plan, turned=request.turned)
+        if backend != "pallas" or not given.in_place:
+            return given, None
+        if not lends:
+            raise ValueError(NO_FREE_ROWS)
+        return given, dataclasses.replace(given, lends=False)
     # A call can hold its exponentials, or logits, for upstream gradients per token, if a budget allows it, or speed is
     # preferred.
     hold = options.separable and (budget is not None or request.plan == "fast")
@@ -149,11 +175,14 @@ def _chosen_plan(raw: RawArrays, shard: Shard, request: Request, options: LossOp
         hold=hold and not shard.active and not request.lse,
         prefer=request.plan or "balanced",
         turned=request.turned,
+        lends=lends,
     )
     plan = choose_plan(wanted)
+    if plan.in_place:
+        return plan, choose_plan(dataclasses.replace(wanted, lends=False))
     if _rounds_chunks(plan, raw.accumulate_into, hidden):
         plan = choose_plan(dataclasses.replace(wanted, one_pass=False, order="vocab"))
-    return plan
+    return plan, None
 
 
 def _rounds_chunks(plan: ChunkPlan, into: RawArray | None, hidden: RawArray) -> bool:

@@ -185,6 +185,7 @@ def loss_and_sums(
 
     ``upstream``: the upstream scalar where it is known already. Then 1 must arrive at the gradients that wait.
     """
+    call = call.making(needs)
     inputs, backend, held = _inputs(call, arrays), backend_named(call.backend), None
     now = Needs(needs.hidden, False, False) if call.plan.order == "both" else needs
     norm = normalizer(inputs, call.options, arrays.normalizer)
@@ -230,6 +231,7 @@ def _loss_backward(call: Call, residuals: Packed, cotangents: tuple[Cotangent, .
 
 def loss_gradients(call: Call, kept: object, needs: Needs, upstream: Array | None, g_lse: Array | None) -> Gradients:
     """Gradients from what :func:`loss_forward` kept; of hidden, this device's share."""
+    call = call.making(needs)
     backend = backend_named(call.backend)
     if isinstance(kept, Halves):
         return _halves_gradients(call, kept, needs, upstream)
@@ -275,6 +277,7 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 def log_probs_forward(call: Call, arrays: Arrays[Array], needs: Needs) -> tuple[LogProbs, object]:
     """log_prob, the statistics of :func:`spec.log_prob_statistics`, and what :func:`log_probs_gradients` needs."""
+    call = call.making(needs)
     inputs, backend, kept, logits = _inputs(call, arrays), backend_named(call.backend), None, None
     if call.holds and any(needs) and call.statistics:
         sums, logits = backend.token_logits(inputs, call.options, call.plan, call.statistics)
@@ -322,6 +325,7 @@ def log_probs_gradients(
 
     others: the upstream gradients of the statistics that have one, in their order.
     """
+    call = call.making(needs)
     backend, logits = backend_named(call.backend), None
     if isinstance(kept, KnownLogits):
         kept, logits = kept

@@ -158,7 +158,7 @@ def _loss_gradients(c: KernelCall, g: Array, needs: Needs, statistics: bool) -> 
     sums, by_token = c.by_token(_filled(vectors, part))
     state = p.last_bias(state, part.rows, part.e, part.factors, by_token)
     state = add_to_sum(c, state, by_token)
-    x = part.factors.operand(part.rows, c.dtype)
+    x = None if c.in_place else part.factors.operand(part.rows, c.dtype)
     return with_weighted(c, sums, p.smoothing), Waiting(x, part.e, part.factors, by_token, state)
 
 

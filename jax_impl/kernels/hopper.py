@@ -200,15 +200,20 @@ class _Listed:
         first = pl.multiple_of(self.first(tile) + k * STEP, TILING)
         return self.rows.at[pl.ds(first, STEP), pl.ds(tile.column, tile.width)]
 
+    depth_first: bool
+    """Whether the product's left operand is."""
+
     def ask(self, tile: _Tile, k: Index) -> Array:
         """To which rows of the pair those of step k are added: [STEP]."""
-        return load(self.numbers, self.pair(tile) * listed_rows() + k * STEP, STEP, ROW_LAYOUT)
+        layout = ROW_LAYOUT if self.depth_first else COLUMN_LAYOUT
+        return load(self.numbers, self.pair(tile) * listed_rows() + k * STEP, STEP, layout)
 
     def chosen(self, tile: _Tile, asked: Array, dtype: jnp.dtype) -> Array:
-        """The left operand, [STEP, rows of the warpgroup's part], from what :meth:`ask` gave."""
-        shape = (STEP, tile.height)
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-        here = row == _along_rows(asked - (tile.row - self.pair(tile) * pair_rows()), shape)
+        """The left operand, [rows of the warpgroup's part, STEP] or its transpose, from what :meth:`ask` gave."""
+        shape = (STEP, tile.height) if self.depth_first else (tile.height, STEP)
+        along = _along_rows if self.depth_first else _along_columns
+        row = plgpu.broadcasted_iota(jnp.int32, shape, int(self.depth_first), layout=plgpu.Layout.WGMMA)
+        here = row == along(asked - (tile.row - self.pair(tile) * pair_rows()), shape)
         return jnp.where(here, 1.0, 0.0).astype(dtype)
 
 
@@ -221,6 +226,7 @@ def _product(
     a: _Operand, b: _Operand, counts: tuple[Index, Index], steps: Index, *, tiles: Tiles,
     row_tile: Callable[[Array], Array], begin: Callable[[_Tile], Begun],
     epilogue: Callable[[_Tile, Begun, Array], None], listed: _Listed | None = None,
+    arrived: Callable[[_Tile], None] | None = None,
 ) -> None:  # fmt: skip
     """Σ_k a_ik b_kj over ``steps`` blocks of depth, for counts[0] × counts[1] tiles that the programs share.
 
@@ -238,8 +244,8 @@ def _product(
     must be waited for in every phase). ``turn[w]``: warpgroup w may begin a tile, because the other has asked for the
     last product of its own.
 
-    listed: rows that are added to the sum, in steps behind the tile's own. Then a is depth first, and the i-th row tile
-    is tile i.
+    listed: rows that are added to the sum, in steps behind the tile's own. Then the i-th row tile is tile i.
+    arrived(tile) runs in each multiplying warpgroup when nothing of the tile's operands is still to be read.
     """
     width, stages, in_turn = tiles.columns, tiles.stages, tiles.in_turn
     shapes = a.shape(TILE_ROWS), b.shape(width)
@@ -315,7 +321,8 @@ def _product(
                     slot = lax.rem(number + k, stages)
                     plgpu.barrier_wait(loaded(tile, slot))
                     if left is not None:
-                        a_slots[slot, :, rows] = left
+                        own = a_slots.at[slot, :, rows] if a.depth_first else a_slots.at[slot, rows]
+                        own[...] = left
                         plgpu.commit_smem()
                     mine = transposed(a_slots.at[slot, :, rows]) if a.depth_first else a_slots.at[slot, rows]
                     plgpu.wgmma(total, mine, b_slots.at[slot] if b.depth_first else transposed(b_slots.at[slot]))
@@ -337,6 +344,8 @@ def _product(
                     lax.fori_loop(0, more, functools.partial(listed_step, listed), asked)
                 if in_turn:
                     plgpu.barrier_arrive(turn.at[1 - tile.warpgroup])
+                if arrived is not None:
+                    arrived(tile)
                 value = total[...]
                 last = lax.rem(number + steps + more + stages - 1, stages)
                 pl.when(steps + more > 0)(lambda: plgpu.barrier_arrive(free.at[last]))
@@ -473,6 +482,8 @@ class Logits:
     """Whether the weight is [D, V]."""
     each: bool = False
     """Whether each row has a temperature of its own."""
+    across: bool = False
+    """Whether e is stored transposed."""
 
     @property
     def seldom(self) -> bool:
@@ -527,8 +538,8 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
             with config.seldom.
         class_weight: [tiles of V] float32, where logits are summed, or beside sigma.
         log_total, factor, element: [rows] float32, for KNOWN; alpha, gamma, delta, sigma, too, if they are not trivial.
-    ``outputs`` (or arguments that are references): e [C, S], and config.lines [column tiles, rows] float32. argmax is
-    the column within the tile.
+    ``outputs`` (or arguments that are references): e [C, S], with config.across [S, C], or larger; and config.lines
+    [column tiles, rows] float32. argmax is the column within the tile.
     """
 
     def body(r: References) -> None:
@@ -553,7 +564,7 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
 
         def finish(tile: _Tile, vectors: dict[str, Array], value: Array, careful: bool) -> None:
             e, width = r.get("e"), config.piece
-            count = tile.width // width if e is None else _pieces(tile, e.shape[1], width)
+            count = tile.width // width if e is None else _pieces(tile, e.shape[0 if config.across else 1], width)
 
             def piece(number: Index, z: Array, lines: dict[str, Array]) -> dict[str, Array]:
                 """Store e of some columns; the lines with their sums."""
@@ -569,8 +580,9 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
                 values, sums = make(config, block, z)
                 lines = _merged(lines, sums, first)
                 if e is not None:
-                    to = e.at[pl.ds(tile.row, tile.height), pl.ds(tile.column, tile.width)]
-                    _store_piece(tile, number, count, values, {"out": r["staging"]}, {"out": to})
+                    rows, columns = pl.ds(tile.row, tile.height), pl.ds(tile.column, tile.width)
+                    to = e.at[columns, rows] if config.across else e.at[rows, columns]
+                    _store_piece(tile, number, count, values, {"out": r["staging"]}, {"out": to}, config.across)
                 return lines
 
             cuts = _cuts(value, count, width)
@@ -597,7 +609,8 @@ def logits(config: Logits, arguments: Arguments, outputs: Shapes) -> dict[str, A
         )
 
     holds = config.mode in (ANCHORED, KNOWN, HELD)
-    scratch: Scratch = {"staging": _staging(arguments["x"].dtype, config.piece, config.shape[0])} if holds else {}
+    staged = (config.shape[0], config.piece) if config.across else (config.piece, config.shape[0])
+    scratch: Scratch = {"staging": _staging(arguments["x"].dtype, *staged)} if holds else {}
     return launch(body, arguments, outputs, name=f"logits_{config.mode}", options=config, grid=None, scratch=scratch)
 
 
@@ -802,7 +815,9 @@ def _gradient_scratch(
     return scratch
 
 
-def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -> dict[str, Array]:
+def hidden(
+    arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool, across: bool = False
+) -> dict[str, Array]:
     """dX of a chunk from S vocabulary entries, by position.
 
         value = e w        with factor: factor ⊙ (e w) + rest ⊙ target_rows, for what e's target's element lacks
@@ -810,9 +825,10 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
         low precision:     out[first + r] = scale · (value + smooth_r · weighted_rows)
 
     Arguments:
-        tiles: [1 + …] int32 as for :func:`logits`; first, start: [1] int32; e: [C, S]; w: [V, D], or turned [D, V].
+        tiles: [1 + …] int32 as for :func:`logits`; first, start: [1] int32; w: [V, D], or turned [D, V].
+        e: [C, S], or ``across`` [S, C]; it may be larger.
         columns: [1] int32, or none: how many vocabulary entries there are, at most S.
-        factor, rest: [rows] float32, target_rows: [rows, tiles of D] w_y, in one pass.
+        factor, rest: [rows] float32, target_rows: [rows, D] w_y, in one pass.
         fresh: [1] int32, with ``adds``: whether out holds nothing yet.
         scale: [1] float32; smooth: [rows], weighted_rows: [tiles of D] float32, with label smoothing.
     ``outputs`` (or a reference, as with ``adds``): out [≥ first + C, D].
@@ -842,7 +858,9 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
             def piece(number: Index, part: Array) -> Array:
                 column, width = number * staged_columns, staged_columns
                 if "rest" in r:
-                    rows = r["target_rows"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(tile.column + column, width)]
+                    # What lies behind the last column is not stored.
+                    first = pl.multiple_of(jnp.minimum(tile.column + column, size - width), width)
+                    rows = r["target_rows"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(first, width)]
                     part = part + along("rest") * load_matrix(rows)
                 part = add(tile, number, part)
                 if "smooth" in r:
@@ -853,10 +871,10 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
             _store(tile, piece, value, staged_columns, {"out": r["staging_out"]}, {"out": part_of(out, tile)}, size)
 
         _product(
-            _Operand(r["e"], depth_first=False),
+            _Operand(r["e"], depth_first=across),
             _Operand(r["w"], depth_first=not turned, start=_scalar(r, "start", turned), start_axis=int(turned)),
             (r["tiles"][0], pl.cdiv(size, columns)),
-            pl.cdiv(_entries(r, r["e"].shape[1]), STEP),
+            pl.cdiv(_entries(r, r["e"].shape[0 if across else 1]), STEP),
             tiles=dataclasses.replace(HOPPER.hidden_sum if adds else HOPPER.hidden, columns=columns),
             row_tile=lambda i: r["tiles"][i + 1],
             begin=begin,
@@ -864,10 +882,24 @@ def hidden(arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool) -
         )
 
     scratch = _gradient_scratch(staged, staged_columns, staged if adds else {})
-    return launch(body, arguments, outputs, name="hidden", options=(adds, turned), grid=None, scratch=scratch)
+    options = (adds, turned, across)
+    return launch(body, arguments, outputs, name="hidden", options=options, grid=None, scratch=scratch)
 
 
-def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, turned: bool) -> dict[str, Array]:
+def in_place_pairs(size: int, row_tiles: int) -> int:
+    """How many pairs of programs make a dW with so many columns where e lies: whole rows of tiles at a time."""
+    beside = -(-size // gradient_columns(row_tiles, size))
+    if beside > programs():
+        raise ValueError(
+            f"plan: got one with lends=True for hidden states of {size} numbers, allowed on a device of "
+            f"{programs() * pair()} multiprocessors is one without: dW in place needs {beside * pair()}"
+        )
+    return programs() // beside * beside
+
+
+def weight(
+    arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, turned: bool, in_place: bool = False
+) -> dict[str, Array]:
     """dW of vocabulary entries start ≤ j < start + columns from a chunk.
 
         without scale:  sum = eᵀ x (+ sum with ``adds``, unless it is ``fresh``)
@@ -886,8 +918,16 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
         listed: [places, D], bounds, numbers, or none of them: see :class:`_Listed`.
     ``outputs`` (or references, as with ``adds``): out [V, D], and low without scale. Where e has no rows, sums stay as
     they are, and fresh ones become 0. ``turned``: out is [D, V]; a sum is not.
+
+    ``in_place``: e is none of the arguments. eᵀ is the first columns of out, or e its first rows if that is turned. All
+    column tiles of a row tile read the same part of e, and are stored over it. So each counts itself in the row tile's
+    semaphore when its operands have come, and is stored when all have.
+
+    Nobody waits for ever. The column tiles of a row tile are neighbours in the order of tiles, and each has a program
+    of its own (:func:`in_place_pairs`). Programs take tiles in that order, and all of them run: there are no more than
+    the device has multiprocessors. So the first row tile that is not complete waits for products alone.
     """
-    final, high = "scale" in arguments, "high" if turned else "out"
+    final, high, most_tiles = "scale" in arguments, "high" if turned else "out", -(-columns // TILE_ROWS)
     dtype = {**outputs, **arguments}["out"].dtype
     staged = {"out": dtype} if final else {"out": dtype, "low": jnp.int8}
     staged_columns = _staged_columns(staged, adds)
@@ -896,7 +936,7 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
         start = _scalar(r, "start", turned)
         rows = r["rows"][0]
         row_tiles: Index = pl.cdiv(_entries(r, columns), TILE_ROWS)
-        tile_columns = gradient_columns(pl.cdiv(columns, TILE_ROWS), r["x"].shape[1])
+        tile_columns = gradient_columns(most_tiles, r["x"].shape[1])
         fresh = r["fresh"][0] if "fresh" in r else None
         if fresh is not None:
             row_tiles = jnp.where((rows > 0) | (fresh > 0), row_tiles, 0)
@@ -906,9 +946,20 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
             return matrix.at[columns, rows] if turned else matrix.at[rows, columns]
 
         begin, add = _with_sums(r, part_of, (high, "low"), fresh)
+        e, across = r.get("e", r["out"]), in_place and not turned
+        column_tiles = pl.cdiv(r["x"].shape[1], tile_columns)
+        # The interpreter has no semaphores. There e is a copy.
+        waits = in_place and "e" not in r
+        readers = pl.get_global(plgpu.SemaphoreType.REGULAR((most_tiles * MULTIPLYING,))) if waits else None
+
+        def arrived(tile: _Tile) -> None:
+            if readers is not None:
+                pl.when(tile.exists)(lambda: pl.semaphore_signal(readers.at[tile.number]))
 
         def epilogue(tile: _Tile, _: None, value: Array) -> None:
             shape = (WARPGROUP_ROWS, staged_columns)
+            if readers is not None:
+                pl.semaphore_wait(readers.at[tile.number], column_tiles, decrement=False)
 
             def piece(number: Index, part: Array) -> Array:
                 column, width = number * staged_columns, staged_columns
@@ -925,17 +976,21 @@ def weight(arguments: Arguments, outputs: Shapes, *, columns: int, adds: bool, t
             staging, width = {name: r[f"staging_{name}"] for name in staged}, r["x"].shape[1]
             _store(tile, piece, value, staged_columns, staging, to, width, turned)
 
+        tiles = dataclasses.replace(HOPPER.weight_sum if adds else HOPPER.weight, columns=tile_columns)
         _product(
-            _Operand(r["e"], depth_first=True),
+            _Operand(e, depth_first=not across),
             _Operand(r["x"], depth_first=True),
-            (row_tiles, pl.cdiv(r["x"].shape[1], tile_columns)),
+            (row_tiles, column_tiles),
             lax.div(rows + (STEP - 1), STEP),
-            tiles=dataclasses.replace(HOPPER.weight_sum if adds else HOPPER.weight, columns=tile_columns),
+            tiles=dataclasses.replace(tiles, group=pair()) if in_place else tiles,
             row_tile=lambda i: i,
             begin=begin,
             epilogue=epilogue,
-            listed=_Listed(r["listed"], r["bounds"], r["numbers"]) if "listed" in r else None,
+            listed=_Listed(r["listed"], r["bounds"], r["numbers"], not across) if "listed" in r else None,
+            arrived=arrived,
         )
 
     scratch = _gradient_scratch(staged, staged_columns, {high: dtype, "low": jnp.int8} if adds else {}, turned)
-    return launch(body, arguments, outputs, name="weight", options=(columns, adds, turned), grid=None, scratch=scratch)
+    options = (columns, adds, turned, in_place)
+    pairs = in_place_pairs(arguments["x"].shape[1], most_tiles) if in_place and "e" not in arguments else None
+    return launch(body, arguments, outputs, name="weight", options=options, grid=None, scratch=scratch, pairs=pairs)

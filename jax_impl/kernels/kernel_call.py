@@ -111,10 +111,19 @@ class KernelCall:
         token = jnp.where(exists, lax.dynamic_slice_in_dim(self.order, first, self.rows), 0)
         i = self.inputs
         target = jnp.where(exists & i.inside[token], i.shard.place(i.target)[token], -1)
-        x = jnp.where(exists[:, None], self.hidden[token], jnp.zeros((), self.dtype))[: round_up(self.chunk, 8)]
         place = jnp.arange(1 + self.rows // HOPPER.tile_rows, dtype=jnp.int32)
         tiles = jnp.where(place == 0, -(-number // HOPPER.tile_rows), place - 1)
-        return Rows(jnp.asarray(first, jnp.int32).reshape(1), number.reshape(1), exists, token, target, x, tiles)
+        start, number, x = jnp.asarray(first, jnp.int32).reshape(1), number.reshape(1), self._gathered(exists, token)
+        return Rows(start, number, exists, token, target, x, tiles)
+
+    def gathered_again(self, rows: Rows, after: Array) -> Rows:
+        """The same rows. Their hidden states are gathered once ``after`` is there."""
+        token: Array = lax.optimization_barrier((rows.token, after))[0]
+        return rows._replace(x=self._gathered(rows.exists, token))
+
+    def _gathered(self, exists: Array, token: Array) -> Array:
+        """The hidden states of a chunk's rows, zeros where there is none."""
+        return jnp.where(exists[:, None], self.hidden[token], jnp.zeros((), self.dtype))[: round_up(self.chunk, 8)]
 
     def by_token(self, values: Carry) -> Carry:
         """Vectors by position to vectors by token."""
@@ -133,8 +142,26 @@ class KernelCall:
         return vectors
 
     @property
+    def in_place(self) -> bool:
+        """Whether e lies in dW's memory: eᵀ in its first columns, or e in the first rows of one that is turned."""
+        return self.plan.in_place
+
+    @property
+    def across(self) -> bool:
+        """Whether e is stored transposed."""
+        return self.in_place and not self.turned
+
+    @property
+    def gradient(self) -> jax.ShapeDtypeStruct:
+        """Shape of dW as it lies, padded."""
+        size = (self.padded_vocab, self.padded_size)
+        return jax.ShapeDtypeStruct(size[::-1] if self.turned else size, self.dtype)
+
+    @property
     def matrix(self) -> jax.ShapeDtypeStruct:
-        """Shape of e."""
+        """Shape of e, or of dW where e lies in it."""
+        if self.in_place:
+            return self.gradient
         return jax.ShapeDtypeStruct((round_up(self.chunk, 8), round_up(self.columns, HOPPER.step)), self.dtype)
 
     @property
@@ -158,6 +185,7 @@ class KernelCall:
         o = self.options
         columns, turned = columns or self.vocab, self.turned
         more["each"] = self.inputs.temperature is not None
+        more["across"] = self.across and mode == hopper.ANCHORED
         return hopper.Logits(mode, columns, o.logit_scale, o.softcap, group=self.group, turned=turned, **more)
 
     def line(self, config: hopper.Logits) -> jax.ShapeDtypeStruct:

@@ -36,14 +36,14 @@ COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 
 def launch(
     body: Callable[[References], None], arguments: Arguments, outputs: Shapes, *, name: str, options: Hashable,
-    grid: int | None, scratch: Scratch | None = None,
+    grid: int | None, scratch: Scratch | None = None, pairs: int | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """Run ``body`` on references by name. Where an argument is a jax.Ref, read what was written by :func:`written`.
 
     options: everything beside the arrays' names, shapes and dtypes that ``body`` and ``scratch`` depend on; its repr()
     must say all of it. A kernel is made once for all launches that agree (lowered.py).
     grid: how many programs there are, of one warpgroup each. None: as many as run at once, in pairs, each with one
-    warpgroup that loads beside those that multiply.
+    warpgroup that loads beside those that multiply. ``pairs``: fewer pairs than that.
 
     The barriers keep XLA from fusing the kernel with a slice of an argument, or with the place in a larger array that
     an output goes to (dynamic_slice_fusion), as it does under jax.vmap and lax.scan. Such a fusion loses what a kernel
@@ -61,7 +61,7 @@ def launch(
     run = pl.kernel(
         kernel,
         out_type=tuple(outputs.values()),
-        mesh=_persistent() if grid is None else plgpu.Mesh(grid=(grid,), grid_names=("program",)),
+        mesh=_persistent(pairs or programs()) if grid is None else plgpu.Mesh(grid=(grid,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True),
         interpret=_PLGPU.InterpretGPUParams(detect_races=True) if interpreted() else None,
         name=name,
@@ -99,10 +99,10 @@ def _as_call(
     return results[: len(outputs)]
 
 
-def _persistent() -> plgpu.Mesh:
-    """As many programs as run at once, in pairs if there are clusters, of one warpgroup more than multiply."""
+def _persistent(pairs: int) -> plgpu.Mesh:
+    """Programs that run at once, in pairs if there are clusters, of one warpgroup more than multiply."""
     threads = HOPPER.multiplying + 1
-    mesh = plgpu.Mesh(grid=(programs(),), grid_names=("program",), num_threads=threads, thread_name="warpgroup")
+    mesh = plgpu.Mesh(grid=(pairs,), grid_names=("program",), num_threads=threads, thread_name="warpgroup")
     return mesh if pair() == 1 else dataclasses.replace(mesh, cluster=(pair(),), cluster_names=("pair",))
 
 

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from logitless.jax_impl.call import Gradients, Needs
-from logitless.jax_impl.kernels.architecture import HOPPER
+from logitless.jax_impl.kernels.architecture import HOPPER, interpreted
 from logitless.jax_impl.kernels.kernel_call import KernelCall, as_index
 from logitless.jax_impl.kernels.rows import Rows
 from logitless.jax_impl.kernels.sums import Factors, smoothing_of
@@ -79,9 +79,7 @@ class GradientProducts:
         arguments = {"tiles": rows.tiles, "first": rows.first, "start": as_index(start), "e": e, "w": c.weight}
         arguments |= c.slice_at(start)
         if factors is not None:
-            width = hopper.gradient_columns(rows.tiles.shape[0] - 1, c.padded_size)
-            more = round_up(c.padded_size, width) - c.padded_size
-            target_rows = jnp.pad(c.weight_rows(rows), ((0, 0), (0, more)))
+            target_rows = c.weight_rows(rows)
             arguments |= {"factor": factors.factor, "rest": factors.rest, "target_rows": target_rows}
         if scale is not None:
             arguments["scale"] = scale.reshape(1)
@@ -91,7 +89,7 @@ class GradientProducts:
         shape = jax.ShapeDtypeStruct(self._hidden_shape, jnp.float32 if scale is None else c.dtype)
         if c.sliced:
             arguments["fresh"] = _is_first(start)
-        kernel = functools.partial(hopper.hidden, adds=c.sliced, turned=c.turned)
+        kernel = functools.partial(hopper.hidden, adds=c.sliced, turned=c.turned, across=c.across)
         results = _into(kernel, arguments, {"out": state.hidden}, {"out": shape})
         return state._replace(hidden=results["out"])
 
@@ -99,19 +97,23 @@ class GradientProducts:
         self, state: State, rows: Rows, e: Array, x: Array, start: Index, scale: Array | None,
         listed: dict[str, Array] | None = None,
     ) -> State:  # fmt: skip
-        """dW of a block, added to the sum if there is one.
+        """dW of a block, added to the sum if there is one. In a plan that lends, e becomes dW.
 
         scale: what the entries still lack when no other chunk follows. listed: rows to add (:func:`listed_targets`).
         """
         c = self.call
         if not self.needs.weight:
             return state
-        arguments = {"rows": rows.number, "start": as_index(start), "e": e, "x": x} | (listed or {})
+        arguments = {"rows": rows.number, "start": as_index(start), "x": x} | (listed or {})
         arguments |= c.slice_at(start)
         turned = c.turned and scale is not None  # sums over chunks are [V, D] all the same: read as they are written
         size = (c.padded_vocab, c.padded_size)
         shape = size[::-1] if turned else size
         outs, shapes = {"out": state.weight}, {"out": jax.ShapeDtypeStruct(shape, c.dtype)}
+        if c.in_place:
+            outs["out"] = e
+        if not c.in_place or interpreted():
+            arguments["e"] = e
         adds = state.low is not None
         if turned and adds and state.weight is not None:
             arguments["high"], outs["out"] = state.weight, None
@@ -127,7 +129,7 @@ class GradientProducts:
                 arguments["smooth_x"] = c.along_size(self.smooth_x)
                 if c.class_weight is not None:
                     arguments["class_weight"] = c.class_weight
-        kernel = functools.partial(hopper.weight, columns=c.columns, adds=adds, turned=turned)
+        kernel = functools.partial(hopper.weight, columns=c.columns, adds=adds, turned=turned, in_place=c.in_place)
         results = _into(kernel, arguments, outs, shapes)
         return state._replace(weight=results["out"], low=results.get("low"))
 
@@ -135,9 +137,13 @@ class GradientProducts:
         """db of a block, relative to the unit."""
         if not self.needs.bias:
             return state
-        arguments = {"rows": rows.number, "e": e} | ({} if factor is None else {"factor": factor})
         columns = self.call.columns
-        part = row_kernels.column_sums(arguments)[:columns]
+        if self.call.across:
+            assert factor is not None
+            part = _row_sums(e[:columns], rows.exists, factor)
+        else:
+            arguments = {"rows": rows.number, "e": e} | ({} if factor is None else {"factor": factor})
+            part = row_kernels.column_sums(arguments)[:columns]
         old = self._no_bias() if state.bias is None else state.bias
         part = part + lax.dynamic_slice_in_dim(old, start, columns)
         return state._replace(bias=lax.dynamic_update_slice_in_dim(old, part, start, 0))
@@ -186,6 +192,12 @@ class GradientProducts:
         lends = lent is not None and (lent.shape, lent.dtype) == (out.shape, out.dtype)
         results = _into(row_kernels.by_token, arguments, {"out": lent if lends else None}, {"out": out})
         return results["out"][:, : c.size]
+
+
+def _row_sums(e: Array, exists: Array, factor: Array) -> Array:
+    """Σ_r factor_r e_jr of eᵀ [V, ≥ rows] in float32, over the rows that exist."""
+    rows = min(e.shape[1], exists.shape[0])
+    return jnp.where(exists[:rows], e[:, :rows].astype(jnp.float32) * factor[:rows], 0.0).sum(axis=1)
 
 
 def _is_first(start: Index) -> Array:

@@ -17,6 +17,7 @@ from logitless.jax_impl.kernels.arithmetic import LINES
 from logitless.jax_impl.kernels.kernel_call import KernelCall
 from logitless.jax_impl.kernels.rows import Rows, dots, row_logits
 from logitless.jax_impl.slices import Index
+from logitless.scratch import round_up
 from logitless.spec import CLASS_SUMS, HELD_RESCUE_SUM, LOWEST_ANCHOR, NO_ROW, RESCUE_NATS, Statistics
 
 with contextlib.suppress(ImportError):  # without absl, fused.unavailable() says so before a kernel is launched
@@ -69,9 +70,11 @@ def forward(c: KernelCall, first: Index, g: Array, statistics: bool) -> Forwarde
     assert e is not None
     sums = running.finish(weighted)
     factors = _factors(c, rows, running, sums, g)
-    column = jnp.where(rows.target >= 0, rows.target, e.shape[1])[: e.shape[0]]
-    stored = factors.stored[: e.shape[0]].astype(e.dtype)
-    e = e.at[jnp.arange(e.shape[0]), column].set(stored, mode="drop", unique_indices=True)
+    number = min(c.rows, round_up(c.chunk, HOPPER.tiling))
+    row, behind = jnp.arange(number), e.shape[0 if c.across else 1]
+    column = jnp.where(rows.target >= 0, rows.target, behind)[:number]
+    place = (column, row) if c.across else (row, column)
+    e = e.at[place].set(factors.stored[:number].astype(e.dtype), mode="drop", unique_indices=True)
     return Forwarded(rows, sums, factors, e)
 
 

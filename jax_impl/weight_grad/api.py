@@ -99,7 +99,7 @@ def linear_cross_entropy_value_and_grad(
     request = Request(
         reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
         logit_scale=logit_scale, softcap=softcap, temperature=number, plan=plan, memory_budget=memory_budget,
-        backend=backend, statistics=return_stats, shift=shift,
+        backend=backend, statistics=return_stats, shift=shift, defers=defer_weight_grad,
     )  # fmt: skip
     arrays, call = checks.ready(raw, request, checks.shard_of(weight, axis_name, vocab, sequence_parallel))
     checks.check_upstream(upstream, reduction, arrays.target.shape)
