@@ -95,7 +95,7 @@ def _rows(shape: str, minutes: float, measures: tuple[str, ...], machine: str, r
     return Task("gpu_check.json", command, 1, minutes, measures, machine, shape, rows)
 
 
-JAX_SHAPES = ("liger", "gist", "gemma", "llama", "small")
+JAX_SHAPES = ("liger", "gist", "gemma", "llama", "odd", "even", "small", "short", "wide")
 TASKS = (
     *(_rows(name, 2.0, TORCH, "machine", "rows", name) for name in SHAPES),
     *(_rows(name, 1.0, TORCH, "machine", "sweeps", "--sweeps", name) for name in SWEEPS),

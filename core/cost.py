@@ -62,7 +62,7 @@ def _sum_cost(cut: Cut, flops: int) -> float:
 
 def _slices_cost(cut: Cut, count: int, flops: int) -> float:
     """What slices of the vocabulary cost beside their products; ``count``: of their blocks."""
-    overhead = HOPPER.tile_overhead_flops if cut.sums_slices else HOPPER.slice_overhead_flops
+    overhead = HOPPER.tile_overhead_flops if cut.sums_slices else HOPPER.slice_overhead_flops[cut.kind]
     cost = (HOPPER.chunk_overhead_flops + count * overhead) / flops + _sum_cost(cut, flops)
     widths = count // len(cut.token_slices)
     return cost if cut.alone else cost + (widths - 1) * HOPPER.accumulator_entries / cut.vocab
@@ -85,6 +85,10 @@ def _block_depth(cut: Cut, rows: int, columns: int) -> float:
         whole, left = divmod(cut.hidden_tiles(rows), programs)
         parts = min(programs // left, HOPPER.most_parts) if left else 1
         hidden_turns = whole + _turn(left * parts / programs) / parts + HOPPER.split_overhead_turns
+    elif cut.hidden_parts > 1:
+        tiles, parts = cut.hidden_tiles(rows), cut.hidden_parts
+        whole, left = divmod(tiles * parts, programs)
+        hidden_turns = (whole + _turn(left / programs)) / parts + parts * HOPPER.split_overhead_turns
     weight_rows = rows
     if cut.in_place:  # whole rows of tiles at a time
         beside = math.ceil(cut.hidden / HOPPER.tile[1]) * HOPPER.programs_together[cut.kind]

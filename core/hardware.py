@@ -45,8 +45,8 @@ class Architecture:
     """What the small launches around a chunk of tokens take."""
     listing_flops: float
     """What it takes to find with which chunk each target enters a narrow sum."""
-    slice_overhead_flops: float
-    """What those around a slice of the vocabulary take."""
+    slice_overhead_flops: Mapping[str, float]
+    """What those around a slice of the vocabulary take, by kind of backend."""
     tile_overhead_flops: float
     """What those around a slice and a chunk of tokens take, where a slice's dW is a sum over chunks."""
     full_turns: float
@@ -56,6 +56,8 @@ class Architecture:
     left to the others."""
     most_parts: int
     """Parts at most that such a tile is split into."""
+    part_entries: int
+    """Entries of the vocabulary that a part has at least, where all tiles are split."""
     split_overhead_turns: float
     """What a split takes."""
     idle_flops: float
@@ -75,11 +77,13 @@ HOPPER = Architecture(
     accumulator_entries=240,  # 14 and 31 slices of 16384 × 4096 × 128256: 264
     chunk_overhead_flops=1e10,  # 15 µs at 680 TFLOP/s
     listing_flops=4e10,  # 60 µs
-    slice_overhead_flops=4e9,  # 6 µs
+    # 6 µs. JAX's were 28 to 34 µs more than that at three of four sizes, in 16 to 21 slices.
+    slice_overhead_flops=MappingProxyType({"triton": 4e9, "pallas": 2.4e10}),
     tile_overhead_flops=2e10,  # 30 µs: nothing of one launch runs beside the next
     full_turns=0.93,
     idle_gain=0.3,
     most_parts=8,
+    part_entries=1024,
     split_overhead_turns=0.01,
     idle_flops=2e11,  # 0.3 ms; the host took 0.2 to 0.3
 )

@@ -35,6 +35,7 @@ from typing import Literal
 from logitless.cost import relative_cost
 from logitless.hardware import ACCUMULATOR_TOKENS, HOPPER, Device
 from logitless.scratch import (
+    PADDED_HIDDEN,
     ROW_ALIGNMENT_BYTES,
     TOKEN_TILE,
     VOCAB_TILE,
@@ -177,6 +178,8 @@ class Request:
         """Whether the exponentials of all tokens fit into dW's rows, whose tiles are made at a time."""
         if not (self.lends and self.kernels and self.dtype == "bfloat16"):
             return False
+        if self.kind == "pallas" and self.hidden <= PADDED_HIDDEN:  # a tile must not be stored wider than the rows
+            return False
         beside = math.ceil(self.hidden / HOPPER.tile[1]) * HOPPER.programs_together[self.kind]
         fits = 0 < self.tokens <= self.hidden and beside <= HOPPER.multiprocessors
         return fits and self.prefer != "fast"  # beside dW is as fast, or faster
@@ -242,9 +245,10 @@ def plan(
             preferred.)
         eager: whether the scratch is that of PyTorch's "eager", which is less than XLA's.
         lends: with ``fused``, whether the exponentials may lie in dW's rows until dW is made there, which takes one
-            pass in every reduction: PyTorch on Hopper, bfloat16, tokens ≤ hidden. (Calls allow it if they make dW
-            themselves, and differentiate losses or log-probabilities alone.) In the order "both", whether those of a
-            chunk may lie in dW's memory: PyTorch. (Calls allow it if they make dW themselves, in the dtype of hidden.)
+            pass in every reduction: on Hopper, bfloat16, tokens ≤ hidden. (Calls allow it if they make dW themselves,
+            and differentiate losses or log-probabilities alone. JAX copies that memory unless one program has forward
+            and backward.) In the order "both", whether those of a chunk may lie in dW's memory: PyTorch. (Calls allow
+            it if they make dW themselves, in the dtype of hidden.)
         prefer: without a budget or a chunk, the smallest scratch that stays within 5 % ("balanced"), 0.5 % ("fast") or
             50 % ("lean") of the fastest plan, by the cost formula of :mod:`logitless.cost`.
         weight_layout: "dv" for a weight that lies in memory as [D, V]: with ``fused``, its rows of a chunk's targets

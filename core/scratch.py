@@ -103,7 +103,7 @@ class Cut:
     other's plans, but keep the promise only for their own."""
     lends: bool = False
     """Whether exponentials lie in dW's memory until dW is made there, and so take no scratch: those of all tokens in
-    dW's rows (PyTorch on Hopper), or in the order "both" those of each chunk of tokens (PyTorch)."""
+    dW's rows (on Hopper), or in the order "both" those of each chunk of tokens (PyTorch)."""
     turned: bool = False
     """Whether the weight lies in memory as [D, V]."""
     summed: int = 0
@@ -341,6 +341,24 @@ class Cut:
         tiles, at_once = self.hidden_tiles(min(self.token_chunk, self.tokens)), HOPPER.multiprocessors
         return ITEMSIZE[self.dtype] < 4 and tiles < HOPPER.full_turns * at_once * math.ceil(tiles / at_once)
 
+    @property
+    def hidden_parts(self) -> int:
+        """In how many parts along the vocabulary Pallas' kernels make dX of a chunk, because all its tiles together
+        would leave programs idle."""
+        if self.kind != "pallas" or self.fused_columns < self.vocab or self.knows_sums:
+            return 1
+        together = HOPPER.programs_together[self.kind]
+        rows, columns = self.gradient_tile
+        tiles = math.ceil(min(self.token_chunk, self.tokens) / (rows * together)) * math.ceil(self.hidden / columns)
+
+        def turns(parts: int) -> float:
+            return math.ceil(tiles * parts / (HOPPER.multiprocessors // together)) / parts
+
+        most = min(HOPPER.most_parts, self.vocab // HOPPER.part_entries)
+        overhead = HOPPER.split_overhead_turns
+        best = min(range(1, most + 1), key=lambda parts: turns(parts) + parts * overhead, default=1)
+        return best if turns(best) < HOPPER.full_turns * turns(1) else 1
+
     def hidden_tiles(self, rows: int) -> int:
         """Tiles of ``rows`` rows of dX."""
         tile_rows, tile_columns = self.gradient_tile
@@ -412,14 +430,14 @@ def _pallas(cut: Cut) -> int:
     if not cut.in_place:
         vectors += 4 * (math.isqrt(cut.token_chunk) + 1) * cut.fused_columns
     positions = cut.tokens + cut.token_chunk  # whole chunks, each begun at a multiple of 8
-    sums = 0
+    sums = cut.hidden_parts * rows * hidden * 4 if cut.hidden_parts > 1 else 0
     if cut.token_chunk < cut.tokens:
         sums += vocab * hidden if item < 4 and not cut.alone else 0
         sums += positions * hidden * (4 if cut.one_pass else item)  # dX in the order of the positions
     if cut.fused_columns < cut.vocab and not cut.alone:
         sums += cut.tokens * hidden * 4
     if cut.in_place:  # dW is made when dX is there, so its operand and the targets' rows are scratch
-        return copies + 2 * operand + gathered + lines + vectors
+        return copies + 2 * operand + gathered + max(lines, sums) + vectors
     if cut.one_pass:
         return copies + matrix + operand + gathered + lines + sums + vectors
     # During the slices of the vocabulary the operand lies where dX will be, if it has dX's shape. (On several devices

@@ -151,9 +151,10 @@ def linear_log_probs(
         log_prob_i = z_{i,y_i} − lse_i    entropy_i = −Σ_j p_ij log p_ij    sum_p_squared_i = Σ_j p_ij²
 
     All [...] in float32 (float64 for float64 input), differentiable once in hidden, weight and bias for any upstream
-    gradients; all 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6; log_prob alone, and
-    with a ``memory_budget`` of somewhat more than N·V·itemsize for the kernels ("pallas"), 2 and 4: then exponentials
-    [N, V] wait in the input dtype from forward to backward.
+    gradients; all 0, without gradient, for an ignored token. Forward 2·N·D·V flops, backward 6. With the kernels
+    ("pallas") 2 and 4, where exponentials [N, V] wait in the input dtype from forward to backward. Those of log_prob
+    alone do so in dW's memory, if that has room for them, and all do with ``plan="fast"`` or a ``memory_budget`` of
+    somewhat more than N·V·itemsize.
 
     Arguments:
         with_entropy: also return the entropy.

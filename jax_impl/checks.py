@@ -34,6 +34,7 @@ from logitless.jax_impl.distributed.parallel import AxisName, Shard
 from logitless.planning import ChunkPlan, check_plan_argument, check_plan_sizes
 from logitless.planning import Request as PlanRequest
 from logitless.planning import choose as choose_plan
+from logitless.scratch import PADDED_HIDDEN
 from logitless.spec import ArrayInfo, LossOptions, WeightLayout
 
 NO_BUFFER = "its kernels add dW to no buffer"
@@ -127,8 +128,8 @@ def shard_of(weight: RawArray, axis_name: AxisName | None, vocab: int | None, se
 
 NO_FREE_ROWS = (
     "plan: got one with lends=True, allowed is one without: either this call makes no dW of its own (a deferred or "
-    "sharded weight, or a float32 one beside narrower hidden states), or its options and results (class weights, lse, "
-    "statistics per token) need another way"
+    "sharded weight, or a float32 one beside narrower hidden states), or dW has no room (it takes 65 hidden units, and "
+    "as many as tokens), or the call's options and results (class weights, lse, statistics per token) need another way"
 )
 
 
@@ -136,7 +137,8 @@ def _may_lend(raw: RawArrays, shard: Shard, request: Request, options: LossOptio
     """Whether the exponentials that wait can lie in dW's memory. (Where the weight turns out to get no gradient, the
     call has another plan.)"""
     waits = options.separable and not request.lse and not (request.log_probs and request.statistics)
-    return waits and not (request.defers or shard.active) and raw.weight.dtype == raw.hidden.dtype
+    fits = math.prod(raw.target.shape) <= raw.weight.shape[1] > PADDED_HIDDEN
+    return waits and fits and not (request.defers or shard.active) and raw.weight.dtype == raw.hidden.dtype
 
 
 def _chosen_plans(

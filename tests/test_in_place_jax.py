@@ -17,7 +17,7 @@ pytest.importorskip("absl", reason="absl-py is not installed, which JAX's Pallas
 
 import jax.numpy as jnp  # noqa: E402
 from implementations import JaxPallas, JaxPallasCuda  # noqa: E402
-from test_pallas import either, interpreter  # noqa: E402, F401 (fixtures)
+from test_pallas import either, hopper, interpreter  # noqa: E402, F401 (fixtures)
 
 from logitless import ChunkPlan, plan  # noqa: E402
 from logitless.jax_impl import (  # noqa: E402
@@ -25,7 +25,7 @@ from logitless.jax_impl import (  # noqa: E402
     linear_cross_entropy_value_and_grad,
     linear_log_probs,
 )
-from logitless.jax_impl.kernels import hopper  # noqa: E402
+from logitless.jax_impl.kernels import hopper as products  # noqa: E402
 from logitless.tolerances import GRADIENT, error  # noqa: E402
 
 Sizes = tuple[int, int, int]
@@ -84,7 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "turned": {"weight_layout": "dv"},
     "turned, none": {"weight_layout": "dv", "reduction": "none"},
 }
-SMALL, LARGE = (72, 64, 200), (1000, 1024, 5003)
+SMALL, LARGE = (72, 128, 200), (1000, 1024, 5003)
 # What the interpreter, which takes long, has to say of it.
 FEW = "smooth", "log-probs", "turned, none"
 
@@ -105,7 +105,7 @@ def test_same_bits_as_beside_dw(either: JaxPallas, name: str) -> None:  # noqa: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("sizes", [(100, 100, 301), (140, 192, 515), LARGE, (2048, 2304, 9000)], ids=str)
+@pytest.mark.parametrize("sizes", [(100, 100, 301), (70, 72, 301), (140, 192, 515), LARGE, (2048, 2304, 9000)], ids=str)
 def test_same_bits_at_other_sizes(sizes: Sizes, name: str) -> None:
     assert_as_beside(JaxPallasCuda(), sizes, name)
 
@@ -162,13 +162,16 @@ def test_few_programs(monkeypatch: pytest.MonkeyPatch, pairs: int) -> None:
     with JaxPallasCuda().precision("bfloat16"):
         first = gradients(arrays(sizes), one_chunk(sizes, True))
         jax.clear_caches()
-        monkeypatch.setattr(hopper, "programs", lambda: pairs)
+        monkeypatch.setattr(products, "programs", lambda: pairs)
         assert_same(first, gradients(arrays(sizes), one_chunk(sizes, True)))
     jax.clear_caches()
 
 
-def traced(sizes: Sizes, function: Any = linear_cross_entropy, wide: bool = False, **options: Any) -> None:
+def traced(
+    sizes: Sizes, function: Any = linear_cross_entropy, wide: bool = False, lends: bool = False, **options: Any
+) -> None:
     """What a call does before it runs. What is traced may be for another device."""
+    options |= {"plan": one_chunk(sizes, True)} if lends else {}
 
     def step(x: Any, w: Any, b: Any, y: Any) -> Any:
         return function(x, w.astype(jnp.float32) if wide else w, y, None if wide else b, backend="pallas", **options)
@@ -179,7 +182,7 @@ def traced(sizes: Sizes, function: Any = linear_cross_entropy, wide: bool = Fals
 def test_a_device_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """All column tiles of a row are made at a time, or nobody could begin to store."""
     monkeypatch.setenv("LOGITLESS_PALLAS_INTERPRET", "0")
-    monkeypatch.setattr(hopper, "programs", lambda: 3)
+    monkeypatch.setattr(products, "programs", lambda: 3)
     jax.clear_caches()
     sizes = (64, 1024, 1000)
 
@@ -187,7 +190,7 @@ def test_a_device_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
         return jax.grad(lambda w: linear_cross_entropy(x, w, y, b, **options))(w)
 
     with pytest.raises(ValueError, match=r"plan: got one with lends=True .* needs 8"):
-        traced(sizes, gradient, plan=one_chunk(sizes, True))
+        traced(sizes, gradient, lends=True)
     jax.clear_caches()
 
 
@@ -196,6 +199,8 @@ def test_a_device_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
+    "more tokens": {"sizes": (130, 128, 200)},
+    "narrow rows": {"sizes": (40, 64, 200)},
     "lse": {"return_lse": True},
     "entropy": {"function": linear_log_probs, "with_entropy": True},
     "deferred": {"function": linear_cross_entropy_value_and_grad, "defer_weight_grad": True},
@@ -206,8 +211,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_call_without_free_rows_refuses_the_plan(kind: str) -> None:
     with pytest.raises(ValueError, match="plan: got one with lends=True"):
-        traced(SMALL, plan=one_chunk(SMALL, True), **REFUSED[kind])
-    traced(SMALL, **REFUSED[kind])  # by default another plan
+        traced(**{"sizes": SMALL, "lends": True} | REFUSED[kind])
+    traced(**{"sizes": SMALL} | REFUSED[kind])  # by default another plan
 
 
 @pytest.mark.parametrize(

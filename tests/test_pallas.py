@@ -6,6 +6,7 @@ On a GPU of compute capability 9, tests/implementations.py adds the kernels to e
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -342,6 +343,27 @@ def test_within_the_rule(name: str, dtype: str, order: str, interpreter: None) -
     for field in ("nll", "lse", "target_logit", "entropy", "max_logit", "min_logit"):
         assert error(getattr(made, field), getattr(true, field)) <= TINY[dtype], field
     assert (made.argmax == true.argmax).all()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{"chunk": 24, "one_pass": True}, {"chunk": 40, "one_pass": True, "lends": True}, {"chunk": 24, "one_pass": False}],
+    ids=["chunks", "in place", "two passes"],
+)
+def test_hidden_in_parts(either: JaxPallas, cut: dict[str, Any]) -> None:
+    """Few tiles of dX come in parts along the vocabulary, of which the last may reach behind its end."""
+    rng, sizes = np.random.default_rng(7), {"tokens": 40, "hidden": 64, "vocab": 2100}
+    x, w = (round_to(rng.standard_normal(shape), "bfloat16") for shape in ((40, 64), (2100, 64)))
+    w = round_to(w * 64**-0.5, "bfloat16")
+    y = np.where(rng.random(40) < 0.3, -100, rng.integers(0, 2100, 40))
+    chosen = plan(**sizes, dtype="bfloat16", fused=True, padded=True, order="tokens", **cut)
+    chosen = dataclasses.replace(chosen, lends="lends" in cut)
+    assert chosen.hidden_parts == 2
+    options = {"label_smoothing": 0.1, "reduction": "sum" if cut["one_pass"] else "none"}
+    made = either.run(x, w, y, dtype="bfloat16", plan=chosen, **options)
+    true = reference.linear_cross_entropy(x, w, y, **options)
+    assert error(made.grads["hidden"], true.hidden_grad) <= GRADIENT["bfloat16"]
+    assert error(made.grads["weight"], true.weight_grad) <= GRADIENT["bfloat16"]
 
 
 @needs_interpreter

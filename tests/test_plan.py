@@ -292,10 +292,10 @@ def test_known_plans_for_the_kernels() -> None:
 
 
 def test_chunks_may_be_unequal_where_their_tiles_fill_the_turns() -> None:
-    """Of 16384 tokens three equal chunks leave most multiprocessors idle in the last turn of a dX that is not split."""
+    """Three equal chunks of 16384 tokens leave multiprocessors idle in the last turn of each product."""
     sizes = {"tokens": 16384, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16", "fused": True, "padded": True}
     made = plan(**sizes, memory_budget=3 * 2**30)
-    assert made.token_slices == ((0, 6144), (6144, 12288), (12288, 16384))
+    assert made.token_slices == ((0, 5632), (5632, 11264), (11264, 16384))
     equal = plan(**sizes, order="tokens", chunk=5504)
     assert equal.chunks == made.chunks
     assert equal.relative_cost("gpu") > made.relative_cost("gpu")
@@ -354,12 +354,12 @@ def test_known_plans_that_wait() -> None:
 
 def test_copies_of_odd_sizes_are_promised_where_they_are_made() -> None:
     sizes = {"tokens": 512, "dtype": "bfloat16", "fused": True, "padded": True, "order": "tokens", "chunk": 512}
-    even = plan(**sizes, hidden=256, vocab=8192).scratch_bytes
-    weight, hidden = 256 * 8192 * 2, 512 * 256 * 2
-    unpadded = [plan(**(sizes | {"padded": False}), hidden=256, vocab=vocab).scratch_bytes for vocab in (8191, 8192)]
+    even = plan(**sizes, hidden=256, vocab=8200).scratch_bytes
+    weight, hidden = 256 * 8200 * 2, 512 * 256 * 2
+    unpadded = [plan(**(sizes | {"padded": False}), hidden=256, vocab=vocab).scratch_bytes for vocab in (8193, 8200)]
     assert abs(unpadded[1] - unpadded[0]) < 2**16
-    assert 2 * weight <= plan(**sizes, hidden=256, vocab=8191).scratch_bytes - even + 8192 < 2 * weight + 2**16
-    assert abs(plan(**sizes, hidden=248, vocab=8192).scratch_bytes - even - 2 * weight - 2 * hidden) < 2**16
+    assert 2 * weight <= plan(**sizes, hidden=256, vocab=8193).scratch_bytes - even + 8192 < 2 * weight + 2**16
+    assert abs(plan(**sizes, hidden=248, vocab=8200).scratch_bytes - even - 2 * weight - 2 * hidden) < 2**16
 
 
 def test_known_plans() -> None:
@@ -385,8 +385,11 @@ def test_exponentials_in_the_rows_of_dw(tokens: int, hidden: int, vocab: int, on
     assert made.one_pass
     assert made.token_chunk == tokens
     stride = round_up(vocab, ROW_ALIGNMENT_BYTES // 2)
-    more = round_up(tokens, HOPPER.tile[0]) * hidden * 2 if padded else 0  # JAX's dW comes last, and holds two matrices
-    assert made.scratch_bytes == own.scratch_bytes - tokens * stride * 2 + more
+    beside = own.scratch_bytes - tokens * stride * 2
+    if padded:  # JAX's dW comes last, and holds one matrix more; db needs no partial sums
+        assert beside - 4 * math.isqrt(tokens) * 2 * vocab < made.scratch_bytes < beside + tokens * hidden * 3
+    else:
+        assert made.scratch_bytes == beside
     assert made.relative_cost("gpu") >= own.relative_cost("gpu")
 
 

@@ -142,6 +142,8 @@ class _Tile:
     exists: Array
     """False where a pair's second row tile would lie behind the last."""
     height: int
+    part: Index = 0
+    """Which part of the product's depth."""
 
     @property
     def number(self) -> Array:
@@ -226,10 +228,11 @@ def _product(
     a: _Operand, b: _Operand, counts: tuple[Index, Index], steps: Index, *, tiles: Tiles,
     row_tile: Callable[[Array], Array], begin: Callable[[_Tile], Begun],
     epilogue: Callable[[_Tile, Begun, Array], None], listed: _Listed | None = None,
-    arrived: Callable[[_Tile], None] | None = None,
+    arrived: Callable[[_Tile], None] | None = None, parts: int = 1,
 ) -> None:  # fmt: skip
     """Σ_k a_ik b_kj over ``steps`` blocks of depth, for counts[0] × counts[1] tiles that the programs share.
 
+    parts: each tile comes that many times, with another part of the depth, ``steps`` blocks each.
     row_tile: which row tile the i-th is. The tiles are walked in groups of ``tiles.group`` row tiles, for the L2 cache.
     begin(tile) runs before a tile's first multiplication, epilogue(tile, what begin returned, value) after the last,
     both in the multiplying warpgroups. value is float32 in registers: [64, columns], or in turn [128, columns].
@@ -252,7 +255,7 @@ def _product(
     dtype = a.reference.dtype
     paced = jnp.asarray(steps) >= stages  # else the first warpgroup could be two tiles ahead
     paired = pair() > 1
-    pairs = pl.cdiv(counts[0], pair()), counts[1]
+    pairs = pl.cdiv(counts[0], pair()), counts[1] * parts
     height = TILE_ROWS if in_turn else WARPGROUP_ROWS
     barrier: type[plgpu.Barrier] | functools.partial[plgpu.ClusterBarrier] = plgpu.Barrier
     if paired:
@@ -281,7 +284,8 @@ def _product(
                 exists = i < counts[0]  # else the pair's other program has the last row tile
                 m = row_tile(jnp.minimum(i, counts[0] - 1))
                 owner = lax.rem(info.local_index, MULTIPLYING) if in_turn else warpgroup
-                tile = _Tile(m, n, owner, width, exists, height)
+                part, n = (0, n) if parts == 1 else (lax.div(n, counts[1]), lax.rem(n, counts[1]))
+                tile = _Tile(m, n, owner, width, exists, height, part)
                 more = 0 if listed is None else listed.steps(tile)  # asked for long before it is needed
                 own = (warpgroup == MULTIPLYING) | (warpgroup == owner) if in_turn else True
                 pl.when(own)(lambda: work(tile, carry, more))
@@ -299,7 +303,8 @@ def _product(
                 plgpu.copy_gmem_to_smem(shared, b_slots.at[slot], loaded(tile, slot), collective_axes=receivers)
 
             def own_step(k: Array, _: None) -> None:
-                step(k, a.block(TILE_ROWS, tile.m, k), b.block(width, tile.n, k))
+                place = k if parts == 1 else k + tile.part * steps
+                step(k, a.block(TILE_ROWS, tile.m, place), b.block(width, tile.n, place))
 
             def listed_step(of: _Listed, k: Array, _: None) -> None:
                 # ready expects two blocks; any block of a will do.
@@ -737,11 +742,11 @@ def _known(config: Logits, b: _Block, z: Array) -> tuple[Array, dict[str, Array]
 # The two products of the gradients
 
 
-def gradient_columns(row_tiles: int, size: int) -> int:
+def gradient_columns(row_tiles: int, size: int, parts: int = 1) -> int:
     """Columns of a gradient's tile, of ``size`` in all: those with which the programs' turns are shortest."""
 
     def turns(width: int) -> int:
-        tiles = -(-row_tiles // pair()) * -(-size // width)
+        tiles = -(-row_tiles // pair()) * -(-size // width) * parts
         return -(-tiles // programs()) * width
 
     return min(HOPPER.gradient_columns, key=turns)
@@ -816,13 +821,14 @@ def _gradient_scratch(
 
 
 def hidden(
-    arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool, across: bool = False
+    arguments: Arguments, outputs: Shapes, *, adds: bool, turned: bool, across: bool = False, parts: int = 1
 ) -> dict[str, Array]:
     """dX of a chunk from S vocabulary entries, by position.
 
         value = e w        with factor: factor ⊙ (e w) + rest ⊙ target_rows, for what e's target's element lacks
         float32 out:       out[first + r] = value (+ out[first + r] with ``adds``, unless it is ``fresh``)
         low precision:     out[first + r] = scale · (value + smooth_r · weighted_rows)
+        parts of depth:    out[row tiles · 128 · p + r] = value of the p-th part of the vocabulary, first 0
 
     Arguments:
         tiles: [1 + …] int32 as for :func:`logits`; first, start: [1] int32; w: [V, D], or turned [D, V].
@@ -839,10 +845,12 @@ def hidden(
     def body(r: References) -> None:
         out, first = r["out"], _scalar(r, "first")
         size = r["w"].shape[0 if turned else 1]
-        columns = gradient_columns(r["tiles"].shape[0] - 1, size)
+        most_tiles = r["tiles"].shape[0] - 1
+        columns = gradient_columns(most_tiles, size, parts)
 
         def part_of(matrix: Ref, tile: _Tile) -> Ref:
-            return matrix.at[pl.ds(first + tile.row, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
+            behind = first + tile.row if parts == 1 else tile.part * (most_tiles * TILE_ROWS) + tile.row
+            return matrix.at[pl.ds(behind, WARPGROUP_ROWS), pl.ds(tile.column, tile.width)]
 
         begin, add = _with_sums(r, part_of, ("out",), r["fresh"][0] if adds else None)
 
@@ -861,7 +869,8 @@ def hidden(
                     # What lies behind the last column is not stored.
                     first = pl.multiple_of(jnp.minimum(tile.column + column, size - width), width)
                     rows = r["target_rows"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(first, width)]
-                    part = part + along("rest") * load_matrix(rows)
+                    share = along("rest") if parts == 1 else along("rest") * jnp.where(tile.part == 0, 1.0, 0.0)
+                    part = part + share * load_matrix(rows)
                 part = add(tile, number, part)
                 if "smooth" in r:
                     weights = load(r["weighted_rows"], tile.column + column, width, COLUMN_LAYOUT)
@@ -874,15 +883,16 @@ def hidden(
             _Operand(r["e"], depth_first=across),
             _Operand(r["w"], depth_first=not turned, start=_scalar(r, "start", turned), start_axis=int(turned)),
             (r["tiles"][0], pl.cdiv(size, columns)),
-            pl.cdiv(_entries(r, r["e"].shape[0 if across else 1]), STEP),
+            pl.cdiv(_entries(r, r["e"].shape[0 if across else 1]), STEP * parts),
             tiles=dataclasses.replace(HOPPER.hidden_sum if adds else HOPPER.hidden, columns=columns),
             row_tile=lambda i: r["tiles"][i + 1],
             begin=begin,
             epilogue=epilogue,
+            parts=parts,
         )
 
     scratch = _gradient_scratch(staged, staged_columns, staged if adds else {})
-    options = (adds, turned, across)
+    options = (adds, turned, across, parts)
     return launch(body, arguments, outputs, name="hidden", options=options, grid=None, scratch=scratch)
 
 

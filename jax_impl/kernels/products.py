@@ -81,6 +81,8 @@ class GradientProducts:
         if factors is not None:
             target_rows = c.weight_rows(rows)
             arguments |= {"factor": factors.factor, "rest": factors.rest, "target_rows": target_rows}
+        if c.plan.hidden_parts > 1:
+            return state._replace(hidden=self._hidden_in_parts(state.hidden, rows, arguments, scale))
         if scale is not None:
             arguments["scale"] = scale.reshape(1)
             if self.smoothing is not None and self.smooth is not None:
@@ -92,6 +94,21 @@ class GradientProducts:
         kernel = functools.partial(hopper.hidden, adds=c.sliced, turned=c.turned, across=c.across)
         results = _into(kernel, arguments, {"out": state.hidden}, {"out": shape})
         return state._replace(hidden=results["out"])
+
+    def _hidden_in_parts(
+        self, before: Array | None, rows: Rows, arguments: dict[str, Array], scale: Array | None
+    ) -> Array:
+        """:meth:`hidden`, each tile in parts along the vocabulary. XLA adds them up. ``before``: dX as far as it is."""
+        c, parts, length = self.call, self.call.plan.hidden_parts, round_up(self.call.chunk, 8)
+        shape = jax.ShapeDtypeStruct((parts * c.rows, c.padded_size), jnp.float32)
+        kernel = functools.partial(hopper.hidden, adds=False, turned=c.turned, across=c.across, parts=parts)
+        made = kernel(arguments, {"out": shape})["out"].reshape(parts, c.rows, c.padded_size)[:, :length].sum(axis=0)
+        if scale is not None:
+            if self.smoothing is not None and self.smooth is not None:
+                smooth = rows.pick(self.smooth)[:length, None]
+                made = made + smooth * c.along_size(self.smoothing.weighted_rows)[: c.padded_size]
+            made = (made * scale).astype(c.dtype)
+        return made if before is None else lax.dynamic_update_slice_in_dim(before, made, rows.first[0], 0)
 
     def weight(
         self, state: State, rows: Rows, e: Array, x: Array, start: Index, scale: Array | None,
