@@ -15,8 +15,8 @@ and commit that it was measured with (``machine``, ``token_machine``, ``jax_mach
 ``tests_commit``). More files may follow, of which ``FILE:tokens`` or ``FILE:torch,jax`` gives these parts alone, in
 place of what came before. (With ``--tests "" --shapes`` nothing is run, and they are put together.) ``--rows-only``
 keeps the other shapes of a part, too: the rows of this call's shapes (and with "small" the errors) take the place of
-the earlier ones, and say their own commit; ``FILE:llama`` gives PyTorch's rows of that shape alone. A peer that is not
-installed where a call is made keeps its earlier row.
+the earlier ones, and say their own commit; ``FILE:llama`` gives PyTorch's rows of that shape, ``FILE:memory``
+those of that sweep alone. A peer that is not installed where a call is made keeps its earlier row.
 """
 
 from __future__ import annotations
@@ -163,15 +163,19 @@ class Parts:
             name, _, parts = entry.partition(":")
             values = json.loads(Path(name).read_text())
             named = parts.split(",") if parts else []
-            keys = [key for part in named if part not in SHAPES for key in PARTS[part]] if parts else list(values)
+            shapes = {"rows": set(named) & set(SHAPES), "sweeps": set(named) & set(SWEEPS) - set(PARTS)}
+            whole = [part for part in named if part in PARTS]
+            keys = [key for part in whole for key in PARTS[part]] if parts else list(values)
             self.values |= {key: values[key] for key in keys if key in values}
-            shapes = [part for part in named if part in SHAPES]
-            if shapes:
+            for key, wanted in shapes.items():
+                if not wanted:
+                    continue
                 there = values["machine"]
                 self._compare("machine", there)
                 # A row that does not say its commit has its own file's, which is no longer beside it.
-                rows = [{"commit": there["commit"]} | row for row in values["rows"] if row["shape"] in shapes]
-                self._put_rows("rows", rows)
+                self._put_rows(
+                    key, [{"commit": there["commit"]} | row for row in values[key] if row["shape"] in wanted]
+                )
         self._write()
 
     def run(self, name: str, machine: dict[str, Any], part: Part) -> None:
@@ -201,7 +205,7 @@ class Parts:
         """``rows`` in place of those of their shapes. A peer that this call did not find keeps its earlier row."""
         shapes, new = {row.get("shape") for row in rows}, {(row.get("shape"), row.get("variant")) for row in rows}
         kept = []
-        for row in self.values[key]:
+        for row in self.values.get(key, []):
             shape, variant = row.get("shape"), row.get("variant", "")
             if shape not in shapes:
                 kept.append(row)

@@ -422,7 +422,8 @@ def _pallas(cut: Cut) -> int:
         copies += vocab * hidden * item  # the last chunk writes dW as [D, V], beside the sum [V, D]
     matrix = round_up(cut.token_chunk, 8) * round_up(cut.fused_columns, ROW_ALIGNMENT_BYTES // item) * item
     operand = rows * size * item
-    lines = _PARTIAL_SUMS * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * rows * 4
+    sums_at_most = _PARTIAL_SUMS - cut.in_place  # label smoothing that sums logits takes two passes
+    lines = sums_at_most * math.ceil(cut.vocab / _LINE_COLUMNS[cut.dtype]) * rows * 4
     gathered = operand if cut.turned else 0  # the weight's rows of the targets, in the order of these
     vectors = 4 * (2 * _ROW_VECTORS * (cut.tokens + rows) + 16 * rows + _VOCAB_VECTORS * vocab + 16 * size)
     # Sums down a matrix's columns (the bias gradient, label smoothing) go by way of about √rows partial sums.

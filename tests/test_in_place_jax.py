@@ -17,7 +17,7 @@ pytest.importorskip("absl", reason="absl-py is not installed, which JAX's Pallas
 
 import jax.numpy as jnp  # noqa: E402
 from implementations import JaxPallas, JaxPallasCuda  # noqa: E402
-from test_pallas import either, hopper, interpreter  # noqa: E402, F401 (fixtures)
+from test_pallas import compiled, either, hopper, interpreter  # noqa: E402, F401 (fixtures)
 
 from logitless import ChunkPlan, plan  # noqa: E402
 from logitless.jax_impl import (  # noqa: E402
@@ -152,6 +152,41 @@ def test_every_run_gives_the_same_bits(sizes: Sizes) -> None:
         first = jax.tree.leaves(step(*of))
         for _ in range(200):
             assert all(bool((a == c).all()) for a, c in zip(first, jax.tree.leaves(step(*of)), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("road", ["two programs", "checkpoint", "vmap", "scan", "value and grad", "twice"])
+def test_every_road_to_a_gradient(road: str) -> None:
+    """Also where forward and backward are programs of their own, and where several calls wait for one backward."""
+    x, w, b, y = arrays(LARGE)
+    chosen = {lends: one_chunk(LARGE, lends) for lends in (True, False)}
+
+    def made(lends: bool) -> Any:
+        def loss(x: Any, w: Any, b: Any) -> Any:
+            return linear_cross_entropy(x, w, y, b, plan=chosen[lends], backend="pallas")
+
+        one = jax.value_and_grad(loss, (0, 1, 2))
+        if road == "two programs":
+            return one(x, w, b)
+        if road == "checkpoint":
+            return jax.jit(jax.value_and_grad(jax.checkpoint(loss), (0, 1, 2)))(x, w, b)
+        if road == "vmap":
+            return jax.jit(jax.vmap(one, (0, None, None)))(jnp.stack([x, 2 * x]), w, b)
+        if road == "scan":
+            many = jnp.stack([x, 2 * x, x])
+
+            def total(w: Any, b: Any) -> Any:
+                return jax.lax.scan(lambda sum, x: (sum + loss(x, w, b), None), jnp.zeros(()), many)[0]
+
+            return jax.jit(jax.value_and_grad(total, (0, 1)))(w, b)
+        if road == "value and grad":
+            given = {"plan": chosen[lends], "backend": "pallas", "upstream": 3.0}
+            return jax.jit(lambda *of: linear_cross_entropy_value_and_grad(*of, y, b, **given))(x, w)
+        return jax.jit(jax.value_and_grad(lambda x, w, b: loss(x, w, b) + loss(2 * x, w, b), (0, 1, 2)))(x, w, b)
+
+    with JaxPallasCuda().precision("bfloat16"):
+        for one, other in zip(*(jax.tree.leaves(made(lends)) for lends in (True, False)), strict=True):
+            assert error(*(np.asarray(v, np.float64) for v in (one, other))) <= GRADIENT["bfloat16"]
 
 
 @pytest.mark.gpu

@@ -352,9 +352,9 @@ def test_within_the_rule(name: str, dtype: str, order: str, interpreter: None) -
 )
 def test_hidden_in_parts(either: JaxPallas, cut: dict[str, Any]) -> None:
     """Few tiles of dX come in parts along the vocabulary, of which the last may reach behind its end."""
-    rng, sizes = np.random.default_rng(7), {"tokens": 40, "hidden": 64, "vocab": 2100}
-    x, w = (round_to(rng.standard_normal(shape), "bfloat16") for shape in ((40, 64), (2100, 64)))
-    w = round_to(w * 64**-0.5, "bfloat16")
+    rng, sizes = np.random.default_rng(7), {"tokens": 40, "hidden": 128, "vocab": 2100}
+    x, w = (round_to(rng.standard_normal(shape), "bfloat16") for shape in ((40, 128), (2100, 128)))
+    w = round_to(w * 128**-0.5, "bfloat16")
     y = np.where(rng.random(40) < 0.3, -100, rng.integers(0, 2100, 40))
     chosen = plan(**sizes, dtype="bfloat16", fused=True, padded=True, order="tokens", **cut)
     chosen = dataclasses.replace(chosen, lends="lends" in cut)

@@ -446,7 +446,7 @@ def measured_plans() -> list[Any]:
         if kind not in ("triton", "pallas") or row["time_ms"] < SHORTEST_MS:
             continue
         sizes = {name: row[name] for name in ("tokens", "hidden", "vocab", "dtype")}
-        options: dict[str, Any] = {"fused": True, "padded": kind == "pallas", "lends": kind == "triton"}
+        options: dict[str, Any] = {"fused": True, "padded": kind == "pallas", "lends": True}
         if which.endswith(" MiB"):
             options["memory_budget"] = int(which.removesuffix(" MiB")) * 2**20
         elif which in ("", "fast", "lean"):
