@@ -867,8 +867,8 @@ def hidden(
                 column, width = number * staged_columns, staged_columns
                 if "rest" in r:
                     # What lies behind the last column is not stored.
-                    first = pl.multiple_of(jnp.minimum(tile.column + column, size - width), width)
-                    rows = r["target_rows"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(first, width)]
+                    inside = pl.multiple_of(jnp.minimum(tile.column + column, size - width), width)
+                    rows = r["target_rows"].at[pl.ds(tile.row, WARPGROUP_ROWS), pl.ds(inside, width)]
                     share = along("rest") if parts == 1 else along("rest") * jnp.where(tile.part == 0, 1.0, 0.0)
                     part = part + share * load_matrix(rows)
                 part = add(tile, number, part)
