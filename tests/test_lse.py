@@ -246,11 +246,12 @@ def test_rows_that_are_not_finite_stay_alone(impl: Any, kind: str) -> None:
 @pytest.mark.case(18)
 @in_its_own_dtype
 def test_without_a_gradient_it_is_free(impl: Any) -> None:
-    """The same sums as without lse, so the loss has the same bits. Statistics may take other tiles on a GPU."""
+    """The same sums as without lse, so the loss has the same bits. Statistics may take other tiles on a GPU. With
+    PyTorch's plain operations a loss alone has a way of its own (torch_impl/plain_loss)."""
     x, w, b, y = some(TOKENS, vocab=VOCAB, dtype=impl.dtype)
     plain, stats = (impl.run(x, w, y, b, wrt=(), return_stats=asked) for asked in (False, True))
     made = impl.run(x, w, y, b, wrt=(), return_lse=True)
-    assert made.loss == plain.loss
+    assert made.loss == (stats if impl.name == "torch_eager" else plain).loss
     assert error(made.lse, stats.stats.lse) <= TINY["float32"]
 
 

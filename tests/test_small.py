@@ -177,6 +177,30 @@ def test_every_backward_of_a_retained_graph_has_the_same_bits() -> None:
     assert torch.equal(first, second)
 
 
+def test_a_logit_far_above_the_targets_goes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exponential over the target's is no float32: eager.py moves the anchor."""
+    taken = []
+    real = eager.plain_loss
+    monkeypatch.setattr(eager, "plain_loss", lambda *given: taken.append(real(*given)) or taken[-1])
+    x, w, y, _ = arrays({}, "float32")
+    x, w, y = np.ones_like(x[:1, :1]), np.zeros_like(w[:, :1]), y[:1]
+    for nats in (70.0, 80.0, 200.0):
+        w[y[0] - 1] = nats
+        true = reference.linear_cross_entropy(x, w, y)
+        hidden = torch.from_numpy(x).requires_grad_()
+        loss = linear_cross_entropy(hidden, torch.from_numpy(w), torch.from_numpy(y), backend="eager")
+        gradient = torch.autograd.grad(loss, hidden)[0]
+        assert error(loss.detach().numpy(), true.loss) <= TARGET_GRADIENT["float32"]
+        assert error(gradient.numpy(), true.hidden_grad) <= TARGET_GRADIENT["float32"]
+    assert [found is None for found in taken] == [False, True, True]
+
+
+def test_a_loss_alone_has_the_bits_of_one_with_gradients() -> None:
+    x, w, y, b = map(torch.from_numpy, arrays(CASES["scale_and_temperature"], "float32"))
+    alone = linear_cross_entropy(x, w, y, b, backend="eager")
+    assert torch.equal(alone, linear_cross_entropy(x.requires_grad_(), w, y, b, backend="eager"))
+
+
 @pytest.mark.parametrize(
     "more", [{"label_smoothing": 0.1}, {"z_loss": 0.1}, {"softcap": 5.0}, {"return_stats": True}, {"reduction": "none"},
              {"plan": plan(tokens=N, hidden=D, vocab=V, dtype="float32", device="cpu", order="vocab")}]

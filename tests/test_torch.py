@@ -286,12 +286,13 @@ def test_options_of_a_case_are_accepted(impl: Any) -> None:
 
 def test_no_host_synchronisation_in_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is turned into a Python value in forward or backward, but for what is asked on a CPU alone: whether the
-    targets are right, and which tokens are ignored."""
-    from logitless.torch_impl import checks, chunk
+    targets are right, which tokens are ignored, and whether the upstream gradient is 1."""
+    from logitless.torch_impl import call, checks, chunk
 
     x, w, b, y = tensors()
     monkeypatch.setattr(checks, "check_ids", lambda *_: None)
     monkeypatch.setattr(chunk, "counted", lambda inputs: inputs)
+    monkeypatch.setattr(call, "is_one", lambda _: False)
     called: list[str] = []
     for name in ("item", "__bool__", "tolist", "nonzero", "__int__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, lambda self, *a, name=name, **k: called.append(name))

@@ -293,6 +293,11 @@ class Needs:
 NO_GRADIENTS = Needs(None, None, None)
 
 
+def is_one(factor: Tensor) -> bool:
+    """Whether the factor [] is 1, where asking costs no synchronisation."""
+    return factor.is_cpu and factor.item() == 1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Gradients:
     """The gradients that were wanted, None in place of the others.
@@ -309,6 +314,8 @@ class Gradients:
     def finish(self, upstream: Tensor) -> Gradients:
         """Times the upstream scalar, in place: the buffers are ours."""
         factor = upstream if self.factor is None else upstream * self.factor
+        if is_one(factor):
+            return dataclasses.replace(self, factor=None)
         for gradient in (self.hidden, self.weight, self.bias):
             if gradient is not None:
                 gradient.mul_(factor)

@@ -336,8 +336,9 @@ def plain_loss(
 ) -> tuple[Tensor, Gradients] | None:
     """The loss, and gradients that wait for the upstream scalar, in few operations; None where an option asks for
     more."""
-    made = large.loss if arrays.hidden.device.type == "cuda" else small.loss
-    return made(arrays, normalizer, call, needs)
+    if arrays.hidden.device.type != "cuda":
+        return small.loss(arrays, normalizer, call, needs)
+    return large.loss(arrays, normalizer, call, needs) if needs.any else None
 
 
 def token_gradients(

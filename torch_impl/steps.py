@@ -138,7 +138,7 @@ def _loss(arrays: Arrays, normalizer: Tensor | float | None, call: Call, needs: 
     options, backend, statistics = call.options, backend_named(call.backend), call.statistics is True
     waiting: Waiting | None = None
     with _no_autocast(arrays):
-        if needs.any and one_pass(call):
+        if one_pass(call):
             made = backend.plain_loss(arrays, normalizer, call, needs)
             if made is not None:
                 return Loss(made[0], None, (None,) * len(TokenStats._fields), (), made[1])
