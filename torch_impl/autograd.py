@@ -104,16 +104,19 @@ def differentiable_once(
     error. ``saved`` are the saved tensors, differentiable inputs among them, unpacked once, after ``check(ctx)``."""
 
     def decorate(backward: Callable[..., Derivatives]) -> Callable[..., Derivatives]:
+        def made(ctx: SavedContext, saved: tuple[Tensor, ...], upstream: tuple[Tensor | None, ...]) -> Derivatives:
+            # A kernel reads memory, in which PyTorch's negative bit is not.
+            return backward(ctx, saved, *(None if v is None else checks.signed(v) for v in upstream))
+
         @functools.wraps(backward)
         def wrapper(ctx: SavedContext, *upstream: Tensor | None) -> Derivatives:
             if check is not None:
                 check(ctx)
             saved = ctx.saved_tensors
-            with torch.no_grad():
-                # A kernel reads memory, in which PyTorch's negative bit is not.
-                gradients = backward(ctx, saved, *(None if v is None else checks.signed(v) for v in upstream))
             if not torch.is_grad_enabled():
-                return gradients
+                return made(ctx, saved, upstream)
+            with torch.no_grad():
+                gradients = made(ctx, saved, upstream)
             depends = [v for v in (*saved, *upstream) if v is not None and v.requires_grad]
             present = [gradient for gradient in gradients if gradient is not None]
             if not (depends and present):

@@ -314,11 +314,10 @@ class Gradients:
     def finish(self, upstream: Tensor) -> Gradients:
         """Times the upstream scalar, in place: the buffers are ours."""
         factor = upstream if self.factor is None else upstream * self.factor
-        if is_one(factor):
-            return dataclasses.replace(self, factor=None)
-        for gradient in (self.hidden, self.weight, self.bias):
-            if gradient is not None:
-                gradient.mul_(factor)
+        if not is_one(factor):
+            for gradient in (self.hidden, self.weight, self.bias):
+                if gradient is not None:
+                    gradient.mul_(factor)
         return Gradients(self.hidden, self.weight, self.bias)
 
     def like(self, arrays: Arrays) -> tuple[Tensor | None, ...]:

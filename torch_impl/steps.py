@@ -82,10 +82,13 @@ class LogProbs(NamedTuple):
     """Logits that wait for the first backward, or None."""
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def _no_autocast(arrays: Arrays) -> contextlib.AbstractContextManager[object]:
     # The products inside choose their dtypes themselves.
     kind = arrays.hidden.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def _run_step(
