@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from logitless import plan  # noqa: E402
 from logitless.tolerances import GRADIENT, error  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
-from logitless.torch_impl.kernels import products, program, recording, replay  # noqa: E402
+from logitless.torch_impl.kernels import layout, products, program, recording, replay  # noqa: E402
 from logitless.torch_impl.kernels.rows import TOKEN_BLOCK  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -239,8 +239,7 @@ def test_the_promise_of_memory_is_kept(name: str) -> None:
         results(seed, CALLS[name])
     for known in replay.programs.values():
         assert known is not None
-        parts = [part for part in (known.first, known.last) if part is not None]
-        held = sum(size for part in parts for _, size in part.pieces)
+        held = sum(size for part in (known.first, *known.rest) for _, size in part.pieces)
         assert 0 < held <= plan(**{**SIZES, **CALLS[name].get("plan", {})}).scratch_bytes
 
 
@@ -479,15 +478,8 @@ def test_the_host_alone_is_measured(tmp_path: Path) -> None:
             assert 0 < times[variant] < times[f"{variant}, as it runs"], variant
 
 
-def test_scratch_lies_where_held_scratch_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_lies_where_held_scratch_was() -> None:
     """What the first half of the order "both" leaves is read no more when the second one begins."""
-    real = recording.Recorder.end_part
-
-    def end_part(self: Any, *arguments: Any) -> None:
-        gc.collect()  # the interpreter leaves circles of what it has run on
-        real(self, *arguments)
-
-    monkeypatch.setattr(recording.Recorder, "end_part", end_part)
     sizes = {"tokens": 96, "hidden": 64, "vocab": 600, "dtype": "float32", "fused": True}
     chosen = dataclasses.replace(plan(**sizes, order="both", chunk=48), vocab_chunk=128)
     made, weight = torch.randn(96, 64, requires_grad=True), torch.randn(600, 64, requires_grad=True)
@@ -498,10 +490,36 @@ def test_scratch_lies_where_held_scratch_was(monkeypatch: pytest.MonkeyPatch) ->
         results.append(torch.autograd.grad(loss, [made, weight]))
     (found,) = replay.programs.values()
     assert found is not None
-    assert found.last is not None
+    (last,) = found.rest
     held, operand = 48 * 608 * 4, 96 * 64 * 4  # a chunk's exponentials; all hidden states, which the second half reads
     assert max(size for _, size in found.first.pieces) >= held
-    assert sum(size for _, size in found.last.pieces) < operand
+    assert sum(size for _, size in last.pieces) < operand
+    for one, other in zip(results[0], results[-1], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("promised", "halves"), [(240_000, 1), (200_000, 2), (150_000, 0)])
+def test_a_backward_is_cut_where_the_promise_asks_for_it(
+    promised: int, halves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its first half alone reads of the forward is free when the second half takes its memory."""
+    monkeypatch.setattr(layout, "SMALL", 2**11)
+    monkeypatch.setattr(replay, "_promised", lambda _: promised)
+    sizes = {"tokens": 96, "hidden": 64, "vocab": 600, "dtype": "float32", "fused": True}
+    chosen = dataclasses.replace(plan(**sizes, order="both", chunk=32), vocab_chunk=384)
+    hidden, weight = torch.randn(96, 64, requires_grad=True), torch.randn(600, 64, requires_grad=True)
+    target = torch.randint(600, (96,))
+    results = []
+    for _ in range(4):
+        loss = linear_cross_entropy(hidden, weight, target, plan=chosen, backend="triton")
+        results.append((loss.detach(), *torch.autograd.grad(loss, [hidden, weight])))
+    (found,) = replay.programs.values()
+    assert halves == (0 if found is None else len(found.rest))
+    if found is not None and halves == 2:
+        first, second = found.rest
+        left = [size for buffer, size in found.first.pieces if buffer not in (*found.first.dropped, *first.dropped)]
+        assert sum(left) + sum(size for _, size in second.pieces) <= promised
+        assert {buffer for buffer, _ in found.first.pieces} & {*first.dropped}
     for one, other in zip(results[0], results[-1], strict=True):
         assert torch.equal(one, other)
 

@@ -1,6 +1,7 @@
 """A step that was written down: its memory, its launches, PyTorch's own operations, in their order.
 
-recording.py writes one down, replay.py decides when one is run. No mirror: XLA compiles a whole program.
+recording.py writes one down, layout.py gives it memory, replay.py decides when one is run. No mirror: XLA compiles a
+whole program.
 """
 
 from __future__ import annotations
@@ -358,8 +359,8 @@ class Program:
     """A kind of step, written down."""
 
     def __init__(self, buffers: int, parts: Sequence[Part]) -> None:
-        self.buffers, self.first = buffers, parts[0]
-        self.last = parts[1] if len(parts) > 1 else None
+        """parts: the forward, and those that finish it, one after another."""
+        self.buffers, self.first, self.rest = buffers, parts[0], parts[1:]
 
     def run(self, given: Sequence[Tensor], device: torch.device) -> object:
         """What the step returns for these tensors, in the order in which it was written down."""
@@ -367,7 +368,7 @@ class Program:
         for i, tensor in enumerate(given):
             frame.put(i, tensor)
         result = self.run_part(self.first, frame, device)
-        if self.last is None:
+        if not self.rest:
             return result
         return cast("Forward", result)._replace(waiting=Repeated(self, frame, len(given), device))
 
@@ -386,7 +387,7 @@ class Repeated:
 
     def finish(self, upstream: Tensor) -> Gradients:
         """As what waits of a call that is not repeated: once."""
-        frame, last = self.frame, self.program.last
-        assert last is not None
-        frame.put(self.given, upstream.contiguous())
-        return cast("Gradients", self.program.run_part(last, frame, self.device))
+        self.frame.put(self.given, upstream.contiguous())
+        for part in self.program.rest:
+            result = self.program.run_part(part, self.frame, self.device)
+        return cast("Gradients", result)

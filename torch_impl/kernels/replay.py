@@ -134,9 +134,7 @@ def _promised(call: Call) -> int:
 
 
 def _publish(kind: Hashable, recorder: Recorder, promised: int) -> None:
-    """Have later calls repeat the program, if it keeps the promise of memory."""
+    """Have later calls repeat the step, if a program of it keeps the promise of memory."""
     if len(programs) >= MOST_PROGRAMS:
         programs.clear()
-    program = recorder.program()
-    fits = program is not None and recorder.scratch_bytes() <= promised
-    programs[kind] = program if fits else None
+    programs[kind] = recorder.program(promised)
