@@ -478,24 +478,31 @@ def test_the_host_alone_is_measured(tmp_path: Path) -> None:
             assert 0 < times[variant] < times[f"{variant}, as it runs"], variant
 
 
+def repeated_both(chunk: int, vocab_chunk: int) -> Any:
+    """What repeats a step of 96 × 64 × 600 in the order "both", if anything does. The fourth has the bits of the
+    first."""
+    sizes = {"tokens": 96, "hidden": 64, "vocab": 600, "dtype": "float32", "fused": True}
+    chosen = dataclasses.replace(plan(**sizes, order="both", chunk=chunk), vocab_chunk=vocab_chunk)
+    hidden, weight = torch.randn(96, 64, requires_grad=True), torch.randn(600, 64, requires_grad=True)
+    target = torch.randint(600, (96,))
+    made = []
+    for _ in range(4):
+        loss = linear_cross_entropy(hidden, weight, target, plan=chosen, backend="triton")
+        made.append((loss.detach(), *torch.autograd.grad(loss, [hidden, weight])))
+    for one, other in zip(made[0], made[-1], strict=True):
+        assert torch.equal(one, other)
+    (found,) = replay.programs.values()
+    return found
+
+
 def test_scratch_lies_where_held_scratch_was() -> None:
     """What the first half of the order "both" leaves is read no more when the second one begins."""
-    sizes = {"tokens": 96, "hidden": 64, "vocab": 600, "dtype": "float32", "fused": True}
-    chosen = dataclasses.replace(plan(**sizes, order="both", chunk=48), vocab_chunk=128)
-    made, weight = torch.randn(96, 64, requires_grad=True), torch.randn(600, 64, requires_grad=True)
-    target = torch.randint(600, (96,))
-    results = []
-    for _ in range(4):
-        loss = linear_cross_entropy(made, weight, target, plan=chosen, backend="triton")
-        results.append(torch.autograd.grad(loss, [made, weight]))
-    (found,) = replay.programs.values()
+    found = repeated_both(48, 128)
     assert found is not None
     (last,) = found.rest
     held, operand = 48 * 608 * 4, 96 * 64 * 4  # a chunk's exponentials; all hidden states, which the second half reads
     assert max(size for _, size in found.first.pieces) >= held
     assert sum(size for _, size in last.pieces) < operand
-    for one, other in zip(results[0], results[-1], strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("promised", "halves"), [(240_000, 1), (200_000, 2), (150_000, 0)])
@@ -505,23 +512,13 @@ def test_a_backward_is_cut_where_the_promise_asks_for_it(
     """What its first half alone reads of the forward is free when the second half takes its memory."""
     monkeypatch.setattr(layout, "SMALL", 2**11)
     monkeypatch.setattr(replay, "_promised", lambda _: promised)
-    sizes = {"tokens": 96, "hidden": 64, "vocab": 600, "dtype": "float32", "fused": True}
-    chosen = dataclasses.replace(plan(**sizes, order="both", chunk=32), vocab_chunk=384)
-    hidden, weight = torch.randn(96, 64, requires_grad=True), torch.randn(600, 64, requires_grad=True)
-    target = torch.randint(600, (96,))
-    results = []
-    for _ in range(4):
-        loss = linear_cross_entropy(hidden, weight, target, plan=chosen, backend="triton")
-        results.append((loss.detach(), *torch.autograd.grad(loss, [hidden, weight])))
-    (found,) = replay.programs.values()
+    found = repeated_both(32, 384)
     assert halves == (0 if found is None else len(found.rest))
     if found is not None and halves == 2:
         first, second = found.rest
         left = [size for buffer, size in found.first.pieces if buffer not in (*found.first.dropped, *first.dropped)]
         assert sum(left) + sum(size for _, size in second.pieces) <= promised
         assert {buffer for buffer, _ in found.first.pieces} & {*first.dropped}
-    for one, other in zip(results[0], results[-1], strict=True):
-        assert torch.equal(one, other)
 
 
 def test_first_uses_import_no_compiler() -> None:

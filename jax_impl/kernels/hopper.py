@@ -202,19 +202,16 @@ class _Listed:
         first = pl.multiple_of(self.first(tile) + k * STEP, TILING)
         return self.rows.at[pl.ds(first, STEP), pl.ds(tile.column, tile.width)]
 
-    depth_first: bool
-    """Whether the product's left operand is."""
-
-    def ask(self, tile: _Tile, k: Index) -> Array:
-        """To which rows of the pair those of step k are added: [STEP]."""
-        layout = ROW_LAYOUT if self.depth_first else COLUMN_LAYOUT
+    def ask(self, tile: _Tile, k: Index, depth_first: bool) -> Array:
+        """To which rows of the pair those of step k are added: [STEP]. ``depth_first``: as the left operand is."""
+        layout = ROW_LAYOUT if depth_first else COLUMN_LAYOUT
         return load(self.numbers, self.pair(tile) * listed_rows() + k * STEP, STEP, layout)
 
-    def chosen(self, tile: _Tile, asked: Array, dtype: jnp.dtype) -> Array:
+    def chosen(self, tile: _Tile, asked: Array, depth_first: bool, dtype: jnp.dtype) -> Array:
         """The left operand, [rows of the warpgroup's part, STEP] or its transpose, from what :meth:`ask` gave."""
-        shape = (STEP, tile.height) if self.depth_first else (tile.height, STEP)
-        along = _along_rows if self.depth_first else _along_columns
-        row = plgpu.broadcasted_iota(jnp.int32, shape, int(self.depth_first), layout=plgpu.Layout.WGMMA)
+        shape = (STEP, tile.height) if depth_first else (tile.height, STEP)
+        along = _along_rows if depth_first else _along_columns
+        row = plgpu.broadcasted_iota(jnp.int32, shape, int(depth_first), layout=plgpu.Layout.WGMMA)
         here = row == along(asked - (tile.row - self.pair(tile) * pair_rows()), shape)
         return jnp.where(here, 1.0, 0.0).astype(dtype)
 
@@ -318,7 +315,7 @@ def _product(
             @functools.partial(pl.run_scoped, total=ACC((height, width), jnp.float32))
             def accumulate(total: Ref) -> None:
                 begun = begin(tile)
-                asked = None if listed is None else listed.ask(tile, 0)
+                asked = None if listed is None else listed.ask(tile, 0, a.depth_first)
                 waits = True if in_turn else paced & (warpgroup == 1)
                 pl.when(waits)(lambda: plgpu.barrier_wait(turn.at[tile.warpgroup]))
 
@@ -341,8 +338,8 @@ def _product(
                         pl.when(paced & (warpgroup == 0) & (k == HOPPER.skew))(lambda: plgpu.barrier_arrive(turn.at[1]))
 
                 def listed_step(of: _Listed, k: Array, asked: Array) -> Array:
-                    step(steps + k, of.chosen(tile, asked, dtype))
-                    return of.ask(tile, k + 1)
+                    step(steps + k, of.chosen(tile, asked, a.depth_first, dtype))
+                    return of.ask(tile, k + 1, a.depth_first)
 
                 lax.fori_loop(0, steps, own_step, None)
                 if listed is not None:
@@ -996,7 +993,7 @@ def weight(
             row_tile=lambda i: i,
             begin=begin,
             epilogue=epilogue,
-            listed=_Listed(r["listed"], r["bounds"], r["numbers"], not across) if "listed" in r else None,
+            listed=_Listed(r["listed"], r["bounds"], r["numbers"]) if "listed" in r else None,
             arrived=arrived,
         )
 
