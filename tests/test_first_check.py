@@ -17,7 +17,7 @@ from logitless.tolerances import FIRST_CALL, error  # noqa: E402
 from logitless.torch_impl import checks, linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.torch_impl.backend import chosen_backend  # noqa: E402
 from logitless.torch_impl.call import is_turned  # noqa: E402
-from logitless.torch_impl.kernels import architecture, first_check, launch, products  # noqa: E402
+from logitless.torch_impl.kernels import architecture, first_check, launch, products, trial  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here")
 
@@ -151,7 +151,7 @@ def test_nothing_is_compared_where_nothing_is_new(setting: str | None, monkeypat
 @pytest.mark.parametrize(("chip", "new"), [("9.0", False), ("8.0", True), ("12.0", True), ("gfx942", True)])
 def test_what_is_new(chip: str, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "chip_of", lambda index: chip)
-    assert first_check.is_new(0) is new
+    assert trial.is_new(0) is new
 
 
 def test_nothing_is_compared_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

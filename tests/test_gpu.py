@@ -20,6 +20,7 @@ from implementations import unwritten_is_nan  # noqa: E402
 from logitless import plan  # noqa: E402
 from logitless.tolerances import TINY, allowance, error  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
+from logitless.torch_impl.plain_loss import row_kernels  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -472,3 +473,39 @@ def test_ids_outside_the_vocabulary_make_nan() -> None:
     y[1], y[2], y[3] = 3001, -1, 2**32
     losses = linear_cross_entropy(x, w, y, b, reduction="none").detach().cpu().numpy()
     assert np.flatnonzero(np.isnan(losses)).tolist() == [1, 2, 3]
+
+
+@pytest.mark.case(28)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_plain_operations_of_a_loss(dtype: Any) -> None:
+    """In a CUDA graph, where nobody can ask how many tokens count, and outside: the same but for the last digits, and
+    no operation that waits for the device."""
+    x, w, b, y = tensors(dtype)
+    y[300:] = -100  # whole chunks of them
+    chosen = plan(tokens=700, hidden=128, vocab=3001, dtype=str(dtype)[6:], eager=True, order="tokens", chunk=128)
+
+    def step() -> list[Any]:
+        loss = linear_cross_entropy(x, w, y, b, plan=chosen, backend="eager")
+        return [loss.detach(), *torch.autograd.grad(loss, (x, w, b))]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            captured = step()
+    graph.replay()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    limit = TINY["float32"] if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for one, other in zip(captured, found, strict=True):
+        assert error(one.float().cpu().numpy(), other.double().cpu().numpy()) <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_trial_of_the_kernels_between_plain_products(dtype: Any) -> None:
+    assert row_kernels._trial(torch.device("cuda", 0), dtype) is None

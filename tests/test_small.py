@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ from logitless.spec import LossOptions  # noqa: E402
 from logitless.tolerances import TARGET_GRADIENT, allowance, error  # noqa: E402
 from logitless.torch_impl import call as calls  # noqa: E402
 from logitless.torch_impl import checks, chunk, eager, linear_cross_entropy  # noqa: E402
-from logitless.torch_impl.plain_loss import large, small  # noqa: E402
+from logitless.torch_impl.given_logits import fused  # noqa: E402
+from logitless.torch_impl.plain_loss import large, row_kernels, small  # noqa: E402
 
 N, D, V = 12, 16, 60
 CASES: dict[str, dict[str, Any]] = {
@@ -84,11 +87,21 @@ def full_logits(case: dict[str, Any], dtype: str) -> list[Any]:
     return [value.detach().numpy() for value in (loss, *torch.autograd.grad(loss, (x, w, b)))]
 
 
-@pytest.fixture(params=["small", "large"])
+INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here")
+BY_KERNELS = pytest.param("kernels", marks=INTERPRETED)
+
+
+def take_large(monkeypatch: pytest.MonkeyPatch, kernels: bool) -> None:
+    """What GPUs take, with kernels between the products or without."""
+    monkeypatch.setattr(small, "loss", large.loss)
+    monkeypatch.setattr(row_kernels, "are_fused", lambda device, dtype: kernels and dtype != torch.float64)
+
+
+@pytest.fixture(params=["small", "large", BY_KERNELS])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Which of the two is taken."""
-    if request.param == "large":
-        monkeypatch.setattr(small, "loss", large.loss)
+    """Which of the three is taken."""
+    if request.param != "small":
+        take_large(monkeypatch, request.param == "kernels")
     return request.param
 
 
@@ -258,10 +271,19 @@ def _rounded_product(a: Any, b: Any, out: Any, add: bool) -> None:
     _ = out.add_(made) if add else out.copy_(made)
 
 
-@pytest.fixture
-def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["operations", BY_KERNELS])
+def rounded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products read low precision, as on a GPU."""
-    monkeypatch.setattr(small, "loss", large.loss)
+    if request.param == "kernels":
+        real = fused.gradient
+
+        def rounding(inputs: Any, options: Any, known: Any, out: Any) -> None:
+            wide = torch.empty(out.shape)
+            real(inputs, options, known, wide)
+            out.copy_(wide)  # which rounds, as GPUs do; the interpreter cuts bfloat16 off
+
+        monkeypatch.setattr(fused, "gradient", rounding)
+    take_large(monkeypatch, request.param == "kernels")
     monkeypatch.setattr(calls, "operand_dtype", lambda dtype, device: dtype)
     monkeypatch.setattr(chunk, "product", _rounded_product)
 
@@ -328,9 +350,10 @@ def test_a_confident_token_of_rounded_operands(nats: float) -> None:
     assert error(loss.detach().double().numpy(), true.loss) <= TARGET_GRADIENT["float32"]
 
 
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=INTERPRETED)])
 @pytest.mark.parametrize("chunk_size", [4, 7])
-def test_ids_outside_make_their_rows_nan(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small, "loss", large.loss)
+def test_ids_outside_make_their_rows_nan(chunk_size: int, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_large(monkeypatch, kernels)
     x, w, y, _ = map(torch.from_numpy, arrays({}, "float32"))
     y[5] = V + 3
     monkeypatch.setattr(checks, "check_ids", lambda *_: None)  # on a GPU nobody looks
@@ -340,3 +363,49 @@ def test_ids_outside_make_their_rows_nan(chunk_size: int, monkeypatch: pytest.Mo
     (found,) = torch.autograd.grad(loss, x)
     assert torch.isnan(loss)
     assert torch.isnan(found).all(1).nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("count", [0, 3, 4, 9, 12])
+def test_chunks_of_ignored_tokens_are_left_out(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks of four tokens only those that have one that counts, but always the first; the loss is that of all."""
+    take_large(monkeypatch, kernels=False)
+    rows: list[int] = []
+    real = chunk.logits_block
+    monkeypatch.setattr(chunk, "logits_block", lambda x, *given: rows.append(len(x)) or real(x, *given))
+    x, w, y, b = map(torch.from_numpy, arrays({}, "float32"))
+    y[torch.randperm(N, generator=torch.Generator().manual_seed(0))[count:]] = -100
+    x[y == -100] = torch.nan
+    leaves = [leaf.requires_grad_() for leaf in (x, w, b)]
+    chosen = plan(tokens=N, hidden=D, vocab=V, dtype="float32", eager=True, order="tokens", chunk=4)
+    loss = linear_cross_entropy(x, w, y, b, backend="eager", plan=chosen)
+    found = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    assert rows == {0: [4], 3: [4], 4: [4], 9: [4, 4, 1], 12: [4, 4, 4]}[count]
+    true = reference.linear_cross_entropy(x.detach().nan_to_num().numpy(), *(v.detach().numpy() for v in (w, y, b)))
+    for one, right in zip(found, (true.loss, true.hidden_grad, true.weight_grad, true.bias_grad), strict=True):
+        assert error(one.numpy(), right) <= TARGET_GRADIENT["float32"]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("fault", ["launch", "result", None])
+def test_kernels_that_fail_a_trial_are_not_used(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere than on the chips where they were run. One warning says what went wrong."""
+    real = fused.gradient
+
+    def faulty(*given: Any) -> None:
+        real(*given)
+        if fault == "launch":
+            raise RuntimeError("out of resource")
+        given[-1][0] *= 1.1 if fault else 1.0
+
+    monkeypatch.setattr(fused, "gradient", faulty)
+    monkeypatch.setattr(row_kernels, "_failures", {})
+    monkeypatch.setattr(row_kernels, "wanted", lambda _: True)
+    monkeypatch.setattr(row_kernels, "TYPES", ("cpu",))
+    device = torch.device("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        answers = [row_kernels.are_fused(device, torch.bfloat16) for _ in range(2)]
+    assert answers == [fault is None] * 2
+    text = {"launch": "RuntimeError: out of resource", "result": "a result is off by"}
+    assert [text[fault] in str(warning.message) for warning in caught] == ([True] if fault else [])
+    assert not row_kernels.are_fused(device, torch.float64)

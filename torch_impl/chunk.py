@@ -88,7 +88,11 @@ def counted(inputs: Inputs) -> Inputs:
     valid = inputs.valid
     if valid.device.type != "cpu" or inputs.shard.split or bool(valid.all()):
         return inputs
-    order = valid.nonzero().squeeze(1)
+    return taken(inputs, valid.nonzero().squeeze(1))
+
+
+def taken(inputs: Inputs, order: Tensor) -> Inputs:
+    """The inputs of these tokens alone, in this order."""
     names = "ids", "target", "valid", "inside", "token_weight", "temperature"
     present = {name: value for name in names if (value := getattr(inputs, name)) is not None}
     return dataclasses.replace(inputs, order=order, **{name: value[order] for name, value in present.items()})

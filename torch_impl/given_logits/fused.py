@@ -9,10 +9,10 @@ from torch import Tensor
 
 from logitless.numerics import LogitRows
 from logitless.spec import LossOptions
-from logitless.torch_impl.call import TokenSums
+from logitless.torch_impl.call import Inputs, TokenSums
 from logitless.torch_impl.kernels.kernel_call import column_block
 from logitless.torch_impl.kernels.launch import launch
-from logitless.torch_impl.kernels.rows import Rows, on_device
+from logitless.torch_impl.kernels.rows import on_device
 
 with contextlib.suppress(ImportError):  # without triton fused.unavailable() says so before anything here is called
     from logitless.torch_impl.given_logits import kernels as logits_kernels
@@ -20,7 +20,7 @@ with contextlib.suppress(ImportError):  # without triton fused.unavailable() say
 BLOCK, WARPS = 4096, 8  # 16 logits a thread
 
 
-def _options(inputs: Rows, options: LossOptions) -> dict[str, object]:
+def _options(inputs: Inputs, options: LossOptions) -> dict[str, object]:
     scale, cap = options.logit_scale, options.softcap
     return {
         "scale": float(scale),
@@ -33,7 +33,7 @@ def _options(inputs: Rows, options: LossOptions) -> dict[str, object]:
     }
 
 
-def token_sums(inputs: Rows, options: LossOptions, statistics: bool) -> TokenSums:
+def token_sums(inputs: Inputs, options: LossOptions, statistics: bool) -> TokenSums:
     """:func:`eager.token_sums`."""
     tokens, vocab = inputs.hidden.shape
     weighted, device = options.label_smoothing > 0, inputs.hidden.device
@@ -57,7 +57,7 @@ def token_sums(inputs: Rows, options: LossOptions, statistics: bool) -> TokenSum
     return sums
 
 
-def gradient(inputs: Rows, options: LossOptions, known: LogitRows[Tensor], out: Tensor) -> None:
+def gradient(inputs: Inputs, options: LossOptions, known: LogitRows[Tensor], out: Tensor) -> None:
     """:func:`eager.gradient`."""
     tokens, vocab = inputs.hidden.shape
     if not tokens:

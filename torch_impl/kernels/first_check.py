@@ -14,7 +14,6 @@ ranks must use the same backend, and on given logits. No mirror: Pallas' kernels
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Callable
 
@@ -26,8 +25,7 @@ from logitless.tolerances import FIRST_CALL
 from logitless.torch_impl import autograd
 from logitless.torch_impl.call import Arrays, Call, is_turned
 from logitless.torch_impl.kernels import architecture
-
-REPORT = "please report this with the output of `python -m logitless doctor`"
+from logitless.torch_impl.kernels.trial import REPORT, is_new, relative_error, wanted
 
 # A small problem has several tiles of every product, and as many chunks as it takes to add them up.
 MOST_TOKENS, MOST_VOCAB = 1088, 512
@@ -60,20 +58,6 @@ def passes(arrays: Arrays, call: Call) -> bool:
     return False
 
 
-def wanted(device: torch.device, each: bool = False) -> bool:
-    """Whether kernels on the device are checked, and can be now. ``each``: with a temperature per token."""
-    asked = os.environ.get("LOGITLESS_CHECK", "")
-    new = is_new(device.index) or (each and device.type == "cuda")
-    if asked == "0" or (asked != "1" and not new):
-        return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-
-
-def is_new(index: int | None) -> bool:
-    """Whether the kernels were never run on a CUDA or ROCm device's chip."""
-    return not architecture.was_run(architecture.chip_of(index))
-
-
 def compare(arrays: Arrays, call: Call) -> str | None:
     """What is wrong with the kernels' results for a small problem of the call's kind, or None."""
     small, plan = _small(arrays, call)
@@ -87,7 +71,7 @@ def compare(arrays: Arrays, call: Call) -> str | None:
         except Exception as failure:  # a compiler, a launch or the driver may raise anything; the warning says what
             return f"{type(failure).__name__}: {failure}"
     allowed = FIRST_CALL[str(call.compute_dtype).removeprefix("torch.")]
-    errors = [_error(a, b) for a, b in zip(found, expected, strict=True)]
+    errors = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
     wrong = [error for error in errors if not error <= allowed]
     return f"a result is off by {max(wrong):.1e}, allowed is {allowed:.1e}" if wrong else None
 
@@ -176,13 +160,6 @@ def _results(arrays: Arrays, call: Call) -> list[Tensor]:
     assert isinstance(total, Tensor)
     gradients = torch.autograd.grad(total, leaves, allow_unused=into is not None)
     return [*results, *(gradient for gradient in (*gradients, into) if gradient is not None)]
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖, infinite where a number is none."""
-    difference = torch.linalg.vector_norm(found.float() - expected.float())
-    error = float(difference / torch.linalg.vector_norm(expected.float()).clamp_min(torch.finfo(torch.float32).tiny))
-    return error if error == error else float("inf")
 
 
 def _give_up(arrays: Arrays, dtype: torch.dtype, reason: str) -> None:
