@@ -155,7 +155,7 @@ def test_repeated_steps_become_graphs(options: dict[str, Any], tokens: int, monk
 
     repeated = steps()
     assert None not in replay.programs.values()
-    parts = sum(1 + (known.last is not None) for known in replay.programs.values() if known is not None)
+    parts = sum(1 + len(known.rest) for known in replay.programs.values() if known is not None)
     assert len(graphs.alive) >= 2 * parts, "of two streams"
     monkeypatch.setattr(replay.settings, "off", True)
     for number, (found, expected) in enumerate(zip(repeated, steps(), strict=True)):
