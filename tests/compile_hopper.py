@@ -38,8 +38,8 @@ READS = {
     "HAS_GAMMA": ("gamma_ptr",),
     "HAS_DELTA": ("delta_ptr",),
     "HAS_SIGMA": ("sigma_ptr",),
-    "STATISTICS": ("gap_ptr", "highest_ptr", "argmax_ptr", "lowest_ptr"),
-    "SQUARES": ("squares_ptr",),
+    "ENTROPY": ("gap_ptr",),
+    "STATISTICS": ("highest_ptr", "argmax_ptr", "lowest_ptr", "squares_ptr"),
     "SUM_LOGITS": ("logit_sum_ptr",),
     "ROWS": ("factor_ptr", "target_value_ptr"),
     "SMOOTH": ("smooth_ptr", "weighted_rows_ptr", "smooth_x_ptr"),
@@ -63,7 +63,7 @@ def turned(across: bool, rows: int, columns: int) -> tuple[int, int]:
 
 def logits(dtype: str, mode: int, pieces: int, **chosen: bool) -> dict[str, Any]:
     t = HOPPER.tiles[LOGITS]
-    options = dict.fromkeys(("STATISTICS", "SQUARES", "SUM_LOGITS", "LENT", "TURNED", *HAS), False)
+    options = dict.fromkeys(("ENTROPY", "STATISTICS", "SUM_LOGITS", "LENT", "TURNED", *HAS), False)
     options |= chosen
     known = ("log_total_ptr", "factor_ptr", "target_value_ptr")
     return {
@@ -141,23 +141,23 @@ CONFIGURATIONS = {
     "anchored": lambda: logits("bf16", 1, 2),
     "anchored, lent": lambda: logits("bf16", 1, 2, LENT=True),
     "anchored, lent, all": lambda: logits(
-        "bf16", 1, 4, LENT=True, STATISTICS=True, SQUARES=True, HAS_BIAS=True, HAS_SCALE=True, HAS_CAP=True
+        "bf16", 1, 4, LENT=True, ENTROPY=True, STATISTICS=True, HAS_BIAS=True, HAS_SCALE=True, HAS_CAP=True
     ),
-    "held, entropy": lambda: logits("bf16", 3, 4, STATISTICS=True),
+    "held, entropy": lambda: logits("bf16", 3, 4, ENTROPY=True),
     "held, statistics, softcap": lambda: logits(
-        "bf16", 3, 4, STATISTICS=True, SQUARES=True, HAS_SCALE=True, HAS_CAP=True
+        "bf16", 3, 4, ENTROPY=True, STATISTICS=True, HAS_SCALE=True, HAS_CAP=True
     ),
-    "held, turned": lambda: logits("bf16", 3, 4, STATISTICS=True, TURNED=True),
+    "held, turned": lambda: logits("bf16", 3, 4, ENTROPY=True, TURNED=True),
     "known": lambda: logits("bf16", 2, 1),
     "known fp16": lambda: logits("fp16", 2, 1),
-    "entropy": lambda: logits("bf16", 0, 4, STATISTICS=True),
-    "statistics": lambda: logits("bf16", 0, 4, STATISTICS=True, SQUARES=True),
+    "entropy": lambda: logits("bf16", 0, 4, ENTROPY=True),
+    "statistics": lambda: logits("bf16", 0, 4, ENTROPY=True, STATISTICS=True),
     "anchored, all": lambda: logits(
         "bf16",
         1,
         4,
+        ENTROPY=True,
         STATISTICS=True,
-        SQUARES=True,
         SUM_LOGITS=True,
         HAS_BIAS=True,
         HAS_SCALE=True,

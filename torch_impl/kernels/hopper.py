@@ -428,8 +428,8 @@ def plain_known_piece(z, entry, target, shift, factor, target_value, edge):
 
 
 @gluon.jit
-def anchored_piece(z, entry, here, target, anchor, edge, STATISTICS: gl.constexpr, SQUARES: gl.constexpr):
-    """e = exp(z − anchor), 0 at the target; its sums per row; with STATISTICS the sums of e (z − anchor); with SQUARES
+def anchored_piece(z, entry, here, target, anchor, edge, ENTROPY: gl.constexpr, STATISTICS: gl.constexpr):
+    """e = exp(z − anchor), 0 at the target; its sums per row; with ENTROPY the sums of e (z − anchor); with STATISTICS
     those of (SQUARED_SCALE e)².
 
     One multiply-add an element: exp2(z · log2 e − a · log2 e), where the rounding of a · log2 e is put right per row.
@@ -440,10 +440,10 @@ def anchored_piece(z, entry, here, target, anchor, edge, STATISTICS: gl.constexp
     if edge:
         e = gl.where((entry[None, :] == target[:, None]) | ~here[None, :], 0.0, e)
     gaps = right
-    if STATISTICS:
+    if ENTROPY:
         gaps = gl.sum(e * gl.maximum(z - anchor[:, None], LOWEST_GAP), 1) * right
     squares = right
-    if SQUARES:
+    if STATISTICS:
         squares = gl.sum(e * e, 1) * (right * SQUARED_SCALE) * (right * SQUARED_SCALE)
     return e, gl.sum(e, 1) * right, gaps, squares
 
@@ -463,7 +463,7 @@ def logits_tiles(
     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
     log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
     count_ptr, first, chunk, size, start, columns, scale, cap, HALF: gl.constexpr,
-    MODE: gl.constexpr, STATISTICS: gl.constexpr, SQUARES: gl.constexpr, SUM_LOGITS: gl.constexpr,
+    MODE: gl.constexpr, ENTROPY: gl.constexpr, STATISTICS: gl.constexpr, SUM_LOGITS: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr,
     HAS_ALPHA: gl.constexpr, HAS_GAMMA: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_SIGMA: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
@@ -536,18 +536,18 @@ def logits_tiles(
                 )  # fmt: skip
             else:
                 e, s, gaps, squares = anchored_piece(
-                    z, start + column, here, target_q, anchor_q, edge, STATISTICS, SQUARES
+                    z, start + column, here, target_q, anchor_q, edge, ENTROPY, STATISTICS
                 )  # fmt: skip
                 sums += gl.convert_layout(s, row_layout)
-                if STATISTICS:
+                if ENTROPY:
                     gap_sums += gl.convert_layout(gaps, row_layout)
+                if STATISTICS:
+                    square_sums += gl.convert_layout(squares, row_layout)
                     top_q, first_q, low_q = extremes(z, start + column, here)
                     top_q = gl.convert_layout(top_q, row_layout)
                     best = gl.where(top_q > highest, gl.convert_layout(first_q, row_layout), best)
                     highest = gl.maximum(highest, top_q)
                     lowest = gl.minimum(lowest, gl.convert_layout(low_q, row_layout))
-                if SQUARES:
-                    square_sums += gl.convert_layout(squares, row_layout)
                 if SUM_LOGITS:
                     weighed = gl.where(here[None, :], z, 0.0)
                     if HAS_CLASS:
@@ -562,12 +562,12 @@ def logits_tiles(
         if MODE != KNOWN:
             line = n * chunk + row
             gl.store(sum_ptr + line, sums, mask=inside)
-            if STATISTICS:
+            if ENTROPY:
                 gl.store(gap_ptr + line, gap_sums, mask=inside)
+            if STATISTICS:
                 gl.store(highest_ptr + line, highest, mask=inside)
                 gl.store(argmax_ptr + line, best, mask=inside)
                 gl.store(lowest_ptr + line, lowest, mask=inside)
-            if SQUARES:
                 gl.store(squares_ptr + line, square_sums, mask=inside)
             if SUM_LOGITS:
                 gl.store(logit_sum_ptr + line, logit_sums, mask=inside)
@@ -582,7 +582,7 @@ def logits_kernel(
     sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
     log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
     first, chunk, size, w_stride, start, columns, scale, cap,
-    MODE: gl.constexpr, STATISTICS: gl.constexpr, SQUARES: gl.constexpr, SUM_LOGITS: gl.constexpr,
+    MODE: gl.constexpr, ENTROPY: gl.constexpr, STATISTICS: gl.constexpr, SUM_LOGITS: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_SCALE: gl.constexpr, HAS_CAP: gl.constexpr, HAS_CLASS: gl.constexpr,
     HAS_ALPHA: gl.constexpr, HAS_GAMMA: gl.constexpr, HAS_DELTA: gl.constexpr, HAS_SIGMA: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
@@ -607,7 +607,7 @@ def logits_kernel(
                 anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
                 log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
                 count_ptr, first, chunk, size, start, columns, scale, cap, 0,
-                MODE, STATISTICS, SQUARES, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA,
+                MODE, ENTROPY, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA,
                 HAS_DELTA, HAS_SIGMA, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
                 TURNED,
             )),
@@ -616,7 +616,7 @@ def logits_kernel(
                 anchor_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
                 log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
                 count_ptr, first, chunk, size, start, columns, scale, cap, 1,
-                MODE, STATISTICS, SQUARES, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA,
+                MODE, ENTROPY, STATISTICS, SUM_LOGITS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_CLASS, HAS_ALPHA, HAS_GAMMA,
                 HAS_DELTA, HAS_SIGMA, BM, BN, BK, GROUP, PROGRAMS, STAGES, SKEW, PIECES, LENT,
                 TURNED,
             )),

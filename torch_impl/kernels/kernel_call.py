@@ -191,8 +191,8 @@ class KernelCall:
         vectors = NOT_KNOWN | {"anchor_ptr": self.anchor[first:]}
         if known is not None:
             vectors = {name: None if vector is None else vector[first:] for name, vector in known.items()}
-        statistics, sum_logits = partial["gap_ptr"] is not None, partial["logit_sum_ptr"] is not None
-        plain = not (statistics or sum_logits or self.has_cap or vectors["alpha_ptr"] is not None)
+        entropy, sum_logits = partial["gap_ptr"] is not None, partial["logit_sum_ptr"] is not None
+        plain = not (entropy or sum_logits or self.has_cap or vectors["alpha_ptr"] is not None)
         plain = plain and vectors["sigma_ptr"] is None
         t = self.tiles(LOGITS if plain else LOGITS_MORE)
         self.launch(
@@ -201,8 +201,8 @@ class KernelCall:
             e_desc=None if e is None else self.describe_matrix(e, t.block_rows, t.block_columns), LENT=is_across(e),
             w_ptr=self.weight[entries],
             **addresses(x=x, e=e), row_target_ptr=self.row_target[first:], first=first, start=entries.start,
-            columns=entries.stop - entries.start, MODE=mode, STATISTICS=statistics, SUM_LOGITS=sum_logits,
-            SQUARES=partial["squares_ptr"] is not None, **_present(vectors),
+            columns=entries.stop - entries.start, MODE=mode, ENTROPY=entropy, SUM_LOGITS=sum_logits,
+            STATISTICS=partial["squares_ptr"] is not None, **_present(vectors),
             GROUP=min(64, max(t.group, GROUP_BYTES // (t.bm * self.size * self.dtype.itemsize))),
             **self.products.logits(self, t, plain, known is not None),
         )  # fmt: skip

@@ -618,7 +618,7 @@ def logits_kernel(
     temperature_ptr, sum_ptr, gap_ptr, highest_ptr, argmax_ptr, lowest_ptr, logit_sum_ptr, squares_ptr,
     log_total_ptr, factor_ptr, target_value_ptr, alpha_ptr, gamma_ptr, delta_ptr, sigma_ptr,
     first, chunk, size, x_stride, w_stride, e_stride, start, columns, scale, cap,
-    MODE: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr,
+    MODE: tl.constexpr, ENTROPY: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     HAS_CLASS: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr,
     HAS_SIGMA: tl.constexpr,
@@ -688,9 +688,9 @@ def logits_kernel(
                 is_target = (start + column)[None, :] == target[:, None]
                 e = tl.where(is_target | ~here[None, :], 0.0, e)
             tl.store(sum_ptr + line, tl.sum(e, 1), mask=inside)
-            if STATISTICS:
+            if ENTROPY:
                 tl.store(gap_ptr + line, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=inside)
-            if SQUARES:
+            if STATISTICS:
                 tl.store(squares_ptr + line, tl.sum(e * e, 1) * (SQUARED_SCALE * SQUARED_SCALE), mask=inside)
             if MODE == HELD:
                 e = held_of(gap, e_ptr.dtype.element_ty)
@@ -793,7 +793,7 @@ def finish_kernel(
     out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr,
     out_lowest_ptr, out_squared_ptr, factor_ptr, target_value_ptr, token_value_ptr, loss_ptr,
     tokens, first, chunk, lines, size, columns, x_stride, w_stride, e_stride, e_column_stride, keep, z_loss, scale, cap,
-    STATISTICS: tl.constexpr, SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr,
+    ENTROPY: tl.constexpr, STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr,
     SCALE_ROWS: tl.constexpr, STORE: tl.constexpr, LOSS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr,
     RECORD: tl.constexpr, SHARED: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
@@ -853,7 +853,7 @@ def finish_kernel(
                     tile // column_tiles, tile % column_tiles, stage == 1, listed, x_ptr, w_ptr, bias_ptr,
                     row_target_ptr, list_ptr, row_anchor_ptr, e_ptr, sum_ptr, gap_ptr, squares_ptr, temperature_ptr,
                     first, chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale, cap, STORE,
-                    STATISTICS, SQUARES, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_TEMPERATURE, BM, BN, BK, PRECISION, TURNED,
+                    ENTROPY, STATISTICS, HAS_BIAS, HAS_SCALE, HAS_CAP, HAS_TEMPERATURE, BM, BN, BK, PRECISION, TURNED,
                 )  # fmt: skip
             elif stage == 4:
                 if LOSS:
@@ -869,7 +869,7 @@ def finish_kernel(
                     row_target_ptr, record_ptr, temperature_ptr, x_ptr, out_target_ptr, out_anchor_ptr, out_total_ptr,
                     out_weighted_ptr, out_entropy_ptr, out_argmax_ptr, out_highest_ptr, out_lowest_ptr,
                     out_squared_ptr, factor_ptr, target_value_ptr, token_value_ptr, first, chunk, lines, size, x_stride,
-                    keep, z_loss, cap, limit, STATISTICS, SQUARES, SUM_LOGITS, FACTORS, SCALE_ROWS, HAS_CAP,
+                    keep, z_loss, cap, limit, ENTROPY, STATISTICS, SUM_LOGITS, FACTORS, SCALE_ROWS, HAS_CAP,
                     HAS_TEMPERATURE, HAS_CLASS, SMOOTH, RECORD, SHARED, BR, BL,
                 )  # fmt: skip
             if not SHARED:
@@ -890,8 +890,8 @@ def finish_rows(
     squares_ptr, order_ptr, anchor_ptr, row_anchor_ptr, list_ptr, state_ptr, g_ptr, k_ptr, smooth_ptr, share_ptr,
     row_target_ptr, record_ptr, temperature_ptr, x_ptr, out_target_ptr, out_anchor_ptr, out_total_ptr, out_weighted_ptr,
     out_entropy_ptr, out_argmax_ptr, out_highest_ptr, out_lowest_ptr, out_squared_ptr, factor_ptr, target_value_ptr,
-    token_value_ptr, first, chunk, lines, size, x_stride, keep, z_loss, cap, limit, STATISTICS: tl.constexpr,
-    SQUARES: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    token_value_ptr, first, chunk, lines, size, x_stride, keep, z_loss, cap, limit, ENTROPY: tl.constexpr,
+    STATISTICS: tl.constexpr, SUM_LOGITS: tl.constexpr, FACTORS: tl.constexpr, SCALE_ROWS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr,
     RECORD: tl.constexpr, SHARED: tl.constexpr, BR: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
@@ -914,8 +914,10 @@ def finish_rows(
         mask = (line < lines)[:, None] & exists[None, :]
         place = line[:, None] * chunk + row[None, :]
         s += tl.sum(tl.load(sum_ptr + place, mask=mask, other=0.0), 0)
-        if STATISTICS:
+        if ENTROPY:
             gaps += tl.sum(tl.load(gap_ptr + place, mask=mask, other=0.0), 0)
+        if STATISTICS:
+            squares += tl.sum(tl.load(squares_ptr + place, mask=mask, other=0.0), 0)
             lowest = tl.minimum(lowest, tl.min(tl.load(lowest_ptr + place, mask=mask, other=float("inf")), 0))
             tops = tl.load(highest_ptr + place, mask=mask, other=float("-inf"))
             top = tl.max(tops, 0)
@@ -923,8 +925,6 @@ def finish_rows(
             first_best = tl.min(tl.where(tops == top[None, :], indices, BIGGEST_INDEX), 0)
             best = tl.where(top > highest, first_best, best)
             highest = tl.maximum(highest, top)
-        if SQUARES:
-            squares += tl.sum(tl.load(squares_ptr + place, mask=mask, other=0.0), 0)
         if SUM_LOGITS:
             logit_sum += tl.sum(tl.load(logit_sum_ptr + place, mask=mask, other=0.0), 0)
     target_logit = tl.load(anchor_ptr + row, mask=exists, other=0.0)
@@ -941,15 +941,15 @@ def finish_rows(
     if RECORD:
         tl.store(record_ptr + row, anchor, mask=done)
         tl.store(record_ptr + chunk + row, s, mask=done)
-        if STATISTICS:
+        if ENTROPY:
             tl.store(record_ptr + 2 * chunk + row, gaps, mask=done)
+        if STATISTICS:
             tl.store(record_ptr + 3 * chunk + row, highest, mask=seen)
             tl.store(record_ptr + 4 * chunk + row, lowest, mask=seen)
             tl.store(record_ptr + 5 * chunk + row, best.to(tl.float32, bitcast=True), mask=seen)
+            tl.store(record_ptr + 7 * chunk + row, squares, mask=done)
         if SUM_LOGITS:
             tl.store(record_ptr + 6 * chunk + row, logit_sum, mask=seen)
-        if SQUARES:
-            tl.store(record_ptr + 7 * chunk + row, squares, mask=done)
     else:
         token = tl.load(order_ptr + first + row, mask=exists | ignored, other=0)
         e_target = tl.exp2((target_logit - anchor) * LOG2E)
@@ -958,14 +958,14 @@ def finish_rows(
         put_result(out_target_ptr, token, target_logit, done, ignored)
         put_result(out_anchor_ptr, token, anchor, done, ignored)
         put_result(out_total_ptr, token, log_total, done, ignored)
-        if STATISTICS:
+        if ENTROPY:
             target_gap = tl.maximum(target_logit - anchor, LOWEST_GAP)
             entropy = log_total - (gaps + e_target * target_gap) / total
             put_result(out_entropy_ptr, token, entropy, done, ignored)
+        if STATISTICS:
             put_result(out_argmax_ptr, token, best, seen, ignored)
             put_result(out_highest_ptr, token, highest, seen, ignored)
             put_result(out_lowest_ptr, token, lowest, seen, ignored)
-        if SQUARES:
             scaled = SQUARED_SCALE * total
             put_result(out_squared_ptr, token, squares / scaled / scaled, done, ignored)
         if SUM_LOGITS:
@@ -1033,7 +1033,7 @@ def sum_losses(
 def rescue_tile(
     m, n, is_maximum, listed, x_ptr, w_ptr, bias_ptr, row_target_ptr, list_ptr, row_anchor_ptr, e_ptr, sum_ptr, gap_ptr,
     squares_ptr, temperature_ptr, first, chunk, size, x_stride, w_stride, e_stride, e_column_stride, columns, scale,
-    cap, STORE: tl.constexpr, STATISTICS: tl.constexpr, SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    cap, STORE: tl.constexpr, ENTROPY: tl.constexpr, STATISTICS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
@@ -1064,9 +1064,9 @@ def rescue_tile(
         gap = z - anchor[:, None]
         e = tl.where((column[None, :] == target[:, None]) | ~here[None, :], 0.0, tl.exp2(gap * LOG2E))
         tl.store(sum_ptr + n * chunk + row, tl.sum(e, 1), mask=exists)
-        if STATISTICS:
+        if ENTROPY:
             tl.store(gap_ptr + n * chunk + row, tl.sum(e * tl.maximum(gap, LOWEST_GAP), 1), mask=exists)
-        if SQUARES:
+        if STATISTICS:
             squares = tl.sum(e * e, 1) * (SQUARED_SCALE * SQUARED_SCALE)
             tl.store(squares_ptr + n * chunk + row, squares, mask=exists)
         if STORE != SUMS:

@@ -113,8 +113,7 @@ class Sums:
         """norm: of a loss that is a sum. held: whether logits are stored, in the place of exponentials."""
         self.stored = kernels.HELD.value if held else kernels.ANCHORED.value
         o = call.options
-        # The extremes cost the kernels little beside the entropy, so these have one switch.
-        self.call, self.statistics, self.squares = call, bool(statistics), statistics is True
+        self.call, self.with_entropy, self.statistics = call, bool(statistics), statistics is True
         self.sum_logits = o.label_smoothing > 0 and not o.separable
         self.tile = call.tiles(LOGITS)
         self.lines = cdiv(call.vocab, self.tile.bn)
@@ -126,12 +125,12 @@ class Sums:
         # By the kernels' names for them, [lines, C] each.
         self.partial = {
             "sum_ptr": line(True),
-            "gap_ptr": line(self.statistics),
+            "gap_ptr": line(self.with_entropy),
             "highest_ptr": line(self.statistics),
             "argmax_ptr": line(self.statistics, torch.int32),
             "lowest_ptr": line(self.statistics),
             "logit_sum_ptr": line(self.sum_logits),
-            "squares_ptr": line(self.squares),
+            "squares_ptr": line(self.statistics),
         }
         self.highest, self.list = call.empty(call.chunk), call.empty(call.chunk, torch.int32)
         self.state = call.empty(kernels.STATE.value, torch.int32)
@@ -142,8 +141,8 @@ class Sums:
         self.target_logit, self.out_anchor, self.log_total = (call.empty(call.tokens) for _ in range(3))
         # Of a separable loss its numbers come before the product, and those of ignored tokens not at all.
         self.weighted = torch.zeros(call.tokens, dtype=torch.float32, device=call.device) if o.label_smoothing else None
-        self.entropy, self.max_logit, self.min_logit = (vector(self.statistics) for _ in range(3))
-        self.argmax, self.others_squared = vector(self.statistics, torch.int32), vector(self.squares)
+        self.entropy, self.argmax = vector(self.with_entropy), vector(self.statistics, torch.int32)
+        self.max_logit, self.min_logit, self.others_squared = (vector(self.statistics) for _ in range(3))
         # Losses with other options, and of several ranks, have a kernel of their own.
         plain = norm is not None and call.tokens and not (o.label_smoothing or call.shard.split)
         self.norm = norm if plain and call.inputs.class_weight is None else None
@@ -205,7 +204,7 @@ class Sums:
             record_ptr=record, weight_ptr=c.inputs.token_weight, norm_ptr=norm, loss_ptr=self.total, first=first,
             lines=self.lines if lines is None else c.shard.ranks, columns=c.vocab,
             e_column_stride=0 if e is None else e.stride(1), keep=1.0 - o.label_smoothing, z_loss=float(o.z_loss),
-            STATISTICS=self.statistics, SQUARES=self.squares, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
+            ENTROPY=self.with_entropy, STATISTICS=self.statistics, SUM_LOGITS=self.sum_logits, FACTORS=f is not None,
             SCALE_ROWS=f is not None and scale_rows, STORE=self._mode(e), LOSS=norm is not None,
             HAS_CLASS=f is not None and f.class_weight is not None, SMOOTH=f is not None and f.smooth is not None,
             RECORD=record is not None, SHARED=lines is not None, BR=FINISHED_ROWS, BL=128, BM=16,
