@@ -66,5 +66,7 @@ def gradient(inputs: Inputs, options: LossOptions, known: LogitRows[Tensor], out
         launch(logits_kernels.gradient_kernel, tokens)(
             inputs.hidden, out, inputs.target, inputs.valid.view(torch.int8), inputs.class_weight, known.anchor,
             known.log_total, known.factor, known.target, known.smooth, vocab, inputs.hidden.stride(0), out.stride(0),
-            SMOOTH=known.smooth is not None, **_options(inputs, options),
+            SMOOTH=known.smooth is not None,
+            NARROWED=out.dtype != inputs.hidden.dtype and out.data_ptr() == inputs.hidden.data_ptr(),
+            **_options(inputs, options),
         )  # fmt: skip

@@ -119,10 +119,12 @@ def sums_kernel(
 def gradient_kernel(
     logits_ptr, out_ptr, target_ptr, valid_ptr, k_ptr, anchor_ptr, total_ptr, factor_ptr, value_ptr, smooth_ptr,
     vocab, stride, out_stride, scale, cap,
-    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_CLASS: tl.constexpr, SMOOTH: tl.constexpr,
+    NARROWED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row of the gradient, exactly 0 for an ignored token. ``out`` may be the logits: a block is written by the
-    program that has read it."""
+    program that has read it. NARROWED: a row of half as many bytes begins where the logits' row does. So a block is
+    written over the logits of the same place and of earlier ones, all of which must have been read."""
     row = tl.program_id(0).to(tl.int64)
     valid = tl.load(valid_ptr + row) != 0
     target = tl.load(target_ptr + row)
@@ -146,4 +148,6 @@ def gradient_kernel(
         if HAS_CAP:
             dz = dz * (1.0 - (z / cap) * (z / cap))
         dz = tl.where(valid, tl.where(column == target, value, dz), 0.0)
+        if NARROWED:
+            tl.debug_barrier()
         tl.store(out_ptr + row * out_stride + column, dz.to(out_ptr.dtype.element_ty), mask=mask)

@@ -10,10 +10,12 @@ token is right. So is its loss, −log(1 − q); where q > 1/2 it is −log p_y.
 of the row are off by one factor. The factor is their sum, and is taken out of the loss.
 
 No work is done on ignored tokens, but in the first chunk. The others come first, and while the GPU works on the first
-chunk it tells the host how many they are.
+chunk it tells the host how many they are. Small steps do not ask: there the host would have to wait.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ from logitless.spec import LossOptions
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import Arrays, Call, Gradients, Inputs, Needs, empty_like_weight
 from logitless.torch_impl.plain_loss import is_plain, row_kernels
+
+# The products of a call that counts its tokens, in flops: 1.5 ms on an H200.
+COUNTED_FLOPS = 1e12
 
 
 def loss(
@@ -61,25 +66,29 @@ class _Chunks:
 
     def __init__(self, inputs: Inputs, options: LossOptions, plan: ChunkPlan, needs: Needs) -> None:
         vocab, device, dtype = inputs.weight.shape[0], inputs.hidden.device, inputs.accumulation_dtype
-        self.inputs, self.options, self.operand = inputs, options, None
+        self.inputs, self.options, self.operand, self.needs = inputs, options, None, needs
+        self.fused = row_kernels.are_fused(device, inputs.operand_dtype)
         self.rows = min(plan.token_chunk, inputs.tokens)
         """Tokens of a chunk: the plan's, or fewer, so that what the products read fits into the plan's scratch too."""
-        if inputs.operand_dtype != dtype:
+        self.narrows = self.fused and not needs.bias and inputs.operand_dtype != dtype
+        """Whether what the products read lies in the logits' rows. A bias's gradient is summed before it is rounded."""
+        if inputs.operand_dtype != dtype and not self.narrows:
             # The plan has a chunk's logits, and two blocks of them for what is done to these.
             room = plan.token_chunk * (vocab + 2 * plan.vocab_chunk) * dtype.itemsize
             rows = room // (vocab * (dtype.itemsize + inputs.operand_dtype.itemsize))
             self.rows = min(self.rows, rows // TOKEN_TILE * TOKEN_TILE or max(1, rows))
             self.operand = torch.empty((self.rows, vocab), dtype=inputs.operand_dtype, device=device)
         self.logits = torch.empty((self.rows, vocab), dtype=dtype, device=device)
+        if self.narrows:
+            self.operand = self.logits.view(inputs.operand_dtype)[:, :vocab]
         self.hidden = torch.empty_like(inputs.hidden, dtype=dtype) if needs.hidden else None
         self.weight = empty_like_weight(inputs.weight, dtype) if needs.weight else None
         self.bias = torch.zeros(vocab, dtype=dtype, device=device) if needs.bias else None
-        self.fused = row_kernels.are_fused(device, inputs.operand_dtype)
 
     def add_all(self) -> Tensor:
         """The losses of the tokens that count, and of others 0; their gradients are added."""
         inputs, rows = self.inputs, self.rows
-        if rows >= inputs.tokens or (inputs.valid.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if rows >= inputs.tokens or not self._counts:
             found = [self.add(slice(first, last)) for first, last in slices(inputs.tokens, rows)]
             if self.hidden is not None:
                 self.hidden.masked_fill_(~inputs.valid.unsqueeze(1), 0.0)
@@ -94,6 +103,14 @@ class _Chunks:
             chunk.place_rows(self.hidden, chunk.taken(inputs, order[:number]))
         return torch.cat(found)
 
+    @property
+    def _counts(self) -> bool:
+        """Whether the host waits for the number of tokens that count."""
+        inputs = self.inputs
+        if inputs.valid.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        return 6 * inputs.tokens * inputs.weight.numel() >= COUNTED_FLOPS
+
     def add(self, rows: slice) -> Tensor:
         """The losses of these tokens, 0 where ignored; their gradients are added."""
         inputs, options = self.inputs, self.options
@@ -102,7 +119,7 @@ class _Chunks:
         z = self.logits[: len(x)]
         chunk.logits_block(x, inputs, rows, 0, z.shape[1], LossOptions() if self.fused else options, z)
         if self.fused:
-            dz = z if self.operand is None or self.bias is not None else self.operand[: len(x)]
+            dz = self.operand[: len(x)] if self.operand is not None and self.narrows else z
             losses = row_kernels.losses(z, inputs, rows, options, dz)
         else:
             dz, losses = self._plain(z, rows)
@@ -135,4 +152,22 @@ class _Chunks:
 
     def finish(self, factor: Tensor) -> Gradients:
         """The gradients, which still lack the factor."""
-        return Gradients(self.hidden, self.weight, self.bias, factor)
+        made = Gradients(self.hidden, self.weight, self.bias, factor)
+        return _Fused(**vars(made), dtypes=(self.needs.hidden, self.needs.weight)) if self.fused else made
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fused(Gradients):
+    """Gradients that get their factor, and are rounded, in one pass."""
+
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = None, None
+    """Of hidden's and the weight's."""
+
+    def finish(self, upstream: Tensor) -> Gradients:
+        assert self.factor is not None
+        factor = upstream * self.factor
+        hidden, weight = (
+            None if g is None or dtype is None else row_kernels.scaled(g, factor, dtype)
+            for g, dtype in zip((self.hidden, self.weight), self.dtypes, strict=True)
+        )
+        return Gradients(hidden, weight, None if self.bias is None else self.bias * factor)

@@ -1,4 +1,5 @@
 """A chunk's rows of logits, by the kernels of the loss on given logits: one read for the sums, one for the gradient.
+And the last pass over whole gradients.
 
 PyTorch's own operations go over a row nine times. These kernels ask nothing of a GPU but Triton. So they are tried
 where the products' kernels are not used, and not used where a trial fails.
@@ -20,8 +21,11 @@ from logitless.tolerances import FIRST_CALL
 from logitless.torch_impl import chunk
 from logitless.torch_impl.call import Arrays, Inputs, TokenSums
 from logitless.torch_impl.given_logits import eager
+from logitless.torch_impl.kernels.launch import cdiv, launch
+from logitless.torch_impl.kernels.rows import on_device
 from logitless.torch_impl.kernels.trial import REPORT, relative_error, wanted
 
+SCALED = 4096  # elements of a program
 TYPES = ("cuda",) if importlib.util.find_spec("triton") else ()  # of devices that have the kernels
 # Rows and classes of the problem that a new chip is tried with. A row is no whole number of blocks.
 TRIED = 5, 4999
@@ -31,10 +35,20 @@ _failures: dict[tuple[torch.device, torch.dtype], str | None] = {}
 
 def losses(z: Tensor, inputs: Inputs, rows: slice, options: LossOptions, out: Tensor) -> Tensor:
     """The losses [C] of the tokens ``rows``, whose logits are z [C, V] before they are scaled. To ``out`` [C, V], which
-    may be z, goes the gradient of their sum, without the scale's factor."""
+    may be z or the first halves of its rows, goes the gradient of their sum, without the scale's factor."""
     from logitless.torch_impl.given_logits import fused
 
     return _losses(fused.token_sums, fused.gradient, z, inputs, rows, options, out)
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient times the factor [], in ``dtype``; in its own memory where that is its dtype."""
+    from logitless.torch_impl.plain_loss import kernels
+
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    with on_device(out.device):
+        launch(kernels.scale_kernel, cdiv(out.numel(), SCALED))(gradient, factor, out, out.numel(), BLOCK=SCALED)
+    return out
 
 
 def _losses(
