@@ -195,21 +195,22 @@ class Parts:
             print(key, *{row.get("shape") for row in rows}, flush=True)
 
     def _compare(self, machine_key: str, machine: dict[str, Any]) -> None:
-        """Rows beside others were measured on such a GPU and with the same versions."""
+        """Rows beside others were measured on such a GPU and with the same versions. What was not installed here has no
+        new rows."""
         earlier = self.values[machine_key]
-        here = {name: machine["versions"].get(name) for name in earlier["versions"]}
-        if (earlier["gpu"], earlier["versions"]) != (machine["gpu"], here):
+        before = {name: earlier["versions"].get(name, version) for name, version in machine["versions"].items()}
+        if (earlier["gpu"], before) != (machine["gpu"], machine["versions"]):
             raise ValueError(f"rows: got {machine}, allowed is what the other rows were measured with: {earlier}")
 
     def _put_rows(self, key: str, rows: list[dict[str, Any]]) -> None:
-        """``rows`` in place of those of their shapes. A peer that this call did not find keeps its earlier row."""
+        """``rows`` in place of those of their shapes. A peer that this call did not measure keeps its earlier row."""
         shapes, new = {row.get("shape") for row in rows}, {(row.get("shape"), row.get("variant")) for row in rows}
         kept = []
         for row in self.values.get(key, []):
             shape, variant = row.get("shape"), row.get("variant", "")
             if shape not in shapes:
                 kept.append(row)
-            elif (shape, variant) not in new and variant.startswith(PEERS):
+            elif (shape, variant) not in new and variant.startswith((*PEERS, "torch")):  # full logits
                 kept.append({"commit": self.values["machine"]["commit"]} | row)
         self.values[key] = sorted(rows + kept, key=lambda row: place(row.get("shape", "")))
 
