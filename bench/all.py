@@ -37,7 +37,11 @@ CORE = tuple(
     f"core/{name}.py"
     for name in ("cost", "hardware", "numerics", "partition", "planning", "rounding", "saved", "scratch", "spec")
 )
-TORCH = (*CORE, ":(glob)torch_impl/*.py", "torch_impl/kernels", "torch_impl/compiled", "torch_impl/plain_loss")
+TORCH = (
+    *CORE,
+    ":(glob)torch_impl/*.py",
+    *(f"torch_impl/{folder}" for folder in ("kernels", "compiled", "plain_loss", "given_logits")),
+)
 JAX = (*CORE, ":(glob)jax_impl/*.py", "jax_impl/kernels")
 BOTH = (*TORCH, *JAX)
 ALL = ("core", "torch_impl", "jax_impl", "interop")
