@@ -18,7 +18,7 @@ from compiled_kernels import compiled_by  # noqa: E402
 from implementations import unwritten_is_nan  # noqa: E402
 
 from logitless import plan  # noqa: E402
-from logitless.tolerances import TINY, allowance, error  # noqa: E402
+from logitless.tolerances import TARGET_GRADIENT, TINY, allowance, error  # noqa: E402
 from logitless.torch_impl import linear_cross_entropy, linear_log_probs  # noqa: E402
 from logitless.torch_impl.plain_loss import large, row_kernels  # noqa: E402
 
@@ -476,18 +476,26 @@ def test_ids_outside_the_vocabulary_make_nan() -> None:
 
 
 @pytest.mark.case(28)
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_plain_operations_of_a_loss(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a CUDA graph, where nobody can ask how many tokens count, and outside: the same but for the last digits, and
-    no operation that waits for the device."""
-    x, w, b, y = tensors(dtype)
+def test_plain_operations_of_a_loss(dtype: Any, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a CUDA graph, where nobody can ask how many tokens count, and outside, where no operation waits for the
+    device: both are right. A row is several blocks of the kernels' columns."""
     monkeypatch.setattr(large, "COUNTED_FLOPS", 0)
+    tokens, size, vocab = 700, 128, 20001
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w, b = (
+        torch.randn(shape, generator=generator, device="cuda") for shape in ((tokens, size), (vocab, size), vocab)
+    )
+    leaves = [leaf.to(dtype).requires_grad_() for leaf in (x, w * 0.1, b)[: 2 + with_bias]]
+    y = torch.randint(vocab, (tokens,), generator=generator, device="cuda")
     y[300:] = -100  # whole chunks of them
-    chosen = plan(tokens=700, hidden=128, vocab=3001, dtype=str(dtype)[6:], eager=True, order="tokens", chunk=128)
+    name = str(dtype).removeprefix("torch.")
+    chosen = plan(tokens=tokens, hidden=size, vocab=vocab, dtype=name, eager=True, order="tokens", chunk=128)
 
     def step() -> list[Any]:
-        loss = linear_cross_entropy(x, w, y, b, plan=chosen, backend="eager")
-        return [loss.detach(), *torch.autograd.grad(loss, (x, w, b))]
+        loss = linear_cross_entropy(*leaves[:2], y, *leaves[2:], plan=chosen, backend="eager")
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -502,9 +510,12 @@ def test_plain_operations_of_a_loss(dtype: Any, monkeypatch: pytest.MonkeyPatch)
         found = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    limit = TINY["float32"] if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    for one, other in zip(captured, found, strict=True):
-        assert error(one.float().cpu().numpy(), other.double().cpu().numpy()) <= limit
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    true = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*exact[:2], *exact[2:]), y)
+    limit = TARGET_GRADIENT["float32"] if dtype == torch.float32 else torch.finfo(dtype).eps
+    for made in (captured, found):
+        for one, right in zip(made, (true.detach(), *torch.autograd.grad(true, exact, retain_graph=True)), strict=True):
+            assert error(one.double().cpu().numpy(), right.cpu().numpy()) <= limit
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
