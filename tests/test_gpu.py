@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,16 @@ def test_no_host_synchronisation(dtype: Any) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def as_graph(step: Callable[[], Any]) -> tuple[Any, Any]:
+    """A CUDA graph of the step, after a first one, and what the captured step returned."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        step()
+        side.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            return graph, step()
+
+
 @pytest.mark.case(28)
 def test_cuda_graph_capture() -> None:
     x, w, b, y = tensors()
@@ -213,13 +224,7 @@ def test_cuda_graph_capture() -> None:
         loss.backward()
         return loss
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-        side.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            captured = step()
+    graph, captured = as_graph(step)
     grads = x.grad, w.grad, b.grad
     with torch.no_grad():
         x.mul_(0.5)
@@ -497,13 +502,7 @@ def test_plain_operations_of_a_loss(dtype: Any, with_bias: bool, monkeypatch: py
         loss = linear_cross_entropy(*leaves[:2], y, *leaves[2:], plan=chosen, backend="eager")
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-        side.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            captured = step()
+    graph, captured = as_graph(step)
     graph.replay()
     torch.cuda.set_sync_debug_mode("error")
     try:

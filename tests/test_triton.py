@@ -35,6 +35,8 @@ from logitless.torch_impl.given_logits import fused as logits_fused  # noqa: E40
 from logitless.torch_impl.given_logits import kernels as logits_kernels  # noqa: E402
 from logitless.torch_impl.kernels import kernel_call, launch, products, rows  # noqa: E402
 from logitless.torch_impl.kernels import portable as kernels  # noqa: E402
+from logitless.torch_impl.plain_loss import kernels as plain_kernels  # noqa: E402
+from logitless.torch_impl.plain_loss import row_kernels  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled where there is a GPU"),
@@ -121,9 +123,9 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
         return real(kernel, *grid)
 
     real = launch.launch
-    for module in (rows, kernel_call, logits_fused):
+    for module in (rows, kernel_call, logits_fused, row_kernels):
         monkeypatch.setattr(module, "on_device", on_device)
-    for module in (launch, logits_fused):
+    for module in (launch, logits_fused, row_kernels):
         monkeypatch.setattr(module, "launch", checked)
     for name, order, options in (
         ("odd_all", "default", {"return_stats": True}),
@@ -143,7 +145,10 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) 
     linear_cross_entropy(torch.randn(6, 8), torch.randn(8, 40), torch.arange(6), weight_layout="dv", backend="triton")
     logits = torch.randn(6, 40, requires_grad=True)
     cross_entropy(logits, torch.arange(6), backend="triton").backward()
-    every = {name for module in (kernels, logits_kernels) for name in vars(module) if name.endswith("_kernel")}
+    assert row_kernels._trial(torch.device("cpu"), torch.float16) is None
+    every = {
+        name for module in (kernels, logits_kernels, plain_kernels) for name in vars(module) if name.endswith("_kernel")
+    }
     assert launched == every - {"combine_hidden_kernel"}  # which adds what Hopper's kernels leave
 
 

@@ -152,8 +152,8 @@ class _Chunks:
 
     def finish(self, factor: Tensor) -> Gradients:
         """The gradients, which still lack the factor."""
-        made = Gradients(self.hidden, self.weight, self.bias, factor)
-        return _Fused(**vars(made), dtypes=(self.needs.hidden, self.needs.weight)) if self.fused else made
+        made = self.hidden, self.weight, self.bias, factor
+        return _Fused(*made, (self.needs.hidden, self.needs.weight)) if self.fused else Gradients(*made)
 
 
 @dataclasses.dataclass(frozen=True)
