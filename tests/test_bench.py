@@ -212,16 +212,19 @@ def test_rows_only_keep_the_other_shapes(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_was_not_found_keeps_its_row(tmp_path: Path) -> None:
+    """Full logits keep theirs, too; and a package that is not installed has no version to compare."""
     machine = {"gpu": "H200", "versions": {"torch": "2"}, "commit": "old"}
-    rows = [{"shape": "llama", "variant": name, "time_ms": 1} for name in ("triton, 614 MiB", "QuACK", "Liger-Kernel")]
+    names = "triton, 614 MiB", "QuACK", "Liger-Kernel", "torch, full logits"
+    rows = [{"shape": "llama", "variant": name, "time_ms": 1} for name in names]
     earlier = tmp_path / "earlier.json"
-    earlier.write_text(json.dumps({"machine": machine, "rows": rows}))
+    with_quack = machine | {"versions": {"torch": "2", "quack-kernels": "1"}}
+    earlier.write_text(json.dumps({"machine": with_quack, "rows": rows}))
     results = check.Parts(tmp_path / "gpu_check.json", [str(earlier)])
     made = [{"shape": "llama", "variant": name, "time_ms": 2} for name in ("triton", "Liger-Kernel")]
     results.replace_rows("machine", machine | {"commit": "new"}, iter([("rows", made)]))
     written = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
     assert [(row["variant"], row["time_ms"], row["commit"]) for row in written] == [
-        ("triton", 2, "new"), ("Liger-Kernel", 2, "new"), ("QuACK", 1, "old")
+        ("triton", 2, "new"), ("Liger-Kernel", 2, "new"), ("QuACK", 1, "old"), ("torch, full logits", 1, "old")
     ]  # fmt: skip
 
 
