@@ -33,7 +33,7 @@ def row(chip: str, tokens: int, hidden: int, vocab: int, dtype: str, budget: int
     device = topologies.get_topology_desc(CHIPS[chip][0], platform="tpu").devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     bytes_ = None if budget is None else budget * 2**20
-    chosen = plan(tokens=tokens, hidden=hidden, vocab=vocab, dtype=dtype, device="gpu", memory_budget=bytes_)
+    chosen = plan(tokens=tokens, hidden=hidden, vocab=vocab, dtype=dtype, device="tpu", memory_budget=bytes_)
 
     def array(*shape: int, dtype: Any = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

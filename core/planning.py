@@ -38,6 +38,7 @@ from logitless.scratch import (
     PADDED_HIDDEN,
     ROW_ALIGNMENT_BYTES,
     TOKEN_TILE,
+    TOKENS_ORDER_BLOCK,
     VOCAB_TILE,
     Cut,
     Kind,
@@ -60,8 +61,9 @@ SLACK: dict[Preference, float] = {"fast": 1.005, "balanced": 1.05, "lean": 1.5}
 SCRATCH_SLACK = 1.1
 MOST_MORE = 64 * 2**20
 
-# In the tokens order, elementwise work and casts go through the vocabulary in blocks of this many columns.
-TOKENS_ORDER_BLOCK = 2048
+# XLA on a GPU has all columns in one block if their number is a multiple of this. Else rows of such a block start
+# between the 16 bytes that cuBLAS reads at once, and narrow blocks are faster.
+ALIGNED_COLUMNS = 8
 # In the order "both", for dW: entries of a slice, and tokens of a chunk where its sum over chunks is possible.
 WEIGHT_SLICES = (128, 256, 512, 1024, 2048, 4096, 8192)
 WEIGHT_CHUNKS = (1024, 2048, 4096, 8192, 16384)
@@ -86,6 +88,13 @@ class ChunkPlan(Cut):
     def padded(self) -> bool:
         """Whether ``scratch_bytes`` counts whole tiles, and padded copies where V % 8 or D % 64 is not 0 ("pallas")."""
         return self.kind == "pallas"
+
+    @property
+    def in_narrow_blocks(self) -> ChunkPlan:
+        """The plan for what is not XLA on a GPU: within the same promise, its blocks are no wider than there."""
+        if self.kind != "xla" or self.order != "tokens":
+            return self
+        return dataclasses.replace(self, vocab_chunk=min(self.vocab_chunk, TOKENS_ORDER_BLOCK))
 
     @property
     def flops(self) -> int:
@@ -143,7 +152,7 @@ class Request:
         if self.order is not None and self.order not in ORDERS:
             raise ValueError(f"order: got {self.order!r}, allowed are None, {', '.join(map(repr, ORDERS))}")
         if self.device not in ACCUMULATOR_TOKENS:
-            raise ValueError(f"device: got {self.device!r}, allowed are 'gpu', 'cpu'")
+            raise ValueError(f"device: got {self.device!r}, allowed are 'gpu', 'cpu', 'tpu'")
         if self.chunk is not None and self.order is None:
             raise ValueError(
                 f"order: got None beside chunk={self.chunk}, allowed are {', '.join(map(repr, ORDERS))}: chunk counts "
@@ -234,7 +243,8 @@ def plan(
             where the exponentials may lie in dW's memory: with ``lends``.)
         chunk: tokens (or, in the vocab order, vocabulary entries) in a chunk, taken as it is; needs ``order``.
         one_pass: False when the upstream gradient arrives per token, after the forward (reduction="none", log-probs).
-        device: "gpu" or "cpu": whose balance of arithmetic and bandwidth the cost formula assumes.
+        device: "gpu", "cpu" or "tpu": whose balance of arithmetic and bandwidth the cost formula assumes. XLA on a GPU
+            works on all of the vocabulary at a time.
         fused: whether the scratch is that of the kernel backends ("triton", "pallas"; float16 always knows lse first
             there) or of the portable ones.
         padded: with ``fused``, whether the scratch is that of "pallas", which works on whole tiles, and on copies where
@@ -411,7 +421,9 @@ def _rating(rated: tuple[float, int, ChunkPlan]) -> tuple[float, int]:
 def _block(request: Request, token_chunk: int) -> int:
     """Columns of a block in the tokens order."""
     columns = TOKENS_ORDER_BLOCK
-    if request.kind == "eager" and request.device == "gpu":
+    if request.device == "gpu" and request.kind == "xla" and request.vocab % ALIGNED_COLUMNS == 0:
+        columns = request.vocab
+    elif request.device == "gpu" and request.kind == "eager":
         columns = max(columns, round_up(EAGER_GPU_BLOCK // token_chunk, VOCAB_TILE))
     return min(request.vocab, columns)
 

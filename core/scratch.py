@@ -21,6 +21,10 @@ Kind = Literal["triton", "pallas", "eager", "xla"]
 TOKEN_TILE = 128
 VOCAB_TILE = 128
 
+# In the tokens order, plain operations go through the vocabulary in blocks of this many columns. XLA on a GPU has all
+# of it in one block: there it fuses what is done to the logits, and wider products are faster.
+TOKENS_ORDER_BLOCK = 2048
+
 # Rows of a held matrix start on such a boundary, so that an odd vocabulary runs at full speed.
 ROW_ALIGNMENT_BYTES = 128
 
@@ -478,17 +482,20 @@ def _eager(cut: Cut) -> int:
 
 
 def _xla(cut: Cut) -> int:
-    item = cut.accumulation_itemsize
+    item, wide = cut.accumulation_itemsize, cut.order == "tokens" and cut.vocab_chunk > TOKENS_ORDER_BLOCK
+    columns = TOKENS_ORDER_BLOCK if wide else cut.vocab_chunk
     held = cut.token_chunk * cut.row_stride * item if cut.one_pass else 0
     # A block's logits, two elementwise temporaries, a ragged last block, and one more if operands are converted.
-    block = (5 if cut.low_precision else 4) * cut.token_chunk * cut.vocab_chunk * item
-    weight_block = 2 * cut.vocab_chunk * cut.hidden * item  # the weight's block upcast, its gradient's product
+    block = (5 if cut.low_precision else 4) * cut.token_chunk * columns * item
+    block += 2 * columns * cut.hidden * item  # the weight's block upcast, its gradient's product
+    if wide:  # what the products read, and logits that are not held
+        block = max(block, cut.token_chunk * cut.row_stride * (ITEMSIZE[cut.dtype] + item * (not cut.one_pass)))
     token_rows = (3 if cut.low_precision else 2) * cut.token_chunk * cut.hidden * item  # x, scaled x, dX if low
     anchor_rows = 2 * min(cut.token_chunk, ANCHOR_ROWS) * cut.hidden * item  # w[y] and its product with x
     accumulator = cut.vocab * cut.hidden * item if cut.weight_accumulator else 0
     if cut.one_pass and cut.low_precision:
         accumulator += cut.tokens * cut.hidden * item
-    return held + block + weight_block + token_rows + anchor_rows + _vectors(cut) + accumulator
+    return held + block + token_rows + anchor_rows + _vectors(cut) + accumulator
 
 
 def _vectors(cut: Cut) -> int:

@@ -18,6 +18,7 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from logitless import objectives, spec
+from logitless.hardware import Device
 from logitless.jax_impl.backend import BACKENDS, backend_named, chosen_backend, device_of, on_several_devices
 from logitless.jax_impl.call import (
     Arrays,
@@ -37,6 +38,8 @@ from logitless.planning import choose as choose_plan
 from logitless.scratch import PADDED_HIDDEN
 from logitless.spec import ArrayInfo, LossOptions, WeightLayout
 
+KINDS: dict[str, Device] = {"cpu": "cpu", "tpu": "tpu"}
+"""Of JAX's platforms that are no GPU, what a plan calls them."""
 NO_BUFFER = "its kernels add dW to no buffer"
 """The reason of :func:`spec.unavailable_error` for accumulate_into."""
 
@@ -147,11 +150,13 @@ def _chosen_plans(
     """The plan. If that needs dW's memory, also the one where the weight gets no gradient."""
     hidden, (vocab, size) = raw.hidden, raw.weight.shape
     tokens, dtype, budget = math.prod(raw.target.shape), str(hidden.dtype), request.memory_budget
+    kind = KINDS.get(device_of(hidden).platform, "gpu")
     lends = backend == "pallas" and _may_lend(raw, shard, request, options)
     if isinstance(request.plan, ChunkPlan):
         check_plan_sizes(request.plan, tokens, size, vocab, dtype)
         check_adds(request.plan, raw.accumulate_into, raw.hidden)
-        given = dataclasses.replace(request.plan, turned=request.turned)
+        fits = request.plan if kind == "gpu" else request.plan.in_narrow_blocks
+        given = dataclasses.replace(fits, turned=request.turned)
         if backend != "pallas" or not given.in_place:
             return given, None
         if not lends:
@@ -172,7 +177,7 @@ def _chosen_plans(
         dtype=dtype,
         memory_budget=budget,
         one_pass=options.reduction != "none" and options.separable and not request.lse,
-        device="cpu" if device_of(hidden).platform == "cpu" else "gpu",
+        device=kind,
         kind="pallas" if backend == "pallas" else "xla",
         hold=hold and not shard.active and not request.lse,
         prefer=request.plan or "balanced",

@@ -320,35 +320,31 @@ def finish(held: Gradients, options: LossOptions, plan: ChunkPlan, needs: Needs,
     return Gradients(*(None if part is None else part.astype(upstream.dtype) * upstream for part in held))
 
 
-def _held_exponentials(
-    inputs: Inputs, options: LossOptions, plan: ChunkPlan, e: Array, x: Array, first: Index, running: RunningSums
+def _held_logits(
+    inputs: Inputs, options: LossOptions, plan: ChunkPlan, z: Array, x: Array, first: Index, running: RunningSums
 ) -> tuple[Array, RunningSums]:
-    """The exponentials of a chunk in the first rows of ``e``, and this device's sums of them."""
+    """The logits of a chunk in the first rows of ``z``, and this device's sums of their exponentials."""
     tokens = x.shape[0]
 
     def logits(carry: tuple[Array, RunningSums], start: Index, size: int) -> tuple[Array, RunningSums]:
-        e, running = carry
-        z = logits_block(x, inputs, first, start, size, options)
-        return put(e, z, start, axis=1), running.observe(z, start)
+        z, running = carry
+        block = logits_block(x, inputs, first, start, size, options)
+        return put(z, block, start, axis=1), running.observe(block, start)
 
-    def exponentials(carry: tuple[Array, RunningSums], start: Index, size: int) -> tuple[Array, RunningSums]:
-        e, running = carry
-        z = take_block(e, tokens, start, size)
-        running, block = running.exponentiate(z, start)
-        if options.softcap is not None:
-            block = block * slope(z, options, temperature_column(inputs, first, tokens))
-        return put(e, block, start, axis=1), running
+    def sums(running: RunningSums, start: Index, size: int) -> RunningSums:
+        return running.exponentiate(take_block(z, tokens, start, size), start)[0]
 
-    e, running = for_slices(plan.vocab, plan.vocab_chunk, logits, (e, running))
-    # On all devices the held exponentials have the same anchor.
+    z, running = for_slices(plan.vocab, plan.vocab_chunk, logits, (z, running))
+    # On all devices the chunk's exponentials have the same anchor.
     running = running.extremes(inputs.shard).rescue()
-    return for_slices(plan.vocab, plan.vocab_chunk, exponentials, (e, running))
+    return z, for_slices(plan.vocab, plan.vocab_chunk, sums, running)
 
 
 def loss_gradients(
     inputs: Inputs, options: LossOptions, plan: ChunkPlan, g: Array, needs: Needs, statistics: bool
 ) -> tuple[TokenSums, Gradients]:
-    """Sums and gradients in one pass, 6·N·D·V flops. A chunk's exponentials are held, anchored at the target.
+    """Sums and gradients in one pass, 6·N·D·V flops. A chunk's logits are held. Their exponentials, anchored at the
+    target, are made twice: for the sums and for the products.
 
     For a plan in one pass and separable options. g [N]: upstream gradient times normalizer, token weight and
     logit_scale, 0 where ignored.
@@ -361,11 +357,11 @@ def loss_gradients(
     accumulators = _Accumulators(inputs, plan, needs, smoothing, g, dtype, unit)
 
     def chunk(carry: tuple[TokenSums, State, Array], first: Index, tokens: int) -> tuple[TokenSums, State, Array]:
-        all_sums, state, e = carry
+        all_sums, state, z = carry
         x = rows_of(inputs, first, tokens)
         target = inputs.shard.place(take(inputs.target, first, tokens))
         running = _start(inputs, options, x, target, first, statistics)
-        e, running = _held_exponentials(inputs, options, plan, e, x, first, running)
+        z, running = _held_logits(inputs, options, plan, z, x, first, running)
         own = _temperatures(inputs, first, tokens)
         weighted = None if smoothing is None else smoothing.weighted_logits(x, options, own)
         running, weighted = running.total(inputs.shard, weighted)
@@ -378,12 +374,16 @@ def loss_gradients(
         element = jnp.where(valid, numerics.sloped(XP, element, part.target_logit, options, own), 0.0)
 
         def matrix(start: Index, size: int) -> Array:
-            return jnp.where(is_target(target, start, size), element[:, None], take_block(e, tokens, start, size))
+            block = take_block(z, tokens, start, size)
+            _, e = running.exponentiate(block, start)
+            if options.softcap is not None:
+                e = e * slope(block, options, temperature_column(inputs, first, tokens))
+            return jnp.where(is_target(target, start, size), element[:, None], e)
 
         factor = take(g, first, tokens) * alpha / (running.s + running.e_target())
         factor = jnp.where(valid, factor, 0.0)
         state = accumulators.add_chunk(state, first, x, factor, matrix)
-        return put_sums(all_sums, part, first), state, e
+        return put_sums(all_sums, part, first), state, z
 
     empty = empty_sums(inputs, options.label_smoothing > 0, statistics)
     # All chunks use one C × V matrix. A ragged last chunk uses its first rows.

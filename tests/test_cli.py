@@ -89,7 +89,7 @@ def test_printed_flops_are_short_and_true(count: int) -> None:
 # plan
 
 
-@pytest.mark.parametrize("device", ["gpu", "cpu"])
+@pytest.mark.parametrize("device", ["gpu", "cpu", "tpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_plan_prints_the_plan_of_the_library(dtype: str, device: str) -> None:
     expected = logitless.plan(**SIZES, dtype=dtype, device=device)  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def test_small_sizes_have_plans_too(tokens: str) -> None:
         (["--memory-budget", "0"], "memory_budget: got 0, allowed is at least 1"),
         (["--dtype", "int8"], "dtype: got 'int8', allowed are bfloat16"),
         (["--order", "rows"], "order: got 'rows', allowed are None, 'tokens', 'vocab'"),
-        (["--device", "tpu"], "device: got 'tpu', allowed are 'gpu', 'cpu'"),
+        (["--device", "xpu"], "device: got 'xpu', allowed are 'gpu', 'cpu', 'tpu'"),
         (["--reduction", "max"], "reduction: got 'max', allowed are 'mean', 'sum', 'none'"),
         (["--chunk", "64"], "order: got None beside chunk=64"),
         (["--hidden", "0"], "hidden: got 0, allowed is at least 1"),

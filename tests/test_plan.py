@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from logitless import ChunkPlan, plan
 from logitless.hardware import HOPPER
 from logitless.planning import MOST_MORE, SCRATCH_SLACK, SLACK, Preference, check_plan_argument, check_plan_sizes
-from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, VOCAB_TILE, round_up
+from logitless.scratch import ROW_ALIGNMENT_BYTES, TOKEN_TILE, TOKENS_ORDER_BLOCK, VOCAB_TILE, round_up
 from logitless.spec import FLOAT_DTYPES, ITEMSIZE
 
 LLAMA: dict[str, Any] = {"tokens": 16384, "hidden": 4096, "vocab": 128256, "dtype": "bfloat16"}
@@ -29,7 +29,7 @@ sizes = st.fixed_dictionaries(
         "vocab": st.integers(1, 300_000),
         "dtype": st.sampled_from(FLOAT_DTYPES),
         "one_pass": st.booleans(),
-        "device": st.sampled_from(["cpu", "gpu"]),
+        "device": st.sampled_from(["cpu", "gpu", "tpu"]),
     }
 )
 
@@ -63,6 +63,20 @@ def test_every_plan_covers_everything_once_in_balanced_chunks(arguments: dict[st
     assert stride_bytes % ROW_ALIGNMENT_BYTES == 0
     width = made.vocab if made.one_pass else made.vocab_chunk
     assert 0 <= stride_bytes - width * made.accumulation_itemsize < ROW_ALIGNMENT_BYTES
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes)
+def test_xla_on_a_gpu_has_the_vocabulary_in_one_block(arguments: dict[str, Any]) -> None:
+    """All others have narrow ones, also if they are given such a plan: within its promise."""
+    made = plan(**arguments, order="tokens")
+    vocab, narrow = arguments["vocab"], min(arguments["vocab"], TOKENS_ORDER_BLOCK)
+    wide = arguments["device"] == "gpu" and vocab % 8 == 0
+    assert made.vocab_chunk == (vocab if wide else narrow)
+    assert made.in_narrow_blocks.vocab_chunk == narrow
+    assert made.in_narrow_blocks.scratch_bytes <= made.scratch_bytes
+    slices = plan(**arguments, order="vocab")
+    assert slices.in_narrow_blocks == slices
 
 
 @settings(deadline=None, max_examples=100)
@@ -182,7 +196,7 @@ def test_when_an_accumulator_is_needed(dtype: str, chunk: int, expected: bool) -
         ({"memory_budget": -5}, "memory_budget: got -5"),
         ({"memory_budget": 1000}, "memory_budget: got 1000 bytes, allowed .* at least"),
         ({"order": "rows"}, "order: got 'rows', allowed are None, 'tokens', 'vocab'"),
-        ({"device": "tpu"}, "device: got 'tpu'"),
+        ({"device": "xpu"}, "device: got 'xpu'"),
         ({"chunk": 0, "order": "tokens"}, "chunk: got 0"),
         ({"chunk": 64}, "order: got None beside chunk=64"),
         ({"fused": True, "eager": True}, "eager: got True beside fused=True, allowed is False"),

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch", reason="these tests are about PyTorch")
 from implementations import every_implementation, in_every_torch_place, options_of, problem_named  # noqa: E402
 
 from logitless import plan  # noqa: E402
+from logitless.scratch import TOKENS_ORDER_BLOCK  # noqa: E402
 from logitless.tolerances import BOUND, ELEMENTS, ON_TOP_GRADIENT, TINY, error  # noqa: E402
 from logitless.torch_impl import (  # noqa: E402
     LinearCrossEntropy,
@@ -304,6 +305,21 @@ def test_no_host_synchronisation_in_the_chunk(monkeypatch: pytest.MonkeyPatch) -
 def test_dispatch_module_is_the_tested_one() -> None:
     assert linear_cross_entropy.__module__ == "logitless.torch_impl.api"
     assert eager.__name__ == "logitless.torch_impl.eager"
+
+
+def test_a_plan_for_xla_has_narrow_blocks_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, held = [], eager._Held
+
+    def seen(inputs: Any, plan: Any) -> Any:
+        used.append(plan)
+        return held(inputs, plan)
+
+    monkeypatch.setattr(eager, "_Held", seen)
+    wide = plan(tokens=8, hidden=4, vocab=2 * TOKENS_ORDER_BLOCK, dtype="float64", order="tokens", chunk=8)
+    x, w = torch.ones(8, 4, dtype=torch.float64), torch.ones(wide.vocab, 4, dtype=torch.float64)
+    linear_cross_entropy(x.requires_grad_(), w, torch.zeros(8, dtype=torch.int64), plan=wide, backend="eager")
+    assert [plan.vocab_chunk for plan in used] == [TOKENS_ORDER_BLOCK]
+    assert wide.vocab_chunk > TOKENS_ORDER_BLOCK
 
 
 def test_the_import_brings_no_compiler() -> None:

@@ -121,7 +121,8 @@ def _backend(arrays: Arrays, request: Request, dtype: torch.dtype) -> Kind:
 def given_plan(arrays: Arrays, request: Request, dtype: torch.dtype, vocab: int | None = None) -> ChunkPlan:
     """The request's own plan, made for these sizes. ``vocab``: of the largest shard."""
     assert isinstance(request.plan, tuple)
-    plan, tokens = ChunkPlan(*map(tracing.number, request.plan)), tracing.number(arrays.target.numel())
+    plan = ChunkPlan(*map(tracing.number, request.plan)).in_narrow_blocks
+    tokens = tracing.number(arrays.target.numel())
     own, size = map(tracing.number, arrays.weight.shape)
     check_plan_sizes(plan, tokens, size, own if vocab is None else vocab, dtype_name(dtype))
     if plan.has_room and vocab is not None:
