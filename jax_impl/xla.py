@@ -219,7 +219,8 @@ class _Accumulators:
             hidden_part, weight, bias = carry
             e = matrix(start, size)
             if bias is not None:
-                bias = put(bias, take(bias, start, size) + vector_product(e.T, factor), start)
+                share = (e * factor[:, None]).sum(axis=0)  # no product, for which e would have to be in memory
+                bias = put(bias, take(bias, start, size) + share, start)
             operand = (e * element_factor[:, None]).astype(x.dtype) if self.low else e
             if hidden_part is not None:
                 rows = weight_rows(self.inputs, start, size)
