@@ -64,6 +64,16 @@ def vector_product(matrix: Array, vector: Array) -> Array:
     return jnp.matmul(matrix, vector, precision=jax.lax.Precision.HIGHEST)
 
 
+def column_sums(matrix: Array, factor: Array) -> Array:
+    """Σ_i factor_i matrix_ij. On a GPU a product would need the matrix in memory; a sum is fused with what makes it."""
+    sums: Array = jax.lax.platform_dependent(
+        matrix, factor,
+        cpu=lambda matrix, factor: vector_product(matrix.T, factor),
+        default=lambda matrix, factor: (matrix * factor[:, None]).sum(axis=0),
+    )  # fmt: skip
+    return sums
+
+
 def by_blocks_on_cpu(whole: Product, by_blocks: Product, a: Array, b: Array) -> Array:
     """``whole(a, b)``; on a CPU ``by_blocks(a, b)`` of 16-bit floats, which XLA converts to float32 there first."""
     if jnp.dtype(a.dtype).itemsize > 2:

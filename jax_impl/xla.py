@@ -27,6 +27,7 @@ from logitless.jax_impl.chunk import (
     by_position,
     by_token,
     capped,
+    column_sums,
     compacted,
     count_of,
     empty_sums,
@@ -219,8 +220,7 @@ class _Accumulators:
             hidden_part, weight, bias = carry
             e = matrix(start, size)
             if bias is not None:
-                share = (e * factor[:, None]).sum(axis=0)  # no product, for which e would have to be in memory
-                bias = put(bias, take(bias, start, size) + share, start)
+                bias = put(bias, take(bias, start, size) + column_sums(e, factor), start)
             operand = (e * element_factor[:, None]).astype(x.dtype) if self.low else e
             if hidden_part is not None:
                 rows = weight_rows(self.inputs, start, size)

@@ -378,7 +378,7 @@ def test_copies_of_odd_sizes_are_promised_where_they_are_made() -> None:
 
 def test_known_plans() -> None:
     """The default of plain operations: chunks of some thousand tokens on a GPU."""
-    assert plan(**LLAMA).chunks == 5
+    assert plan(**LLAMA).chunks == 6
     assert plan(**LLAMA, prefer="fast").chunks < 4
     assert plan(**(LLAMA | {"tokens": 4096})).chunks <= 2
     assert plan(tokens=2048, hidden=512, vocab=32768, dtype="float32", device="cpu").chunks >= 4
