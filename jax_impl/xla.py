@@ -3,8 +3,9 @@
 Two verbs (docs/design.md): :func:`token_sums` reads the logits block by block and keeps only sums per token.
 :func:`loss_gradients` and :func:`known_gradients` also give dX, dW and db. All work on flat arrays ([N, D], [V, D]) in
 the accumulation dtype (float64 for float64 input, else float32). Chunks and blocks are loops with static sizes, and a
-ragged last one is a loop of its own. The loops carry E, dX and dW and update them in place. Where tokens are cut in
-chunks, those that count come first, and the loops end behind the last of them.
+ragged last one is a loop of its own. The loops carry a chunk's logits, dX and dW and update them in place. Where tokens
+are cut in chunks, those that count come first, and the loops end behind the last of them. On a GPU one block has the
+whole vocabulary (``plan.vocab_chunk``).
 
 Rounding: logits, exponentials and sums are float32. A block of the logits' gradient is rounded to the input dtype
 before the products, because a traced function does not know its platform. The products accumulate in float32.
