@@ -91,7 +91,7 @@ class ChunkPlan(Cut):
 
     @property
     def in_narrow_blocks(self) -> ChunkPlan:
-        """The plan for what is not XLA on a GPU: within the same promise, its blocks are no wider than there."""
+        """The plan for all but XLA on a GPU. Its blocks are narrow, and it stays within the same promise."""
         if self.kind != "xla" or self.order != "tokens":
             return self
         return dataclasses.replace(self, vocab_chunk=min(self.vocab_chunk, TOKENS_ORDER_BLOCK))
