@@ -277,16 +277,21 @@ class RunningSums(NamedTuple):
         sums = self.sums | numerics.moved_sums(XP, self.sums, self.anchor - moved)
         return self._replace(anchor=moved, sums=sums)
 
-    def exponentiate(self, z: Array, start: Index) -> tuple[RunningSums, Array]:
-        """exp(z − anchor), 0 at the target, and the sums with it."""
-        gaps, sums = z - self.anchor[:, None], self.sums.copy()
-        e = jnp.where(is_target(self.target, start, z.shape[1]), 0.0, unpadded(jnp.exp(gaps), self.limit, start, 0.0))
+    def exponentials(self, z: Array, start: Index) -> Array:
+        """exp(z − anchor), 0 at the target."""
+        e = unpadded(jnp.exp(z - self.anchor[:, None]), self.limit, start, 0.0)
+        return jnp.where(is_target(self.target, start, z.shape[1]), 0.0, e)
+
+    def with_block(self, z: Array, start: Index) -> RunningSums:
+        """The sums with a block's exponentials."""
+        e, sums = self.exponentials(z, start), self.sums.copy()
         sums["s"] = sums["s"] + e.sum(axis=1)
         if "gap_sum" in sums:
-            sums["gap_sum"] = sums["gap_sum"] + (e * jnp.maximum(gaps, LOWEST_GAP)).sum(axis=1)
+            gaps = jnp.maximum(z - self.anchor[:, None], LOWEST_GAP)
+            sums["gap_sum"] = sums["gap_sum"] + (e * gaps).sum(axis=1)
         if "squares" in sums:
             sums["squares"] = sums["squares"] + jnp.square(SQUARED_SCALE * e).sum(axis=1)
-        return self._replace(sums=sums), e
+        return self._replace(sums=sums)
 
     def together(self, shard: Shard, weighted: Array | None) -> tuple[RunningSums, Array | None]:
         """The sums over all devices. Their anchors may have moved differently."""

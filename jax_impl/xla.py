@@ -114,8 +114,7 @@ def token_sums(inputs: Inputs, options: LossOptions, plan: ChunkPlan, statistics
             if weighted is not None:
                 k = inputs.class_weight
                 weighted = weighted + (z.sum(axis=1) if k is None else vector_product(z, take(k, start, size)))
-            running, _ = running.observe(z, start).rescue().exponentiate(z, start)
-            return running, weighted
+            return running.observe(z, start).rescue().with_block(z, start), weighted
 
         running, weighted = for_slices(plan.vocab, plan.vocab_chunk, block, (running, weighted))
         if smoothing is not None:
@@ -334,7 +333,7 @@ def _held_logits(
         return put(z, block, start, axis=1), running.observe(block, start)
 
     def sums(running: RunningSums, start: Index, size: int) -> RunningSums:
-        return running.exponentiate(take_block(z, tokens, start, size), start)[0]
+        return running.with_block(take_block(z, tokens, start, size), start)
 
     z, running = for_slices(plan.vocab, plan.vocab_chunk, logits, (z, running))
     # On all devices the chunk's exponentials have the same anchor.
@@ -377,7 +376,7 @@ def loss_gradients(
 
         def matrix(start: Index, size: int) -> Array:
             block = take_block(z, tokens, start, size)
-            _, e = running.exponentiate(block, start)
+            e = running.exponentials(block, start)
             if options.softcap is not None:
                 e = e * slope(block, options, temperature_column(inputs, first, tokens))
             return jnp.where(is_target(target, start, size), element[:, None], e)

@@ -43,8 +43,7 @@ def token_sums(inputs: Inputs, options: LossOptions, statistics: bool, block: in
         target_logit = capped(jnp.where(valid, own, 0).astype(dtype), options)
         target_logit = jnp.where(rows(inputs.inside), target_logit, jnp.nan)
         z = jnp.where(valid[:, None], capped(r.astype(dtype), options), 0.0)
-        running = RunningSums.start(target_logit, target, statistics).observe(z, 0).rescue()
-        running, _ = running.exponentiate(z, 0)
+        running = RunningSums.start(target_logit, target, statistics).observe(z, 0).rescue().with_block(z, 0)
         weighted = None
         if options.label_smoothing:  # a class of weight 0 may have a logit of −inf
             weighted = (z if k is None else jnp.where(k == 0, 0.0, k * z)).sum(axis=1)
