@@ -160,7 +160,7 @@ OTHERS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, tuple[Any, ...]]
         {
             "tokens": NO_SIZES, "hidden": (*NO_SIZES, 0), "vocab": (*NO_SIZES, 0), "dtype": ("int8", None, 1),
             "memory_budget": OPTIONAL_SIZES, "order": ("rows", 1, ["tokens"]), "chunk": OPTIONAL_SIZES,
-            "one_pass": NO_FLAGS, "device": ("tpu", None, 1), "fused": NO_FLAGS, "padded": NO_FLAGS, "hold": NO_FLAGS,
+            "one_pass": NO_FLAGS, "device": ("xpu", None, 1), "fused": NO_FLAGS, "padded": NO_FLAGS, "hold": NO_FLAGS,
             "eager": NO_FLAGS, "lends": NO_FLAGS, "weight_layout": ("vv", None, 1), "prefer": ("quick", None, 1),
         },
     ),
