@@ -15,7 +15,7 @@ Device = Literal["cpu", "gpu", "tpu"]
 # Tokens whose products take as long as reading and writing dW's accumulator once, in plain operations.
 # gpu: from one H200, bf16, 16384 × 4096 × 128256 at C = 1024 to 8192 (150 to 163).
 # cpu: from a 2-core AVX-512 machine, fp32, 2048 × 512 × 32768 at C = 128 to 1024.
-# tpu: not measured, as a GPU.
+# tpu: not measured; a GPU's.
 ACCUMULATOR_TOKENS = {"gpu": 150, "cpu": 12, "tpu": 150}
 
 

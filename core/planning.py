@@ -152,7 +152,7 @@ class Request:
         if self.order is not None and self.order not in ORDERS:
             raise ValueError(f"order: got {self.order!r}, allowed are None, {', '.join(map(repr, ORDERS))}")
         if self.device not in ACCUMULATOR_TOKENS:
-            raise ValueError(f"device: got {self.device!r}, allowed are 'gpu', 'cpu', 'tpu'")
+            raise ValueError(f"device: got {self.device!r}, allowed are {', '.join(map(repr, ACCUMULATOR_TOKENS))}")
         if self.chunk is not None and self.order is None:
             raise ValueError(
                 f"order: got None beside chunk={self.chunk}, allowed are {', '.join(map(repr, ORDERS))}: chunk counts "

@@ -488,8 +488,10 @@ def _xla(cut: Cut) -> int:
     # A block's logits, two elementwise temporaries, a ragged last block, and one more if operands are converted.
     block = (5 if cut.low_precision else 4) * cut.token_chunk * columns * item
     block += 2 * columns * cut.hidden * item  # the weight's block upcast, its gradient's product
-    if wide:  # the first product before a bias or a softcap, later what the products read; and logits that are not held
-        block = max(block, cut.token_chunk * cut.row_stride * item * (2 - cut.one_pass))
+    if wide:
+        # Beside the logits: first the product from which a bias or a softcap makes them, then what other products read.
+        beside = cut.token_chunk * cut.row_stride * item
+        block = max(block, beside if cut.one_pass else 2 * beside)  # in one pass the logits are what is held
     token_rows = (3 if cut.low_precision else 2) * cut.token_chunk * cut.hidden * item  # x, scaled x, dX if low
     anchor_rows = 2 * min(cut.token_chunk, ANCHOR_ROWS) * cut.hidden * item  # w[y] and its product with x
     accumulator = cut.vocab * cut.hidden * item if cut.weight_accumulator else 0
